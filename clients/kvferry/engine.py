@@ -1,0 +1,373 @@
+"""How an engine rank speaks to the daemon beside it.
+
+    client = await EngineClient.connect("/run/kvferry/engine.sock", engine_id="prefill", epoch=epoch)
+    region = await client.allocate(nbytes)              # daemon-owned: outlives a crash of the engine
+    await client.register(manifest)                     # what lies where in it
+    lease = await client.publish("req-1", tables, num_tokens=813, metadata=b"...")
+    await lease.ended()                                 # the blocks may be reused
+
+    received = await other.receive("req-1", tables, source=SourceBody(engine_id="prefill", address="10.0.0.1:7411"))
+
+The session lives as long as the client: when the process dies the daemon knows at once.
+`kvferry.blocking` has the same for engines without an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, open_cuda_region, open_file_region
+from kvferry.outcomes import Lease, Received, Receiving, TransferFailed
+from kvferry.rpc import MESSAGE_OPTIONS, PROTOCOL_MAX, PROTOCOL_MIN, error_of
+from kvferry.schemas import LeaseState, SourceBody
+from kvferry.tables import Tables
+from kvferry.v1 import engine_pb2, engine_pb2_grpc, layout_pb2
+from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
+
+__all__ = ["EngineClient", "Lease", "Received", "TransferFailed"]
+
+Q = TypeVar("Q")
+T = TypeVar("T")
+LEAVE_S = 5.0
+"""How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
+
+
+class EngineClient:
+    """One engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
+
+    def __init__(self, socket: str, epoch: str, channel: grpc.aio.Channel) -> None:
+        self._socket = socket
+        self.epoch = epoch
+        self._channel = channel
+        self._stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)
+        self._leases: dict[str, Lease] = {}
+        self._receives: dict[str, Receiving] = {}
+        self._unsafe: dict[str, asyncio.Future[None]] = {}
+        self._session = ""
+        self._reader: asyncio.Task[None] | None = None
+        self._closing = False
+        self._over: KvferryError | None = None
+        """Why there is no session any more."""
+        self.peer_address = ""
+        self.device = ""
+        self.closed = asyncio.Event()
+        """Set when the session has ended, from either side."""
+        self.draining = asyncio.Event()
+        """Set when the daemon asks for no new work."""
+
+    @classmethod
+    async def connect(
+        cls, socket: str, *, engine_id: str, epoch: str, rank: int = 0, world_size: int = 1, timeout_s: float = 10.0
+    ) -> EngineClient:
+        """Open the session. Waits for the daemon to come up, at most `timeout_s`.
+
+        `epoch` is one value for all ranks of one start of the engine: nothing of an older epoch is ever read.
+        Raises KvferryError: `unreachable`, `deadline`, `protocol`, or what the daemon refuses.
+        """
+        client = cls(socket, epoch, grpc.aio.insecure_channel(f"unix:{socket}", options=MESSAGE_OPTIONS))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client._attach(engine_id, epoch, rank, world_size)
+        except TimeoutError:
+            await client.close()
+            raise KvferryError(
+                "unreachable",
+                f"no daemon answered on {socket} within {timeout_s:g} s",
+                field="socket",
+                value=socket,
+                remedy="start `kvferry serve`, or give the engine_socket it listens on",
+            ) from None
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def _attach(self, engine_id: str, epoch: str, rank: int, world_size: int) -> None:
+        events = self._stub.Attach(
+            engine_pb2.AttachRequest(
+                protocol_min=PROTOCOL_MIN,
+                protocol_max=PROTOCOL_MAX,
+                client=f"kvferry/{__version__}",
+                engine_id=engine_id,
+                epoch=epoch,
+                rank=rank,
+                world_size=world_size,
+            ),
+            wait_for_ready=True,
+        )
+        stream = aiter(events)
+        try:
+            attached = (await anext(stream)).attached
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, f"the daemon on {self._socket}") from None
+        except StopAsyncIteration:
+            raise KvferryError("unreachable", f"the daemon on {self._socket} closed the session") from None
+        self._session, self.peer_address, self.device = attached.session, attached.peer_address, attached.device
+        self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
+
+    async def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
+        """Daemon-owned memory, zeroed, mapped here: on the daemon's GPU, or host memory where it has none.
+
+        It is registered with NIXL once, by the daemon.
+        """
+        memory = await self._call(
+            self._stub.Allocate, engine_pb2.AllocateRequest(session=self._session, region=region, nbytes=nbytes)
+        )
+        if memory.WhichOneof("kind") == "cuda":
+            given = memory.cuda
+            return await asyncio.to_thread(
+                open_cuda_region,
+                given.handle,
+                given.offset,
+                memory.nbytes,
+                given.allocation_nbytes,
+                given.device_uuid,
+                region,
+            )
+        return open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset)
+
+    async def adopt(self, shared: SharedRegion | CudaMemory) -> None:
+        """Hand over memory that this engine allocated and goes on owning: a shared file, or `cuda_memory(...)`.
+
+        The daemon gives it back when the session ends; until then it must not be freed.
+        """
+        memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes)
+        if isinstance(shared, CudaMemory):
+            exported = shared.exported
+            memory.cuda.CopyFrom(
+                engine_pb2.CudaAllocation(
+                    handle=exported.handle,
+                    offset=exported.offset,
+                    allocation_nbytes=exported.allocation_nbytes,
+                    device_uuid=exported.device_uuid,
+                )
+            )
+        else:
+            memory.file.CopyFrom(engine_pb2.SharedFile(path=shared.path, offset=shared.offset))
+        await self._call(self._stub.Adopt, engine_pb2.AdoptRequest(session=self._session, memory=memory))
+
+    async def register(self, manifest: Manifest) -> tuple[str, ...]:
+        """Describe the cache. Returns what the daemon wants a person to know about it. Raises ManifestError."""
+        reply = await self._call(
+            self._stub.Register, engine_pb2.RegisterRequest(session=self._session, manifest=manifest_to_proto(manifest))
+        )
+        return tuple(reply.notes)
+
+    async def publish(
+        self,
+        request_id: str,
+        tables: Tables,
+        num_tokens: int,
+        *,
+        more: bool = False,
+        metadata: bytes = b"",
+        ttl_s: float = 0.0,
+        readers: int = 0,
+    ) -> Lease:
+        """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
+
+        more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
+        handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine.
+        """
+        known = self._leases.get(request_id)
+        lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
+        self._leases[request_id] = lease
+        try:
+            await self._call(
+                self._stub.Publish,
+                engine_pb2.PublishRequest(
+                    session=self._session,
+                    request_id=request_id,
+                    tables=tables_to_proto(tables),
+                    num_tokens=num_tokens,
+                    more=more,
+                    metadata=metadata,
+                    ttl_s=ttl_s,
+                    readers=readers,
+                ),
+            )
+        except BaseException:
+            if known is None and self._leases.get(request_id) is lease:
+                del self._leases[request_id]
+            raise
+        if lease._ended.done():
+            return lease
+        return self._leases.setdefault(request_id, lease)  # a publish beside this one may have been refused
+
+    async def receive(
+        self,
+        request_id: str,
+        tables: Tables,
+        tokens: tuple[int, int] | None = None,
+        *,
+        source: SourceBody | None = None,
+        deadline_s: float = 0.0,
+        priority: int = 0,
+    ) -> Received:
+        """Reserve these blocks for the request and wait for its KV.
+
+        tokens: global range to move; None for all that is published, which the tables must then hold. source: where to
+        read from; None when a router orders it. Raises TransferFailed, or KvferryError when the reservation is refused.
+        When this call is cancelled it aborts the transfer, and ends when the blocks are safe, at most 5 s later.
+        """
+        request = engine_pb2.ReceiveRequest(
+            session=self._session,
+            request_id=request_id,
+            tables=tables_to_proto(tables),
+            deadline_s=deadline_s,
+            priority=priority,
+        )
+        if tokens is not None:
+            request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
+        if source is not None:
+            request.source.CopyFrom(
+                engine_pb2.Source(engine_id=source.engine_id, address=source.address, epoch=source.epoch or "")
+            )
+        while (before := self._receives.get(request_id)) is not None:
+            if before.leaving is None:
+                raise KvferryError(
+                    "receive_pending",
+                    f"request {request_id} is being received already",
+                    field="request_id",
+                    value=request_id,
+                    remedy="wait for it, or abort it first",
+                )
+            await asyncio.wait([before.leaving])
+        receiving = self._receives[request_id] = Receiving(asyncio.get_running_loop().create_future())
+        replying = asyncio.create_task(self._call(self._stub.Receive, request))
+        try:
+            receiving.named((await asyncio.shield(replying)).transfer_id)
+            event, quiesced = await asyncio.shield(receiving.ended)
+        except asyncio.CancelledError:
+            receiving.leaving = asyncio.create_task(self._leave(request_id, receiving, replying))
+            await asyncio.shield(receiving.leaving)
+            raise
+        finally:
+            if receiving.leaving is None:
+                del self._receives[request_id]
+        if event.state != "done":
+            raise TransferFailed(problem_from_proto(event.problem), event.state, quiesced)
+        return Received(
+            request_id, event.transfer_id, event.nbytes, (event.tokens.start, event.tokens.stop), event.metadata
+        )
+
+    async def _leave(
+        self, request_id: str, receiving: Receiving, replying: asyncio.Task[engine_pb2.ReceiveReply]
+    ) -> None:
+        """End the transfer of a receive that was cancelled. Until then the request is not received again."""
+        try:
+            with contextlib.suppress(KvferryError, TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    receiving.named((await replying).transfer_id)  # an abort before that would find nothing
+                    if not receiving.ended.done():
+                        await self.abort(request_id)
+                    _, quiesced = await receiving.ended
+                    await asyncio.shield(quiesced)
+        finally:
+            del self._receives[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End the request's transfer and revoke its lease on this rank. Idempotent."""
+        await self._call(self._stub.Abort, engine_pb2.EngineAbortRequest(session=self._session, request_id=request_id))
+
+    async def close(self) -> None:
+        """End the session. Leases on daemon-owned memory stay readable until they are read or expire.
+
+        What still waits, and every call from now on, raises KvferryError (`session_closed`).
+        """
+        self._closing = True
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        await self._channel.close()
+        self._gone(_closed())
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, method: Callable[[Q], Awaitable[T]], request: Q) -> T:
+        if self._over is not None:
+            raise self._over
+        try:
+            return await method(request)
+        except grpc.aio.AioRpcError as error:
+            raise _closed() if self._closing else error_of(error, f"the daemon on {self._socket}") from None
+        except grpc.aio.UsageError:  # what a call on a closed channel raises
+            raise _closed() from None
+        except asyncio.CancelledError:  # of this task, or of a call whose channel is closed under it
+            task = asyncio.current_task()
+            if not self._closing or (task is not None and task.cancelling()):
+                raise
+            raise _closed() from None
+
+    async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
+        why = KvferryError(
+            "daemon_gone",
+            f"the daemon on {self._socket} ended the session",
+            field="socket",
+            value=self._socket,
+            remedy="connect again; what was in flight has not arrived",
+        )
+        try:
+            async for event in events:
+                self._handle(event)
+        except grpc.aio.AioRpcError as error:
+            why = error_of(error, f"the daemon on {self._socket}")
+        finally:
+            self._gone(_closed() if self._closing else why)
+
+    def _handle(self, event: engine_pb2.Event) -> None:
+        match event.WhichOneof("kind"):
+            case "transfer_ended":
+                receiving = self._receives.get(event.transfer_ended.request_id)
+                if receiving is not None:
+                    receiving.hear(event.transfer_ended, self._quiescence(event.transfer_ended))
+            case "blocks_safe":
+                quiesced = self._unsafe.pop(event.blocks_safe.transfer_id, None)
+                if quiesced is not None and not quiesced.done():
+                    quiesced.set_result(None)
+            case "lease_ended":
+                lease = self._leases.pop(event.lease_ended.request_id, None)
+                if lease is not None and not lease._ended.done():
+                    lease._ended.set_result(LeaseState(event.lease_ended.state))
+            case "draining":
+                self.draining.set()
+
+    def _quiescence(self, event: engine_pb2.TransferEnded) -> asyncio.Future[None]:
+        quiesced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if event.blocks_safe:
+            quiesced.set_result(None)
+        else:
+            quiesced = self._unsafe.setdefault(event.transfer_id, quiesced)
+        return quiesced
+
+    def _gone(self, why: KvferryError) -> None:
+        self._over = why
+        self.closed.set()
+        waiting: list[asyncio.Future[Any]] = [
+            *(receiving.ended for receiving in self._receives.values()),
+            *self._unsafe.values(),
+            *(lease._ended for lease in self._leases.values()),
+        ]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(why)
+                future.exception()  # retrieved: nobody may be waiting
+        self._leases.clear()
+        self._unsafe.clear()
+
+
+def _closed() -> KvferryError:
+    return KvferryError("session_closed", "the session is closed", remedy="connect again")

@@ -1,0 +1,211 @@
+"""Map a region of a daemon's memory into this process."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+from kvferry.torch_pool import torch_pool
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CudaMemory",
+    "CudaRegion",
+    "SharedRegion",
+    "cuda_memory",
+    "open_cuda_region",
+    "open_file_region",
+    "torch_pool",
+]
+
+
+@dataclass(slots=True, eq=False)
+class SharedRegion:
+    """A region of KV-cache memory mapped here: `nbytes` bytes from `address`.
+
+    Whoever maps it closes it. Arrays and tensors over it keep the mapping alive until they are gone.
+    """
+
+    id: int
+    kind: str
+    nbytes: int
+    path: str
+    offset: int
+    _map: mmap.mmap = field(repr=False)
+
+    @property
+    def address(self) -> int:
+        """Where byte 0 of the region lies in this process; what ManifestBuilder.region asks for."""
+        return int(self.array().__array_interface__["data"][0])
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The region as a writable array of bytes, shape (nbytes,)."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=self.nbytes, offset=self.offset % mmap.PAGESIZE)
+
+    def tensor(self) -> torch.Tensor:
+        """The region as a writable uint8 tensor, shape (nbytes,). Needs torch."""
+        import torch
+
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=self.nbytes, offset=self.offset % mmap.PAGESIZE)
+
+    def close(self) -> None:
+        """Unmap, as soon as no array or tensor uses the mapping any more. Idempotent."""
+        with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
+            self._map.close()
+
+
+def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+    """Map `nbytes` bytes at `offset` of a shared file (POSIX shm), readable and writable.
+
+    Raises KvferryError (`region_unavailable`) when the file is not there, too short, or not ours to open.
+    """
+    page = offset - offset % mmap.PAGESIZE
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unavailable(path, error.strerror or str(error)) from None
+    except ValueError as error:  # a null character
+        raise _unavailable(path, str(error)) from None
+    try:
+        size = os.fstat(fd).st_size
+        if offset + nbytes > size:
+            raise _unavailable(path, f"the file has {size} bytes, the region ends at {offset + nbytes}")
+        mapped = mmap.mmap(fd, offset - page + nbytes, offset=page)
+    except (OSError, ValueError) as error:
+        raise _unavailable(path, str(error)) from None
+    finally:
+        os.close(fd)
+    return SharedRegion(region, "host", nbytes, path, offset, mapped)
+
+
+def _unavailable(path: str, why: str) -> KvferryError:
+    return KvferryError(
+        "region_unavailable",
+        f"the shared region cannot be mapped: {why}",
+        field="path",
+        value=path,
+        remedy="the engine and its daemon must see the same shm_dir (one volume mounted at the same path in both)",
+    )
+
+
+@dataclass(slots=True, eq=False)
+class CudaRegion:
+    """A region of KV-cache memory on a GPU, mapped here over CUDA IPC: `nbytes` bytes from `address`.
+
+    Whoever maps it closes it. Tensors over it keep the mapping alive until they are gone.
+    """
+
+    id: int
+    kind: str
+    nbytes: int
+    offset: int
+    device: cuda.Device
+    _mapping: cuda.Mapping = field(repr=False)
+    pools: list[object] = field(default_factory=list, repr=False)
+    """torch's pools that allocate in here: see torch_pool."""
+
+    @property
+    def address(self) -> int:
+        """Where byte 0 of the region lies in this process; what ManifestBuilder.region asks for."""
+        return self._mapping.address + self.offset
+
+    def tensor(self) -> torch.Tensor:
+        """The region as a writable uint8 tensor, shape (nbytes,), on its GPU. Needs torch."""
+        import torch
+
+        return torch.as_tensor(_View(self), device=f"cuda:{self.device.index}")
+
+    def hold(self) -> cuda.Mapping:
+        """The mapping once more: it stays until what is returned is closed too."""
+        return self.device.open(self._mapping.handle)
+
+    def close(self) -> None:
+        """Unmap, as soon as no tensor uses the mapping any more. Idempotent."""
+        self.pools.clear()
+        self._mapping.close()
+
+
+class _View:
+    """What torch asks for to use memory that is not its own; torch keeps it as long as the tensor's storage."""
+
+    def __init__(self, region: CudaRegion) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (region.nbytes,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "version": 3,
+        }
+        weakref.finalize(self, region.hold().close).atexit = False
+
+
+def open_cuda_region(
+    handle: bytes, offset: int, nbytes: int, allocation_nbytes: int, device_uuid: str, region: int = 0
+) -> CudaRegion:
+    """Map `nbytes` bytes at `offset` of another process's allocation, given by its raw CUDA IPC handle.
+
+    Raises KvferryError: `cuda_missing`, `unknown_gpu`, `region_out_of_bounds`, `cuda_ipc_failed`.
+    """
+    device = cuda.device(device_uuid)
+    _check_inside(offset, nbytes, allocation_nbytes, "was said to have")
+    mapping = device.open(handle)
+    try:
+        _check_inside(offset, nbytes, mapping.nbytes, "has")
+    except KvferryError:
+        mapping.close()
+        raise
+    return CudaRegion(region, "cuda", nbytes, offset, device, mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """GPU memory that this process allocated, to hand over with `EngineClient.adopt`. Keep it allocated."""
+
+    id: int
+    nbytes: int
+    address: int
+    exported: cuda.Exported = field(repr=False)
+    kind: str = "cuda"
+
+
+def cuda_memory(memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0, device: int = 0) -> CudaMemory:
+    """Describe a contiguous CUDA tensor, or `nbytes` bytes from an address on this process's GPU number `device`.
+
+    Raises KvferryError: `not_contiguous`, `not_exportable` (VMM memory), `region_out_of_bounds`, `cuda_missing`, ...
+    """
+    if isinstance(memory, int):
+        address = memory
+    else:
+        if not memory.is_cuda or not memory.is_contiguous():
+            raise KvferryError(
+                "not_contiguous",
+                f"a region is one contiguous piece of GPU memory, the tensor is on {memory.device}",
+                field="memory",
+                value=tuple(memory.shape),
+                remedy="hand over the tensor that was allocated, not a view, or its address and nbytes",
+            )
+        address, nbytes, device = memory.data_ptr(), memory.nbytes, memory.device.index
+    exported = cuda.devices()[device].export(address)
+    _check_inside(exported.offset, nbytes, exported.allocation_nbytes, "has")
+    return CudaMemory(region, nbytes, address, exported)
+
+
+def _check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
+    if offset < 0 or nbytes <= 0 or offset + nbytes > allocation_nbytes:
+        raise KvferryError(
+            "region_out_of_bounds",
+            f"bytes [{offset}, {offset + nbytes}) are not inside an allocation that {said} {allocation_nbytes} bytes",
+            field="offset, nbytes",
+            value=f"{offset}, {nbytes}",
+            remedy="count offset from the allocation's base (kvferry.cuda.Device.export does)",
+        )

@@ -1,0 +1,45 @@
+"""The reference routing proxy: an OpenAI-compatible door in front of prefill and decode engines.
+
+`main` is `kvferry proxy` and `python -m kvferry.proxy`; `build_app` is the application for tests and embedding.
+Read legs.py (what is sent where), then exchange.py (one request's way), then app.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from kvferry.proxy.options import Endpoint, Options, OrderedBy, parse
+
+__all__ = ["Endpoint", "Options", "OrderedBy", "main", "parse"]
+GRACEFUL_S = 20
+"""At SIGTERM: how long requests under way may still run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status; argparse exits with 2 on wrong flags."""
+    options = parse(argv)
+    try:
+        import uvicorn
+
+        from kvferry.proxy.app import build_app
+    except ModuleNotFoundError as error:
+        print(f"kvferry proxy: needs {error.name}: pip install 'kvferry[reference]'", file=sys.stderr)
+        return 1
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    prefills = ", ".join(endpoint.url for endpoint in options.prefill)
+    decodes = ", ".join(endpoint.url for endpoint in options.decode)
+    logging.getLogger("kvferry.proxy").info(
+        "kvferry proxy on http://%s:%d: prefill %s; decode %s; orders by the %s",
+        options.host, options.port, prefills, decodes, options.order.value,
+    )  # fmt: skip
+    config = uvicorn.Config(
+        build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",
+        timeout_graceful_shutdown=GRACEFUL_S,
+    )  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run()
+    return 0

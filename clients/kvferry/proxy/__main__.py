@@ -1,0 +1,5 @@
+import sys
+
+from kvferry.proxy import main
+
+sys.exit(main())

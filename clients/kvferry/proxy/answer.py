@@ -1,0 +1,116 @@
+"""The client's side of a request: an answer that starts once, streams, and ends whole or visibly broken."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from starlette.types import Send
+
+from kvferry.errors import KvferryError
+
+HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade",
+})  # fmt: skip
+"""Headers of one connection (RFC 9110, 7.6.1), never passed on."""
+STATUS = {
+    "malformed_json": 400,
+    "malformed_request_id": 400,
+    "batch_of_prompts": 400,
+    "unauthorized": 401,
+    "prefiller_not_allowed": 403,
+    "request_in_flight": 409,
+    "body_too_large": 413,
+    "full": 429,
+    "draining": 503,
+    "engine_timeout": 504,
+    "daemon_timeout": 504,
+    "deadline": 504,
+}
+"""By code; every other code means that something behind the proxy failed: 502."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A complete answer."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    content: bytes
+
+
+def openai_error(error: KvferryError) -> Whole:
+    """The error in the form that OpenAI clients read, with kvferry's code, value and remedy."""
+    status = STATUS.get(error.code, 502)
+    headers = [("content-type", "application/json")]
+    if status == 401:
+        headers.append(("www-authenticate", "Bearer"))
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        headers.append(("retry-after", f"{retry_after_s:.0f}"))
+    return Whole(status, tuple(headers), json.dumps(error_body(error, status)).encode())
+
+
+def error_body(error: KvferryError, status: int) -> Mapping[str, object]:
+    kind = "invalid_request_error" if 400 <= status < 500 else "upstream_error"
+    message = f"{error.message}: {error.remedy}" if error.remedy else error.message
+    return {"error": {"message": message, "type": kind, "param": error.field or None, "code": error.code}}
+
+
+def passed_on(headers: Iterable[tuple[str, str]], *, dropped: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
+    """An engine's response headers without those that belong to its own connection or that we answer ourselves."""
+    unwanted = HOP_BY_HOP | {"date", "server", "content-length", "x-request-id", *dropped}
+    return tuple((name, value) for name, value in headers if name.lower() not in unwanted)
+
+
+class Answer:
+    """Writes one response over ASGI. `status` is 0 until it has started, `complete` is set when it ended whole."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._events = False
+        self.status = 0
+        self.complete = False
+        self.nbytes = 0
+
+    async def whole(self, answer: Whole) -> None:
+        await self.start(answer.status, (*answer.headers, ("content-length", str(len(answer.content)))))
+        await self.write(answer.content)
+        await self.end()
+
+    async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+        assert not self.status, "an answer starts once"
+        self.status = status
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        self._events = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
+        raw.append((b"x-request-id", self._request_id.encode("latin-1")))
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the client has taken enough of it: a slow client slows the engine's stream."""
+        self.nbytes += len(data)
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.complete = True
+
+    async def fail(self, error: KvferryError) -> None:
+        """The error as a response of its own, or, in a started stream, as its last event.
+
+        A started answer is then left incomplete: the connection closes without the final chunk, so that no client
+        takes the beginning of an answer for the whole.
+        """
+        if not self.status:
+            await self.whole(openai_error(error))
+        elif self._events:
+            event = json.dumps(error_body(error, STATUS.get(error.code, 502)))
+            await self.write(f"\n\ndata: {event}\n\n".encode())
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex

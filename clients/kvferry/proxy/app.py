@@ -1,0 +1,253 @@
+"""The proxy as a web application: what comes in is checked here, and everything that was opened is closed here."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from kvferry.errors import KvferryError
+from kvferry.proxy.answer import HOP_BY_HOP, Answer, Whole, new_request_id, openai_error
+from kvferry.proxy.daemons import Daemons
+from kvferry.proxy.exchange import Asked, Exchange
+from kvferry.proxy.legs import read_body
+from kvferry.proxy.options import Endpoint, Options
+from kvferry.proxy.upstream import Ring, leg, whole
+
+log = logging.getLogger("kvferry.proxy")
+HEALTH_TIMEOUT_S = 2.0
+MODELS_TIMEOUT_S = 10.0
+OURS = HOP_BY_HOP | {
+    "accept-encoding", "content-length", "content-type", "expect", "host", "x-prefiller-host-port", "x-request-id",
+}  # fmt: skip
+"""Request headers that the proxy answers for itself on both legs."""
+
+
+class Proxy:
+    """What lives as long as the application: the connection pool, the rings, the requests in flight."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.prefills = Ring(options.prefill)
+        self.decodes = Ring(options.decode)
+        self._in_flight: set[str] = set()
+        # No proxy of the environment between us and engines; every leg has its own deadline around reads and writes.
+        self.http = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=options.connect_timeout_s, pool=options.connect_timeout_s),
+            # Below the 5 s after which uvicorn closes an idle connection: a request sent then would be lost.
+            limits=httpx.Limits(
+                max_connections=options.max_connections, max_keepalive_connections=256, keepalive_expiry=3.0
+            ),
+            headers={"accept-encoding": "identity"},
+            trust_env=False,
+        )
+        self.daemons = Daemons(self.http, options.prefill + options.decode, token=options.daemon_token)
+
+    async def close(self) -> None:
+        await self.daemons.close()
+        await self.http.aclose()
+
+    async def relay(self, request: Request) -> Response:
+        """Check a request; the returned response carries it through both legs."""
+        try:
+            self._authorize(request)
+            request_id = _request_id(request)
+            body = read_body(await _content(request, self.options.max_body_bytes))
+            prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
+            if request_id in self._in_flight:
+                raise KvferryError(
+                    "request_in_flight",
+                    f"a request with X-Request-Id {request_id[:80]} is under way",
+                    field="X-Request-Id",
+                    value=request_id,
+                    remedy="an id names one request: send another, or none",
+                )
+        except KvferryError as error:
+            log.info("refused %s: %s", request.url.path, error.code)
+            return _response(openai_error(error))
+        except ClientDisconnect:  # before its body was complete: nobody reads this
+            return Response(status_code=499)
+        asked = Asked(request.url.path, body, self._headers(request, request_id), request_id)
+        exchange = Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons)
+        self._in_flight.add(request_id)
+        return Relay(exchange, self)
+
+    def finish(self, exchange: Exchange, answer: Answer) -> None:
+        """The client has its answer or is gone: say so in the log, free what is left."""
+        outcome = "complete" if answer.complete else "broken" if exchange.error else "client_left"
+        log.info(
+            "request %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
+            exchange.asked.request_id, exchange.asked.path, outcome, answer.status, answer.nbytes,
+            " ".join(endpoint.url for endpoint in exchange.tried), exchange.decode.url, exchange.timings_ms,
+            f" error={exchange.error.code}: {exchange.error}" if exchange.error else "",
+        )  # fmt: skip
+        if exchange.clean:
+            self._in_flight.discard(exchange.asked.request_id)
+        else:
+            self.daemons.in_background(self._clean_up(exchange))
+
+    async def _clean_up(self, exchange: Exchange) -> None:
+        # The id stays taken meanwhile: an abort goes by it, and would end a second request of the same name.
+        try:
+            await exchange.clean_up()
+        finally:
+            self._in_flight.discard(exchange.asked.request_id)
+
+    async def models(self, request: Request) -> Response:
+        """/v1/models of the first decode engine that answers."""
+        try:
+            self._authorize(request)
+            headers = self._headers(request, _request_id(request))
+            return _response(await self._first(self.decodes.turn(), "/v1/models", headers))
+        except KvferryError as error:
+            return _response(openai_error(error))
+
+    async def _first(self, endpoints: tuple[Endpoint, ...], path: str, headers: dict[str, str]) -> Whole:
+        for endpoint in endpoints[:-1]:
+            try:
+                return await self._get(endpoint, path, headers)
+            except KvferryError:
+                continue
+        return await self._get(endpoints[-1], path, headers)
+
+    async def _get(self, endpoint: Endpoint, path: str, headers: dict[str, str]) -> Whole:
+        async with leg("decode", endpoint, MODELS_TIMEOUT_S):
+            return await whole(await self.http.get(endpoint.url + path, headers=headers))
+
+    async def health(self) -> Response:
+        """200 when a prefill and a decode engine answer their /health; which do not is named either way."""
+        endpoints = [*self.options.prefill, *self.options.decode]
+        up = await asyncio.gather(*(self._healthy(endpoint) for endpoint in endpoints))
+        states = {endpoint.url: "ok" if ok else "down" for endpoint, ok in zip(endpoints, up, strict=True)}
+        count = len(self.options.prefill)
+        serving = any(up[:count]) and any(up[count:])
+        return JSONResponse({"status": "ok" if serving else "down", "engines": states}, 200 if serving else 503)
+
+    async def _healthy(self, endpoint: Endpoint) -> bool:
+        try:
+            async with leg("health", endpoint, HEALTH_TIMEOUT_S):
+                return (await self.http.get(f"{endpoint.url}/health")).is_success
+        except KvferryError:
+            return False
+
+    def _authorize(self, request: Request) -> None:
+        if not self.options.api_token:
+            return
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(given, f"Bearer {self.options.api_token}".encode()):
+            raise KvferryError("unauthorized", "no valid bearer token", field="Authorization", remedy="ask for a token")
+
+    def _headers(self, request: Request, request_id: str) -> dict[str, str]:
+        """The client's headers for the legs. Its Authorization stops here when it was meant for the proxy."""
+        ours = OURS | {"authorization"} if self.options.api_token else OURS
+        headers = {name: value for name, value in request.headers.items() if name not in ours}
+        return headers | {"content-type": "application/json", "x-request-id": request_id}
+
+
+class Relay(Response):
+    """Runs the exchange as long as the client stays, and cleans up after it either way."""
+
+    def __init__(self, exchange: Exchange, proxy: Proxy) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = Answer(send, self._exchange.asked.request_id)
+        serving = asyncio.create_task(self._exchange.serve(answer))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.complete:  # the server says that the client left once it has sent the end, too
+                await asyncio.wait({serving}, timeout=1.0)
+        finally:
+            tasks = {serving, leaving}
+            for task in tasks:
+                task.cancel()
+            # Cancelled first, so that decode's connection is closed before the daemons are told.
+            await asyncio.wait(tasks)
+            self._proxy.finish(self._exchange, answer)
+        if not serving.cancelled():
+            serving.result()
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has gone. Its body has been read: nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _request_id(request: Request) -> str:
+    request_id = request.headers.get("x-request-id")
+    if request_id is None:
+        return new_request_id()
+    if not re.fullmatch(r"[\x21-\x7e]{1,256}", request_id):
+        raise KvferryError(
+            "malformed_request_id", "X-Request-Id is not a name", field="X-Request-Id", value=request_id,
+            remedy="send 1 to 256 visible ASCII characters, or leave it out",
+        )  # fmt: skip
+    return request_id
+
+
+async def _content(request: Request, limit: int) -> bytes:
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > limit:
+            raise KvferryError(
+                "body_too_large", f"the body is larger than {limit} bytes", field="body", value=f"> {limit} bytes",
+                remedy="shorten it, or start the proxy with a larger --max-body-mb",
+            )  # fmt: skip
+    return bytes(content)
+
+
+def _response(answer: Whole) -> Response:
+    response = Response(answer.content, answer.status)
+    for name, value in answer.headers:
+        response.headers.append(name, value)
+    return response
+
+
+def build_app(options: Options) -> FastAPI:
+    """The application; its lifespan owns the connection pool."""
+    proxy = Proxy(options)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await proxy.close()
+
+    app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await proxy.relay(request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await proxy.relay(request)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await proxy.models(request)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return await proxy.health()
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app

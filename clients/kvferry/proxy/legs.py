@@ -1,0 +1,132 @@
+"""The two legs of a request, as JSON: pure functions over the client's body (facts of today's routers).
+
+`kv_transfer_params` is an opaque object that passes verbatim from prefill's answer to decode's request. A client
+cannot bring its own: its coordinates would be dialled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pydantic import ValidationError
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import OrderBody, SourceBody
+
+JsonObject: TypeAlias = Mapping[str, object]
+PARAMS = "kv_transfer_params"
+ASK_TO_PUBLISH: JsonObject = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def read_body(content: bytes) -> JsonObject:
+    """The client's JSON object. Raises KvferryError `malformed_json` or `batch_of_prompts`."""
+    try:
+        body = json.loads(content, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+        raise _malformed(f"the body is not JSON: {reason}") from None
+    if not isinstance(body, dict):
+        raise _malformed(f"the body is a JSON {_json_type(body)}, not an object")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        raise KvferryError(
+            "batch_of_prompts",
+            f"the body holds {len(prompt)} prompts, and one kv_transfer_params object describes the KV of one",
+            field="prompt",
+            value=len(prompt),
+            remedy="send one request per prompt",
+        )
+    return body
+
+
+def prefill_body(body: JsonObject) -> dict[str, object]:
+    """One token, not streamed, and please publish."""
+    leg = {key: value for key, value in body.items() if key != "stream_options"}
+    leg |= {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, PARAMS: dict(ASK_TO_PUBLISH)}
+    if "min_tokens" in leg:
+        leg["min_tokens"] = 1
+    return leg
+
+
+def decode_body(body: JsonObject, params: TransferParams | None, *, ordered: bool) -> dict[str, object]:
+    """The client's body and what prefill answered. `ordered`: the router orders; the engine only reserves blocks."""
+    leg = {key: value for key, value in body.items() if key != PARAMS}
+    if params is not None:
+        leg[PARAMS] = {**params.content, "order": "router"} if ordered else dict(params.content)
+    return leg
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParams:
+    """prefill's `kv_transfer_params`, and the few of its fields that a router reads."""
+
+    content: JsonObject
+
+    @classmethod
+    def of(cls, answer: object) -> TransferParams | None:
+        """Out of prefill's JSON answer; None when it published nothing. Raises KvferryError."""
+        content = answer.get(PARAMS) if isinstance(answer, Mapping) else None
+        if content is None:
+            return None
+        if not isinstance(content, Mapping):
+            raise _bad_params(PARAMS, content, "a JSON object or null")
+        return cls(content)
+
+    @property
+    def request_id(self) -> str:
+        """The lease's request_id, which the transfer carries too; empty when the engine named none."""
+        value = self.content.get("remote_request_id")
+        return value if isinstance(value, str) else ""
+
+    def order(self) -> OrderBody:
+        """The order for the decode side's daemon. Raises KvferryError naming the field that cannot be used."""
+        host, port = self.content.get("remote_host"), self.content.get("remote_port")
+        if isinstance(host, str) and ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        try:
+            source = SourceBody.model_validate(
+                {
+                    "engine_id": self.content.get("remote_engine_id"),
+                    "address": f"{host}:{port}",
+                    "epoch": self.content.get("remote_epoch"),
+                }
+            )
+            return OrderBody(request_id=self.request_id, source=source)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = str(first["loc"][-1])
+            name = {"address": "remote_host, remote_port"}.get(field, f"remote_{field}")
+            raise _bad_params(f"{PARAMS}.{name}", first.get("input"), first["msg"]) from None
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _json_type(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _malformed(message: str) -> KvferryError:
+    return KvferryError("malformed_json", message, remedy='send an object such as {"model": "m", "prompt": "Once"}')
+
+
+def _bad_params(field: str, value: object, wanted: str) -> KvferryError:
+    return KvferryError(
+        "malformed_kv_transfer_params",
+        f"prefill answered with kv_transfer_params that cannot be ordered from: {field}: {wanted}",
+        field=field,
+        value=value,
+        remedy="does the prefill engine run a kvferry plug-in that is attached to a daemon?",
+    )

@@ -1,0 +1,194 @@
+"""python -m kvferry.reference: serve a model, print a config, write a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from kvferry.errors import KvferryError
+from kvferry.reference.cache import LAYOUTS
+from kvferry.reference.config import PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
+from kvferry.reference.engine import Engine
+from kvferry.reference.server import build_app
+from kvferry.reference.tokenizer import tokenizer_of
+
+EPILOG = """\
+A single engine, then a request:
+  python -m kvferry.reference serve --preset demo --port 8100
+  curl localhost:8100/v1/completions -H 'content-type: application/json' -d '{"prompt": "Ferry me", "max_tokens": 8}'
+
+A prefill engine of two ranks, one kvferry daemon beside each, and a decode engine of another shape:
+  python -m kvferry.reference serve --preset demo --engine-id prefill --port 8100 --tp 2 \\
+      --daemon /run/kvferry/p0.sock --daemon /run/kvferry/p1.sock
+  python -m kvferry.reference serve --preset demo --engine-id decode --port 8200 --layout cross_layer --block-size 8 \\
+      --daemon /run/kvferry/d0.sock
+
+Both must serve the same model: the same --checkpoint, or the same shape and --seed. Everything else may differ.
+A router sends {"kv_transfer_params": {"do_remote_decode": true}} to prefill and what comes back to decode.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m kvferry.reference", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    serve = commands.add_parser(
+        "serve", help="serve a model over HTTP", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="A small Llama engine with a paged KV cache, which kvferry daemons may own.",
+    )  # fmt: skip
+    _model_options(serve)
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one; the ready line tells which")
+    serve.add_argument("--engine-id", default="reference", help="names this engine to routers and daemons")
+    serve.add_argument(
+        "--daemon", action="append", default=[], metavar="SOCKET", dest="daemons",
+        help="engine socket of a rank's daemon; once per rank, in rank order. Without: private memory, no transfers",
+    )  # fmt: skip
+    serve.add_argument("--tp", type=int, default=1, help="ranks, one process each; need not divide the KV heads")
+    serve.add_argument(
+        "--layout", default="NHD",
+        help="; ".join(f"{name} = {order}" for name, order in LAYOUTS.items()) + "; or any order of these axes",
+    )  # fmt: skip
+    serve.add_argument("--block-size", type=int, default=16, help="tokens in a block")
+    serve.add_argument("--num-blocks", type=int, default=512)
+    serve.add_argument("--max-tokens-per-step", type=int, default=128, dest="max_step_tokens", help="prefill chunk")
+    serve.add_argument("--max-requests", type=int, default=16, help="requests that run at once")
+    serve.add_argument("--no-prefix-cache", action="store_false", dest="prefix_cache")
+    serve.add_argument(
+        "--progressive", action=argparse.BooleanOptionalAction, default=True,
+        help="publish a prefill's tokens chunk by chunk, so that decode reads while prefill computes",
+    )  # fmt: skip
+    serve.add_argument(
+        "--on-load-failure", choices=("fail", "recompute"), default="fail",
+        help="when KV does not arrive: answer 502, or prefill here",
+    )  # fmt: skip
+    for name, text in (
+        ("--request-timeout-s", "a request's whole life"),
+        ("--load-timeout-s", "until the KV of a request must have arrived"),
+        ("--step-timeout-s", "a worker that takes longer for one step has failed"),
+        ("--start-timeout-s", "until every worker must be ready"),
+        ("--daemon-timeout-s", "a daemon's answer to one call"),
+        ("--lease-ttl-s", "how long published KV waits for a reader; 0: as the daemon is configured"),
+    ):
+        field = name[2:].replace("-", "_")
+        default = next(f.default for f in dataclasses.fields(EngineConfig) if f.name == field)
+        serve.add_argument(name, type=float, default=default, metavar="S", help=f"{text} (default {default:g})")
+
+    config = commands.add_parser("config", help="print a config.json, for serve --config")
+    _model_options(config)
+    for field in ("layers", "hidden", "intermediate", "heads", "kv-heads", "head-dim", "vocab", "window"):
+        config.add_argument(f"--{field}", type=int)
+    config.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
+
+    checkpoint = commands.add_parser("checkpoint", help="write the model as a Hugging Face folder")
+    _model_options(checkpoint)
+    checkpoint.add_argument("--shards", type=int, default=1, help="safetensors files")
+    checkpoint.add_argument("folder", type=Path)
+    return top
+
+
+def _model_options(command: argparse.ArgumentParser) -> None:
+    model = command.add_mutually_exclusive_group()
+    model.add_argument("--preset", choices=sorted(PRESETS), default="demo", help="a built-in shape (default demo)")
+    model.add_argument("--config", type=Path, help="a config.json; the weights come from --seed")
+    model.add_argument(
+        "--checkpoint", type=Path, help="a folder with config.json, safetensors and maybe tokenizer.json"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the random weights")
+    command.add_argument("--model-name", help="as /v1/models tells it")
+
+
+def model_source(args: argparse.Namespace) -> ModelSource:
+    if args.checkpoint is not None:
+        config = read_model_config(args.checkpoint / "config.json")
+        return ModelSource(
+            config, args.checkpoint.resolve(), name=args.model_name or args.checkpoint.name or "reference"
+        )
+    config = read_model_config(args.config) if args.config is not None else PRESETS[args.preset]
+    return ModelSource(config, seed=args.seed, name=args.model_name or "reference")
+
+
+def print_config(args: argparse.Namespace) -> None:
+    names = {
+        "num_layers": args.layers, "hidden_size": args.hidden, "intermediate_size": args.intermediate,
+        "num_heads": args.heads, "num_kv_heads": args.kv_heads, "head_dim": args.head_dim, "vocab_size": args.vocab,
+        "window": args.window, "dtype": args.dtype,
+    }  # fmt: skip
+    changed = {name: value for name, value in names.items() if value is not None}
+    if args.window is not None:
+        # Every other layer, so that both kinds of KV-cache group occur.
+        layers = changed.get("num_layers", model_source(args).config.num_layers)
+        changed["sliding"] = tuple(layer % 2 == 1 for layer in range(layers))
+    elif args.layers is not None:
+        changed["sliding"] = ()
+    config: ModelConfig = dataclasses.replace(model_source(args).config, **changed)
+    print(json.dumps(config.to_hf(), indent=2))
+
+
+class Server(uvicorn.Server):
+    """uvicorn raises a signal again once it has served: that would end the driver before it has stopped its workers."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def finish(self, *_: object) -> None:
+        self.should_exit = True
+
+
+async def serve(args: argparse.Namespace) -> int:
+    """Until a signal or until the engine fails. Returns the exit status."""
+    source = model_source(args)
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    options = {name: value for name, value in vars(args).items() if name in names}
+    engine = Engine(source, EngineConfig(**options | {"daemons": tuple(args.daemons)}))
+    listener = socket.create_server((args.host, args.port), backlog=256)
+    try:
+        await engine.start()
+        app = build_app(engine, tokenizer_of(source))
+        server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=60))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, server.finish)
+        engine.failed.add_done_callback(server.finish)
+        host, port = listener.getsockname()[:2]
+        print(f"ready on http://{host}:{port}", flush=True)
+        await server.serve(sockets=[listener])
+    finally:
+        failure = engine.failed.result() if engine.failed.done() else None
+        await engine.stop()
+        listener.close()
+    if failure is not None:
+        print(f"kvferry.reference: {failure}", file=sys.stderr, flush=True)
+    return 0 if failure is None else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    try:
+        match args.command:
+            case "serve":
+                return asyncio.run(serve(args))
+            case "config":
+                print_config(args)
+            case "checkpoint":
+                from kvferry.reference.weights import write_checkpoint
+
+                write_checkpoint(model_source(args), args.folder, shards=args.shards)
+    except (KvferryError, OSError) as error:
+        print(f"kvferry.reference: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""One EngineClient per rank, driven as one: a request is published, received or aborted on every rank or on none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from kvferry.engine import EngineClient, Lease, Received, TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.manifest import ModelInfo
+from kvferry.memory import SharedRegion
+from kvferry.reference.cache import CacheGeometry, describe
+from kvferry.reference.config import EngineConfig, ModelConfig
+from kvferry.reference.handoff import Origin
+from kvferry.tables import Tables
+
+T = TypeVar("T")
+
+
+class LoadFailed(KvferryError):
+    """The KV of a request did not arrive on every rank. Its blocks may be reused once `quiesced()` has returned."""
+
+    def __init__(self, cause: KvferryError, quiescence: Sequence[Awaitable[object]]) -> None:
+        super().__init__(
+            cause.code, cause.message, field=cause.field, value=cause.value, remedy=cause.remedy,
+            refusals=cause.refusals,
+        )  # fmt: skip
+        self._quiescence = quiescence
+
+    async def quiesced(self) -> None:
+        await asyncio.gather(*self._quiescence)
+
+
+class Daemons:
+    """The sessions of one engine start. Make with `connect`, end with `close`."""
+
+    def __init__(self, engine: EngineConfig, epoch: str, clients: Sequence[EngineClient]) -> None:
+        self._engine = engine
+        self._epoch = epoch
+        self._clients = clients
+        self._regions: list[SharedRegion] = []
+
+    @classmethod
+    async def connect(cls, engine: EngineConfig, epoch: str) -> Daemons:
+        attempts = await asyncio.gather(
+            *(
+                EngineClient.connect(
+                    socket, engine_id=engine.engine_id, epoch=epoch, rank=rank, world_size=engine.tp,
+                    timeout_s=engine.daemon_timeout_s,
+                )
+                for rank, socket in enumerate(engine.daemons)
+            ),
+            return_exceptions=True,
+        )  # fmt: skip
+        clients = [attempt for attempt in attempts if isinstance(attempt, EngineClient)]
+        for attempt in attempts:
+            if isinstance(attempt, BaseException):
+                await asyncio.gather(*(client.close() for client in clients))
+                raise attempt
+        return cls(engine, epoch, clients)
+
+    @property
+    def address(self) -> str:
+        """host:port at which other daemons reach rank 0's; from there they find the other ranks."""
+        return self._clients[0].peer_address
+
+    async def allocate(self, model: ModelConfig, info: ModelInfo) -> list[tuple[str, int]]:
+        """Daemon-owned memory for every rank, described by a manifest. Returns its files and offsets, by rank."""
+        self._regions = list(await self._all([self._allocate(rank, model, info) for rank in range(self._engine.tp)]))
+        return [(region.path, region.offset) for region in self._regions]
+
+    async def _allocate(self, rank: int, model: ModelConfig, info: ModelInfo) -> SharedRegion:
+        client = self._clients[rank]
+        region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
+        if not isinstance(region, SharedRegion):
+            raise KvferryError(
+                "wrong_memory_kind",
+                "the reference engine computes on the CPU, its daemon runs beside a GPU",
+                field="device",
+                value=client.device,
+                remedy="start the daemon with --device cpu",
+            )
+        manifest = describe(
+            model, self._engine, rank, epoch=self._epoch, info=info, kind=region.kind, address=region.address
+        )
+        await client.register(manifest)
+        return region
+
+    async def publish(
+        self, request_id: str, tables: Tables, num_tokens: int, *, more: bool, metadata: bytes
+    ) -> list[Lease]:
+        ttl_s = self._engine.lease_ttl_s
+        return await self._all(
+            [
+                client.publish(request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s)
+                for client in self._clients
+            ]
+        )
+
+    async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
+        """Rank 0's result, when every rank has received. Raises LoadFailed with the first rank's reason."""
+        deadline_s = self._engine.load_timeout_s
+        receives = [
+            asyncio.create_task(
+                client.receive(origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s)
+            )
+            for client in self._clients
+        ]
+        # The daemon keeps the deadline; twice that is for a daemon that does not answer at all.
+        await asyncio.wait(receives, timeout=2 * deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        if not all(receive.done() and receive.exception() is None for receive in receives):
+            cause = next((_failure(receive) for receive in receives if receive.done() and receive.exception()), None)
+            with suppress(KvferryError):
+                await self.abort(origin.request_id)
+            await asyncio.wait(receives, timeout=self._engine.daemon_timeout_s)
+            raise LoadFailed(
+                cause or KvferryError("deadline", f"request {origin.request_id} did not arrive in {deadline_s:g} s"),
+                [_quiescence(receive, client) for receive, client in zip(receives, self._clients, strict=True)],
+            )
+        return receives[0].result()
+
+    async def abort(self, request_id: str) -> None:
+        """End the request's transfer and lease on every rank. Idempotent."""
+        await self._all([client.abort(request_id) for client in self._clients])
+
+    async def gone(self) -> KvferryError:
+        """Returns when the first session has ended."""
+        waits = [asyncio.create_task(client.closed.wait()) for client in self._clients]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            rank = next(rank for rank, wait in enumerate(waits) if wait.done())
+        finally:
+            for wait in waits:
+                wait.cancel()
+        socket = self._engine.daemons[rank]
+        return KvferryError(
+            "daemon_gone", f"the daemon of rank {rank} on {socket} ended the session", field="daemon", value=socket,
+            remedy="start the engine again when its daemon is back",
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+        for region in self._regions:
+            region.close()
+
+    async def _all(self, calls: Sequence[Awaitable[T]]) -> list[T]:
+        """Every rank's answer, within daemon_timeout_s; the first rank's error when one failed."""
+        try:
+            async with asyncio.timeout(self._engine.daemon_timeout_s):
+                results = await asyncio.gather(*calls, return_exceptions=True)
+        except TimeoutError:
+            raise KvferryError("deadline", f"a daemon did not answer in {self._engine.daemon_timeout_s:g} s") from None
+        answers: list[T] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            answers.append(result)
+        return answers
+
+
+def _failure(receive: asyncio.Task[Received]) -> KvferryError:
+    error = receive.exception()
+    if isinstance(error, KvferryError):
+        return error
+    return KvferryError("internal", f"receiving failed: {error!r}")
+
+
+async def _quiescence(receive: asyncio.Task[Received], client: EngineClient) -> None:
+    """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
+    if not receive.done():
+        receive.cancel()
+        await client.closed.wait()
+    elif isinstance(error := receive.exception(), TransferFailed):
+        quiesced = asyncio.create_task(error.quiesced())
+        closed = asyncio.create_task(client.closed.wait())
+        await asyncio.wait([quiesced, closed], return_when=asyncio.FIRST_COMPLETED)
+        quiesced.cancel()
+        closed.cancel()

@@ -1,0 +1,281 @@
+"""The driver: requests in, steps out to the workers, KV to and from other engines."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from kvferry.errors import KvferryError
+from kvferry.manifest import ModelInfo
+from kvferry.reference.cache import axis_order
+from kvferry.reference.config import EngineConfig, ModelSource
+from kvferry.reference.daemons import Daemons, LoadFailed
+from kvferry.reference.fingerprint import fingerprint
+from kvferry.reference.handoff import Handoff, answer
+from kvferry.reference.publication import Publication, first_token, tables_of
+from kvferry.reference.request import Output, Request, RequestState
+from kvferry.reference.scheduler import Occupancy, Scheduled, Scheduler, step_input
+from kvferry.reference.sharding import RankShard
+from kvferry.reference.workers import Workers
+
+_LAST_STEP_S = 5.0
+
+
+class Engine:
+    """Make it inside a running event loop, `start` it, `generate` any number of requests at once, `stop` it.
+
+    `failed` is done, with the reason, when a worker or a daemon is gone: nothing can be served any more.
+    """
+
+    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+        axis_order(config.layout)
+        RankShard.of(source.config, 0, config.tp)
+        self.source = source
+        self.config = config
+        self.epoch = uuid.uuid4().hex
+        self.failed: asyncio.Future[KvferryError] = asyncio.get_running_loop().create_future()
+        self._scheduler = Scheduler(config)
+        self._workers: Workers | None = None
+        self._daemons: Daemons | None = None
+        self._wake = asyncio.Event()
+        self._requests: set[Request] = set()
+        self._publications: dict[Request, Publication] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises KvferryError when a daemon or a worker does not come up; then nothing is left running."""
+        try:
+            self._workers = await Workers.spawn(self.config)
+            regions: list[tuple[str, int]] = []
+            if self.config.daemons:
+                self._daemons = await Daemons.connect(self.config, self.epoch)
+                info = ModelInfo(name=self.source.name, fingerprint=fingerprint(self.source))
+                regions = await self._daemons.allocate(self.source.config, info)
+                self._spawn(self._watch(self._daemons.gone()))
+            await self._workers.start(self.source, regions)
+        except BaseException:
+            await self.stop()
+            raise
+        self._spawn(self._watch(self._workers.died()))
+        self._loop = self._spawn(self._run(self._workers))
+
+    async def stop(self) -> None:
+        """End every request, session and process. Takes seconds at most."""
+        healthy = not self.failed.done()
+        self._fail(KvferryError("stopping", "the engine is shutting down"))
+        if self._loop is not None:
+            await asyncio.wait({self._loop}, timeout=_LAST_STEP_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._workers is not None:
+            await self._workers.stop(healthy=healthy)
+        if self._daemons is not None:
+            await self._daemons.close()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        """Outputs until one has a finish_reason. Leaving early aborts the request. Raises KvferryError."""
+        self._submit(request)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.request_timeout_s
+        finished = False
+        try:
+            while not finished:
+                output = await asyncio.wait_for(request.outputs.get(), deadline - loop.time())
+                if isinstance(output, KvferryError):
+                    raise output
+                finished = output.finish_reason is not None
+                yield output
+        except TimeoutError:
+            limit = f"{self.config.request_timeout_s:g} s"
+            raise KvferryError("deadline", f"request {request.request_id} took more than {limit}") from None
+        finally:
+            if not finished:
+                self._cancel(request)
+
+    def occupancy(self) -> Occupancy:
+        return self._scheduler.occupancy()
+
+    def _submit(self, request: Request) -> None:
+        if self.failed.done():
+            raise self.failed.result()
+        if len(self._requests) >= self.config.max_waiting:
+            raise KvferryError("full", "too many requests are waiting", remedy="try again later")
+        length = len(request.prompt) + request.max_tokens
+        limit = min(self.source.config.max_positions, self.config.num_blocks * self.config.block_size)
+        if length > limit:
+            raise KvferryError(
+                "prompt_too_long", f"prompt and max_tokens are {length} tokens, the engine holds {limit}",
+                field="prompt", value=length, remedy="shorten the prompt, or give the engine more --num-blocks",
+            )  # fmt: skip
+        if self._daemons is None and (request.hold or request.origin):
+            raise KvferryError(
+                "no_daemon", "this engine runs without a daemon and exchanges no KV", field="kv_transfer_params",
+                remedy="start it with --daemon SOCKET for each rank",
+            )  # fmt: skip
+        for other in self._requests:
+            if (request.hold and other.hold and request.request_id == other.request_id) or (
+                request.origin and other.origin and request.origin.request_id == other.origin.request_id
+            ):
+                raise KvferryError(
+                    "request_exists", f"the KV of request {other.request_id} is being exchanged already",
+                    field="X-Request-Id", value=other.request_id, remedy="use a new id for a new request",
+                )  # fmt: skip
+        if self._daemons is not None and request.hold:
+            self._publications[request] = Publication(request, self.source.config, self.config, self._daemons)
+        self._requests.add(request)
+        self._spawn(self._live(request))
+
+    def _cancel(self, request: Request) -> None:
+        """The client wants no more; `_live` sees to the rest."""
+        self._scheduler.cancel(request)
+        if (publication := self._publications.get(request)) is not None:
+            publication.withdraw()
+        if request.state is RequestState.LOADING and request.origin and self._daemons:
+            self._spawn(self._abort(self._daemons, request.origin.request_id))
+
+    async def _abort(self, daemons: Daemons, request_id: str) -> None:
+        with suppress(KvferryError):
+            await daemons.abort(request_id)
+
+    async def _run(self, workers: Workers) -> None:
+        """One step at a time, for as long as there is something to do."""
+        try:
+            while not self.failed.done():
+                self._scheduler.admit()
+                step = self._scheduler.schedule()
+                if not step:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    continue
+                sampled = await workers.step(step_input(step))
+                for entry in self._scheduler.complete(sampled.tolist()):
+                    self._advanced(entry)
+        except KvferryError as error:
+            self._fail(error)
+
+    def _advanced(self, entry: Scheduled) -> None:
+        """A step of this request is done: tell the client, and whoever may be reading along."""
+        request = entry.request
+        if request.cancelled:
+            return
+        if entry.samples:
+            self._emit(request)
+        elif self.config.progressive and (publication := self._publications.get(request)) is not None:
+            publication.advance()
+
+    @staticmethod
+    def _emit(request: Request) -> None:
+        """The newest token. The last output of a request that is held comes when its KV is published."""
+        finish_reason = None if request.hold else request.finish_reason
+        request.outputs.put_nowait(Output((request.generated[-1],), finish_reason))
+
+    async def _live(self, request: Request) -> None:
+        """A request's life: admitted, loaded, run by `_run`, held for other engines; then its blocks go back."""
+        try:
+            self._scheduler.add(request)
+            self._wake.set()
+            await request.admitted.wait()
+            if request.state is RequestState.LOADING:
+                await self._load(request)
+            if (publication := self._publications.get(request)) is not None:
+                await self._share(request, publication)
+            await request.left.wait()
+            self._scheduler.release(request)
+            self._wake.set()
+        finally:
+            self._requests.discard(request)
+            self._publications.pop(request, None)
+
+    async def _load(self, request: Request) -> None:
+        """Read the prompt's KV from the engine that prefilled it; after this the request runs, or has left."""
+        assert self._daemons is not None
+        assert request.origin is not None
+        if request.cancelled:
+            self._scheduler.loaded(request)
+            return
+        reach = min(request.origin.num_tokens, len(request.prompt))
+        start = min(request.cached, reach)
+        size, window = self.config.block_size, self.source.config.window
+        window_first = max(start, (reach - window) // size * size) if window else 0
+        tables = tables_of(request, self.source.config, self.config, start=start, stop=reach, window_first=window_first)
+        try:
+            received = await self._daemons.receive(request.origin, tables, (start, reach))
+        except LoadFailed as error:
+            if self.config.on_load_failure == "fail":
+                request.cancelled = True
+                request.outputs.put_nowait(error)
+            await error.quiesced()
+        else:
+            request.received = reach - start
+            request.window_first = window_first if window_first > start else 0
+            told = request.origin.num_tokens == len(request.prompt)
+            token = first_token(received.metadata, self.source.config.vocab_size) if told else None
+            # Without a first token the last token of the prompt runs again: its KV is there, the next token is not.
+            again = reach == len(request.prompt) and token is None
+            request.computed = max(request.cached, reach - 1 if again else reach)
+            self._scheduler.remember(request)
+            if token is not None and not request.cancelled:
+                request.accept(token)
+                self._emit(request)
+        self._scheduler.loaded(request)
+        self._wake.set()
+
+    async def _share(self, request: Request, publication: Publication) -> None:
+        """Publish while the request runs and hold its blocks until nobody reads them any more."""
+        publishing = asyncio.create_task(publication.complete())
+        left = asyncio.create_task(request.left.wait())
+        try:
+            await asyncio.wait({publishing, left}, return_when=asyncio.FIRST_COMPLETED)
+            if request.cancelled:
+                publication.withdraw()
+            elif left.done():
+                self._scheduler.hold(request)
+                publication.advance(last=True)
+            await publishing
+            request.outputs.put_nowait(Output((), request.finish_reason, self._handoff(request)))
+            await publication.ended()
+        except KvferryError as error:
+            request.outputs.put_nowait(error)
+            self._scheduler.cancel(request)
+            await publication.revoke()
+        finally:
+            publishing.cancel()
+            left.cancel()
+
+    def _handoff(self, request: Request) -> Handoff:
+        assert self._daemons is not None
+        tables = tables_of(
+            request, self.source.config, self.config, start=0, stop=request.computed, window_first=request.window_first
+        )
+        return answer(
+            engine_id=self.config.engine_id,
+            epoch=self.epoch,
+            address=self._daemons.address,
+            request_id=request.request_id,
+            block_ids=[table.block_ids.tolist() for table in tables.values()],
+            num_tokens=request.computed,
+            tp=self.config.tp,
+            second_turn=request.second_turn,
+        )
+
+    async def _watch(self, loss: Coroutine[Any, Any, KvferryError]) -> None:
+        self._fail(await loss)
+
+    def _fail(self, error: KvferryError) -> None:
+        """Nothing can be served any more: tell every client, and whoever runs the engine."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+            for request in self._requests:
+                request.outputs.put_nowait(error)
+            self._wake.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

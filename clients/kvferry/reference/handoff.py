@@ -1,0 +1,131 @@
+"""kv_transfer_params: what routers carry between engines, and how this engine reads and writes it.
+
+The names are vLLM's; `remote_epoch` and `order` are our own. The object comes from a public request body: every
+field is checked, and nothing in it can do more than fail its own request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import SourceBody
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Handoff(BaseModel):
+    """do_remote_decode: keep the KV for another engine. do_remote_prefill: read it from one.
+
+    The answer to a prefill has do_remote_prefill set, so that a router hands it to decode as it is. A request that
+    names a source and asks for do_remote_decode reads first and keeps afterwards: the second turn of a conversation.
+    order = "router": the router orders the transfer with POST /v1/transfers, so no source is named here.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+    remote_engine_id: Name | None = None
+    remote_request_id: Name | None = None
+    remote_host: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z._:-]+$")] | None = None
+    remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    remote_epoch: Name | None = None
+    remote_block_ids: Annotated[list[list[int]], Field(max_length=1024)] | None = None
+    remote_num_tokens: TokenCount | None = None
+    tp_size: Annotated[int, Field(ge=1)] | None = None
+    dcp_size: Annotated[int, Field(ge=1)] | None = None
+    pp_size: Annotated[int, Field(ge=1)] | None = None
+    transfer_mode: Literal["read"] | None = None
+    order: Literal["router"] | None = None
+
+    @classmethod
+    def parse(cls, data: object) -> Handoff:
+        """Raises KvferryError (`malformed_kv_transfer_params`) naming the field."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(["kv_transfer_params", *(str(part) for part in first["loc"])])
+            raise _malformed(field, first.get("input", ""), str(first["msg"])) from None
+
+    def origin(self, request_id: str, num_prompt_tokens: int) -> Origin | None:
+        """Where to read a first part of the prompt from; None for a request that is prefilled here.
+
+        Raises KvferryError (`malformed_kv_transfer_params`) when a source is meant but not fully named.
+        """
+        if not self.do_remote_prefill and not (self.do_remote_decode and self.remote_engine_id):
+            return None
+        num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
+        if self.order == "router":
+            return Origin(self.remote_request_id or request_id, num_tokens, None)
+        named = {
+            "remote_engine_id": self.remote_engine_id,
+            "remote_request_id": self.remote_request_id,
+            "remote_host": self.remote_host,
+            "remote_port": self.remote_port,
+        }
+        for field, value in named.items():
+            if value is None:
+                raise _malformed(
+                    f"kv_transfer_params.{field}",
+                    value,
+                    'required to read from another engine, unless order is "router"',
+                )
+        host = f"[{self.remote_host}]" if ":" in str(self.remote_host) else self.remote_host
+        try:
+            source = SourceBody(
+                engine_id=str(self.remote_engine_id), address=f"{host}:{self.remote_port}", epoch=self.remote_epoch
+            )
+        except ValidationError as error:
+            raise _malformed(
+                "kv_transfer_params.remote_host", self.remote_host, str(error.errors()[0]["msg"])
+            ) from None
+        return Origin(str(self.remote_request_id), num_tokens, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The KV of the first `num_tokens` tokens, published as `request_id` at `source` (None: a router will order it)."""
+
+    request_id: str
+    num_tokens: int
+    source: SourceBody | None
+
+
+def answer(
+    *, engine_id: str, epoch: str, address: str, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int,
+    tp: int, second_turn: bool,
+) -> Handoff:  # fmt: skip
+    """What another engine needs to read the request. `address`: host:port of a daemon's peer service."""
+    host, _, port = address.rpartition(":")
+    return Handoff(
+        do_remote_prefill=not second_turn,
+        do_remote_decode=second_turn,
+        remote_engine_id=engine_id,
+        remote_request_id=request_id,
+        remote_host=host.strip("[]"),
+        remote_port=int(port),
+        remote_epoch=epoch,
+        remote_block_ids=[list(ids) for ids in block_ids],
+        remote_num_tokens=num_tokens,
+        tp_size=tp,
+        dcp_size=1,
+        pp_size=1,
+        transfer_mode="read",
+    )
+
+
+def _malformed(field: str, value: object, why: str) -> KvferryError:
+    return KvferryError(
+        "malformed_kv_transfer_params",
+        f"{field}: {why}",
+        field=field,
+        value=value,
+        remedy="hand over the object that the prefill answered with, unchanged",
+    )

@@ -1,0 +1,188 @@
+"""The decoder of one rank: RMSNorm, RoPE, grouped-query attention over pages, SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # the name everybody gives it
+
+from kvferry.reference.cache import CacheGeometry
+from kvferry.reference.config import ModelConfig
+from kvferry.reference.sharding import RankShard
+from kvferry.reference.weights import Weights
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one request adds in a step: `count` tokens at positions [start, start + count), which its blocks hold."""
+
+    start: int
+    count: int
+    blocks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer as views (block, slot, head, dim); the layout is in their strides."""
+
+    k: Tensor
+    v: Tensor
+
+    def write(self, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v: (token, head, dim), one block id and slot per token."""
+        self.k[blocks, slots] = k
+        self.v[blocks, slots] = v
+
+    def read(self, blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Tokens [start, stop) of the request as (head, token, dim)."""
+        slots = self.k.shape[1]
+        first = start // slots
+        held = blocks[first : -(-stop // slots)]
+        part = slice(start - first * slots, stop - first * slots)
+        k, v = (pages.index_select(0, held).flatten(0, 1)[part].transpose(0, 1) for pages in (self.k, self.v))
+        return k, v
+
+
+def map_cache(region: Tensor, geometry: CacheGeometry) -> list[LayerCache]:
+    """Views of a uint8 region; nothing is copied."""
+    elements = region[: geometry.nbytes].view(getattr(torch, geometry.dtype))
+    views = [
+        elements.as_strided(
+            view.shape,
+            [stride // elements.element_size() for stride in view.strides],
+            elements.storage_offset() + view.offset // elements.element_size(),
+        )
+        for view in geometry.views()
+    ]
+    return [LayerCache(k, v) for k, v in zip(views[::2], views[1::2], strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """This rank's part: rows of qkv and gate_up, columns of o and down."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    window: int | None
+
+
+class Decoder:
+    """One rank of the model. With tp > 1, torch.distributed must be initialised: a step all-reduces twice a layer."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, rank: int = 0, tp: int = 1) -> None:
+        self.config = config
+        self._tp = tp
+        self._shard = RankShard.of(config, rank, tp)
+        self._layers = [self._read_layer(weights, layer) for layer in range(config.num_layers)]
+        self._embed = weights.read("model.embed_tokens.weight")
+        self._norm = weights.read("model.norm.weight")
+        # Only rank 0 samples, so only rank 0 pays for the logits.
+        self._head = None if rank else self._embed if config.tied else weights.read("lm_head.weight")
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), config.rope_theta**-half)
+        self._cos, self._sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
+
+    def _read_layer(self, weights: Weights, layer: int) -> Layer:
+        dim, shard = self.config.head_dim, self._shard
+        q = range(shard.heads.start * dim, shard.heads.stop * dim)
+        kv = range(shard.kv_heads.start * dim, shard.kv_heads.stop * dim)
+        at = f"model.layers.{layer}"
+        return Layer(
+            attention_norm=weights.read(f"{at}.input_layernorm.weight"),
+            qkv=torch.cat(
+                [
+                    weights.read(f"{at}.self_attn.q_proj.weight", rows=q),
+                    weights.read(f"{at}.self_attn.k_proj.weight", rows=kv),
+                    weights.read(f"{at}.self_attn.v_proj.weight", rows=kv),
+                ]
+            ),
+            o=weights.read(f"{at}.self_attn.o_proj.weight", columns=q),
+            mlp_norm=weights.read(f"{at}.post_attention_layernorm.weight"),
+            gate_up=torch.cat(
+                [weights.read(f"{at}.mlp.{name}_proj.weight", rows=shard.columns) for name in ("gate", "up")]
+            ),
+            down=weights.read(f"{at}.mlp.down_proj.weight", columns=shard.columns),
+            window=self.config.window if self.config.sliding[layer] else None,
+        )
+
+    @torch.inference_mode()
+    def step(
+        self, tokens: Tensor, sequences: Sequence[Chunk], caches: Sequence[LayerCache], sampled: Tensor
+    ) -> Tensor | None:
+        """Run the sequences' tokens, one after another in `tokens`, and write their KV.
+
+        Returns the logits (len(sampled), vocab) at the indices `sampled` of `tokens` on rank 0, None elsewhere.
+        """
+        positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in sequences])
+        counts = torch.tensor([s.count for s in sequences])
+        slots_per_block = caches[0].k.shape[1]
+        blocks = torch.cat([s.blocks[torch.arange(s.start, s.start + s.count) // slots_per_block] for s in sequences])
+        slots = positions % slots_per_block
+        cos, sin = self._cos[positions], self._sin[positions]
+        bounds = counts.cumsum(0).tolist()
+        x = F.embedding(tokens, self._embed)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            q, k, v = self._project(rms_norm(x, layer.attention_norm, self.config.rms_norm_eps), layer)
+            cache.write(blocks, slots, rotate(k, cos, sin), v)
+            q = rotate(q, cos, sin)
+            attended = torch.cat(
+                [
+                    attend(q[stop - s.count : stop], s, cache, layer.window)
+                    for s, stop in zip(sequences, bounds, strict=True)
+                ]
+            )
+            x = x + self._reduce(F.linear(attended.flatten(1), layer.o))
+            gate, up = F.linear(rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps), layer.gate_up).chunk(2, dim=-1)
+            x = x + self._reduce(F.linear(F.silu(gate) * up, layer.down))
+        if self._head is None:
+            return None
+        return F.linear(rms_norm(x[sampled], self._norm, self.config.rms_norm_eps), self._head)
+
+    def _project(self, x: Tensor, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as (token, head, dim)."""
+        heads = F.linear(x, layer.qkv).view(len(x), -1, self.config.head_dim)
+        num_q, num_kv = len(self._shard.heads), len(self._shard.kv_heads)
+        return heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
+
+    def _reduce(self, x: Tensor) -> Tensor:
+        if self._tp > 1:
+            dist.all_reduce(x)
+        return x
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in Hugging Face's halves convention; x is (token, head, dim)."""
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+def attend(q: Tensor, sequence: Chunk, cache: LayerCache, window: int | None) -> Tensor:
+    """Attention of one request's new tokens over its pages; q and the result are (token, head, dim).
+
+    Nothing outside the window is read, not even masked: after a transfer, what lies there is another request's.
+    """
+    start, stop = sequence.start, sequence.start + sequence.count
+    first = 0 if window is None else max(0, start - window + 1)
+    k, v = cache.read(sequence.blocks, first, stop)
+    mask = None
+    if sequence.count > 1:
+        behind = torch.arange(start, stop)[:, None] - torch.arange(first, stop)[None, :]
+        mask = behind >= 0
+        if window is not None:
+            mask &= behind < window
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)

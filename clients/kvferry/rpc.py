@@ -1,0 +1,56 @@
+"""Errors over gRPC: a `Problem` message in the trailing metadata of a failed call."""
+
+from __future__ import annotations
+
+import grpc
+
+from kvferry.errors import KvferryError
+from kvferry.v1 import layout_pb2
+from kvferry.wire import problem_from_proto
+
+PROTOCOL_MIN, PROTOCOL_MAX = 1, 1
+"""Versions of proto/kvferry this build speaks. A pair uses the highest both know; docs/protocol.md tells the rules."""
+
+PROBLEM_KEY = "kvferry-problem-bin"
+MAX_MESSAGE = 64 << 20
+"""Bytes of one message. A manifest of 65,536 components is 12 MB."""
+
+MESSAGE_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", MAX_MESSAGE)]
+"""For a Unix socket: its other end is gone as soon as its process is."""
+
+PEER_OPTIONS = [
+    *MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A server takes pings more often than every 5 minutes for abuse, and ends the connection, unless told otherwise.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+"""For the network, both ends: an open stream is somebody's liveness, and a host that is gone must be noticed."""
+
+
+def error_of(error: grpc.aio.AioRpcError, whom: str) -> KvferryError:
+    """The KvferryError that the other side meant, or one that says why `whom` could not be asked."""
+    for key, value in error.trailing_metadata() or ():
+        if key == PROBLEM_KEY and isinstance(value, bytes):
+            return problem_from_proto(layout_pb2.Problem.FromString(value))
+    code = error.code()
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return KvferryError(
+            "unreachable",
+            f"{whom} does not answer: {error.details()}",
+            field="address",
+            value=whom,
+            remedy="check that the daemon runs and that the address is right",
+        )
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return KvferryError("deadline", f"{whom} did not answer in time", field="address", value=whom)
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return KvferryError(
+            "protocol",
+            f"{whom} does not speak this protocol: {error.details()}",
+            field="protocol",
+            value=PROTOCOL_MAX,
+            remedy="check that the address is a kvferry peer port, and its version",
+        )
+    return KvferryError("rpc_failed", f"{whom} answered {code.name}: {error.details()}", field="address", value=whom)
