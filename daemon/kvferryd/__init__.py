@@ -1,0 +1,1 @@
+"""kvferryd: the transfer daemon that runs beside every GPU. docs/architecture.md has the picture."""

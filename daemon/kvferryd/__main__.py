@@ -1,0 +1,7 @@
+"""`python -m kvferryd` is `kvferry`."""
+
+import sys
+
+from kvferryd.cli import main
+
+sys.exit(main())

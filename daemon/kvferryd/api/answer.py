@@ -1,0 +1,128 @@
+"""How a gRPC service answers an error: status, message, and a `Problem` in the trailing metadata."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from kvferry.errors import KvferryError
+from kvferry.rpc import PROBLEM_KEY, PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry.wire import problem_to_proto
+from kvferryd import logs
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+log = logs.get(__name__)
+MAX_TEXT, MAX_REFUSALS = 500, 8
+"""A problem travels in trailing metadata, of which gRPC takes 8 KiB in all, and percent-encoded text is up to 12 bytes
+a character."""
+STATUS = {
+    "full": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "out_of_memory": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "draining": grpc.StatusCode.UNAVAILABLE,
+    "address_not_allowed": grpc.StatusCode.PERMISSION_DENIED,
+    "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
+    "lease_ended": grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+async def _refuse(context: Context, error: KvferryError) -> NoReturn:
+    if error.code.startswith("unknown_"):
+        status = grpc.StatusCode.NOT_FOUND
+    else:
+        status = STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT)
+    message = error.message if len(error.message) <= MAX_TEXT else f"{error.message[: MAX_TEXT - 3]}..."
+    problem = problem_to_proto(error)
+    problem.message, problem.remedy = message, error.remedy[:MAX_TEXT]
+    del problem.refusals[MAX_REFUSALS:]
+    await context.abort(status, message, ((PROBLEM_KEY, problem.SerializeToString()),))
+
+
+async def _broke(context: Context, method: str) -> NoReturn:
+    log.exception("a call broke", method=method)
+    await _refuse(context, KvferryError("internal", "the daemon failed; its log says how"))
+
+
+def _admit(service: object, context: Context) -> None:
+    """Ask the service whether it speaks to this caller at all, if it cares."""
+    admit = getattr(service, "admit", None)
+    if admit is not None:
+        admit(context)
+
+
+def unary(
+    method: Callable[[Any, Request, Context], Awaitable[Reply]],
+) -> Callable[[Any, Request, Context], Awaitable[Reply]]:
+    """A unary method whose KvferryErrors reach the caller whole."""
+
+    @functools.wraps(method)
+    async def answer(self: Any, request: Request, context: Context) -> Reply:
+        try:
+            _admit(self, context)
+            return await method(self, request, context)
+        except KvferryError as error:
+            await _refuse(context, error)
+        except Exception:  # noqa: BLE001  whatever it was, the daemon lives on
+            await _broke(context, method.__name__)
+
+    return answer
+
+
+def stream(
+    method: Callable[[Any, Request, Context], AsyncIterator[Reply]],
+) -> Callable[[Any, Request, Context], AsyncIterator[Reply]]:
+    """The same for a method that streams."""
+
+    @functools.wraps(method)
+    async def answer(self: Any, request: Request, context: Context) -> AsyncIterator[Reply]:
+        replies = method(self, request, context)
+        try:
+            _admit(self, context)
+            async for reply in replies:
+                yield reply
+        except KvferryError as error:
+            await _refuse(context, error)
+        except Exception:  # noqa: BLE001  whatever it was, the daemon lives on
+            await _broke(context, method.__name__)
+        finally:
+            await replies.aclose()  # type: ignore[attr-defined]  # an async generator: its clean-up is not left to the collector
+
+    return answer
+
+
+def duplex(
+    method: Callable[[Any, AsyncIterator[Request], Context], Awaitable[None]],
+) -> Callable[[Any, AsyncIterator[Request], Context], Awaitable[None]]:
+    """The same for a method that streams both ways. It writes to the context: so it ends when the call does."""
+
+    @functools.wraps(method)
+    async def answer(self: Any, requests: AsyncIterator[Request], context: Context) -> None:
+        try:
+            _admit(self, context)
+            await method(self, requests, context)
+        except KvferryError as error:
+            await _refuse(context, error)
+        except Exception:  # noqa: BLE001  whatever it was, the daemon lives on
+            await _broke(context, method.__name__)
+
+    return answer
+
+
+def protocol(lowest: int, highest: int) -> int:
+    """The highest version both sides speak. Raises KvferryError (`protocol`) naming both ranges."""
+    version = min(highest, PROTOCOL_MAX)
+    if version < max(lowest, PROTOCOL_MIN):
+        raise KvferryError(
+            "protocol",
+            f"you speak protocol {lowest} to {highest}, this daemon {PROTOCOL_MIN} to {PROTOCOL_MAX}",
+            field="protocol",
+            value=f"{lowest}-{highest}",
+            remedy="upgrade the older side; one version apart is fine",
+        )
+    return version

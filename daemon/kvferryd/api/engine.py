@@ -1,0 +1,132 @@
+"""The engine service, on a Unix socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
+from kvferry.v1 import engine_pb2, engine_pb2_grpc
+from kvferry.wire import manifest_from_proto, tables_from_proto
+from kvferryd import logs
+from kvferryd.api.answer import Context, protocol, stream, unary
+from kvferryd.engines import Engine
+from kvferryd.ferry import Ferry
+from kvferryd.peers import allow
+from kvferryd.transfer.check import check_destination, check_request_id, check_seconds, check_source
+from kvferryd.transfer.orders import reservation
+from kvferryd.transfer.transfer import Order
+
+log = logs.get(__name__)
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """Every call but Attach names the session that Attach opened."""
+
+    def __init__(self, ferry: Ferry) -> None:
+        self._ferry = ferry
+
+    @stream
+    async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> AsyncIterator[engine_pb2.Event]:
+        version = protocol(request.protocol_min, request.protocol_max)
+        ferry = self._ferry
+        engine = await ferry.registry.attach(request.engine_id, request.epoch, request.rank, request.world_size)
+        log.info(
+            "engine attached", engine_id=engine.engine_id, epoch=engine.epoch, rank=engine.rank, client=request.client
+        )
+        try:
+            yield engine_pb2.Event(
+                attached=engine_pb2.Attached(
+                    session=engine.session,
+                    protocol=version,
+                    version=__version__,
+                    peer_address=ferry.config.advertise,
+                    device=ferry.config.device,
+                )
+            )
+            while (event := await engine.events.get()) is not None:
+                yield event
+        finally:
+            ferry.detach(engine)
+
+    @unary
+    async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
+        engine = self._engine(request.session)
+        return await self._ferry.registry.allocate(engine, request.region, request.nbytes)
+
+    @unary
+    async def Adopt(self, request: engine_pb2.AdoptRequest, context: Context) -> engine_pb2.Memory:
+        await self._ferry.registry.adopt(self._engine(request.session), request.memory)
+        return request.memory
+
+    @unary
+    async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterReply:
+        engine = self._engine(request.session)
+        manifest = manifest_from_proto(request.manifest)
+        await self._ferry.registry.register(engine, manifest)
+        self._ferry.roster.follow(engine)
+        log.info(
+            "engine registered",
+            engine_id=engine.engine_id,
+            epoch=engine.epoch,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            components=len(manifest.components),
+            bytes=sum(region.nbytes for region in manifest.regions),
+        )
+        return engine_pb2.RegisterReply(notes=engine.notes)
+
+    @unary
+    async def Publish(self, request: engine_pb2.PublishRequest, context: Context) -> engine_pb2.PublishReply:
+        engine, manifest = self._registered(request.session)
+        check_request_id(request.request_id)
+        tables = tables_from_proto(request.tables)
+        check_source(manifest, tables, request.num_tokens, request.metadata)
+        check_seconds("ttl_s", request.ttl_s)
+        lease = engine.leases.publish(
+            request.request_id,
+            tables,
+            request.num_tokens,
+            more=request.more,
+            metadata=request.metadata,
+            ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
+            readers=request.readers or 1,
+        )
+        return engine_pb2.PublishReply(state=lease.state.value)
+
+    @unary
+    async def Receive(self, request: engine_pb2.ReceiveRequest, context: Context) -> engine_pb2.ReceiveReply:
+        engine, manifest = self._registered(request.session)
+        check_request_id(request.request_id)
+        check_seconds("deadline_s", request.deadline_s)
+        wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
+        reserved = reservation(tables_from_proto(request.tables), wanted)
+        check_destination(manifest, reserved.tables, reserved.tokens)
+        order = None
+        if request.HasField("source"):
+            source = request.source
+            allow.check(source.address, self._ferry.config.allow_peers)
+            order = Order(source.engine_id, source.address, source.epoch, request.priority, request.deadline_s or None)
+        job = self._ferry.jobs.receive(engine, request.request_id, reserved, order, request.deadline_s or None)
+        return engine_pb2.ReceiveReply(transfer_id=job.transfer.transfer_id, state=job.transfer.state.value)
+
+    @unary
+    async def Abort(self, request: engine_pb2.EngineAbortRequest, context: Context) -> engine_pb2.EngineAbortReply:
+        engine = self._engine(request.session)
+        transfers, leases = self._ferry.abort_here(engine, request.request_id, "by the engine")
+        return engine_pb2.EngineAbortReply(transfer_ended=bool(transfers), lease_ended=bool(leases))
+
+    def _engine(self, session: str) -> Engine:
+        return self._ferry.registry.of_session(session)
+
+    def _registered(self, session: str) -> tuple[Engine, Manifest]:
+        engine = self._engine(session)
+        if engine.manifest is None or engine.agent is None:
+            raise KvferryError(
+                "not_registered",
+                f"engine {engine.engine_id} has not described its cache",
+                field="session",
+                remedy="call Register with the manifest first",
+            )
+        return engine, engine.manifest

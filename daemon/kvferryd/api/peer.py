@@ -1,0 +1,304 @@
+"""The peer service: what other daemons may ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from urllib.parse import unquote
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto, tables_to_proto
+from kvferryd import logs
+from kvferryd.api.answer import Context, duplex, protocol, stream, unary
+from kvferryd.engines import MAX_WORLD_SIZE, Engine
+from kvferryd.ferry import Ferry
+from kvferryd.memory import Region
+from kvferryd.peers import allow
+from kvferryd.transfer.arena import Arena
+from kvferryd.transfer.check import MAX_SECONDS, check_destination, check_request_id, check_seconds
+from kvferryd.transfer.job import Origin
+from kvferryd.transfer.lease import ReaderId
+from kvferryd.transfer.orders import reservation
+from kvferryd.transfer.pack import Packer, chunks_of
+from kvferryd.transfer.transfer import Order, Transfer
+
+log = logs.get(__name__)
+KINDS = {"host": layout_pb2.MEMORY_KIND_HOST, "cuda": layout_pb2.MEMORY_KIND_CUDA}
+
+
+class PeerService(peer_pb2_grpc.PeerServicer):
+    """Every call is refused unless `allow_peers` admits the caller's address."""
+
+    def __init__(self, ferry: Ferry) -> None:
+        self._ferry = ferry
+
+    def admit(self, context: Context) -> None:
+        # "ipv4:10.0.0.7:41234" or "ipv6:%5B::1%5D:41234"
+        kind, _, address = unquote(context.peer()).partition(":")
+        if kind in ("ipv4", "ipv6"):
+            allow.check(address, self._ferry.config.allow_peers)
+
+    @unary
+    async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:
+        version = protocol(request.protocol_min, request.protocol_max)
+        engine = self._ferry.registry.get(request.engine_id)
+        try:
+            async with asyncio.timeout(_left(context, self._ferry.config.connect_timeout_s)):
+                await engine.until_whole()
+        except TimeoutError:
+            raise KvferryError(
+                "roster_incomplete",
+                f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
+                field="engine_id",
+                value=engine.engine_id,
+                remedy="start their daemons with the same roster",
+            ) from None
+        assert engine.manifest is not None
+        assert engine.agent is not None
+        log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
+        return peer_pb2.HandshakeReply(
+            protocol=version,
+            version=__version__,
+            instance=self._ferry.instance,
+            manifest=manifest_to_proto(engine.manifest),
+            agent_name=engine.agent.name,
+            agent_metadata=engine.agent_metadata,
+            members=[
+                peer_pb2.Member(rank=rank, address=address, epoch=engine.epoch)
+                for rank, address in sorted(engine.members.items())
+            ],
+            regions=[
+                peer_pb2.RegionAddress(
+                    id=id,
+                    address=region.span.address,
+                    nbytes=region.span.nbytes,
+                    kind=KINDS[region.span.kind],
+                    device=region.span.device,
+                )
+                for id, region in (engine.regions.items() if not self._ferry.config.strict else ())
+            ],
+            staging=_staging(engine.arena) if engine.arena else None,
+        )
+
+    @stream
+    async def Join(self, request: peer_pb2.JoinRequest, context: Context) -> AsyncIterator[peer_pb2.Roster]:
+        protocol(request.protocol_min, request.protocol_max)
+        member = request.member
+        allow.check(member.address, self._ferry.config.allow_peers)
+        if max(len(request.engine_id), len(member.epoch)) > 256 or member.rank >= MAX_WORLD_SIZE:
+            raise KvferryError(
+                "malformed_member", "engine_id, epoch or rank are out of bounds", field="member", value=member.rank
+            )
+        joined = self._ferry.roster.seed.join(request.engine_id, member.epoch, member.rank, member.address)
+        try:
+            async for members in joined:
+                yield peer_pb2.Roster(
+                    engine_id=request.engine_id,
+                    members=[
+                        peer_pb2.Member(rank=rank, address=address, epoch=member.epoch)
+                        for rank, address in sorted(members.items())
+                    ],
+                )
+        finally:
+            await joined.aclose()
+
+    @stream
+    async def Map(self, request: peer_pb2.MapRequest, context: Context) -> AsyncIterator[peer_pb2.MapReply]:
+        engine = self._of_epoch(request.engine_id, request.epoch)
+        if self._ferry.config.strict:
+            raise KvferryError(
+                "not_mappable",
+                "the source is strict: it lets peers read staging slots only",
+                field="strict",
+                value=True,
+                remedy="set strict = false there, or transfer staged",
+            )
+        yield peer_pb2.MapReply(regions=await asyncio.to_thread(_mappable, dict(engine.regions)))
+        await engine.retired.wait()  # the open stream is the memory's liveness
+
+    @stream
+    async def Open(self, request: peer_pb2.OpenRequest, context: Context) -> AsyncIterator[peer_pb2.LeaseUpdate]:
+        engine = self._of_epoch(request.engine_id, request.epoch)
+        check_request_id(request.request_id)
+        who = _reader(request.reader)
+        lease = await engine.leases.find(request.request_id)
+        with engine.leases.reading(lease, who) as secret:
+            async for _ in engine.leases.follow(lease):
+                yield peer_pb2.LeaseUpdate(
+                    secret=secret,
+                    tables=tables_to_proto(lease.tables),
+                    num_tokens=lease.num_tokens,
+                    more=lease.more,
+                    metadata=lease.metadata,
+                    seal_address=lease.seal.address,
+                    seal=lease.seal.value,
+                    version=lease.version,
+                )
+            await engine.leases.ended(lease)  # the open stream is the reader's liveness
+
+    @unary
+    async def Close(self, request: peer_pb2.CloseRequest, context: Context) -> peer_pb2.CloseReply:
+        check_request_id(request.request_id)
+        engine = self._of_epoch(request.engine_id, request.epoch)
+        held, reason = engine.leases.close(
+            request.request_id, _reader(request.reader), request.secret, request.complete
+        )
+        return peer_pb2.CloseReply(held=held, reason=reason)
+
+    @unary
+    async def Pair(self, request: peer_pb2.PairRequest, context: Context) -> peer_pb2.PairReply:
+        engine = self._of_epoch(request.engine_id, request.epoch)
+        assert engine.manifest is not None
+        sources = [manifest_from_proto(source) for source in request.sources]
+        destination = manifest_from_proto(request.destination)
+        said = request.SerializeToString(deterministic=True)
+        return peer_pb2.PairReply(pairing=await engine.pairings.add(engine.manifest, sources, destination, said))
+
+    @duplex
+    async def Pack(  # type: ignore[override]  # the stubs know generators only
+        self, requests: AsyncIterator[peer_pb2.PackRequest], context: Context
+    ) -> None:
+        limit = _left(context, MAX_SECONDS)
+        try:
+            async with asyncio.timeout(limit):
+                async for first in requests:
+                    await self._pack(first, requests, context)
+                    return
+        except TimeoutError:
+            raise KvferryError("deadline", f"the reader had not read all within {limit:g} s") from None
+        raise KvferryError("malformed_pack", "the reader said nothing", field="open")
+
+    async def _pack(
+        self, first: peer_pb2.PackRequest, requests: AsyncIterator[peer_pb2.PackRequest], context: Context
+    ) -> None:
+        opening = first.open
+        engine = self._of_epoch(opening.engine_id, opening.epoch)
+        check_request_id(opening.request_id)
+        if engine.arena is None:
+            raise KvferryError("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
+        share = engine.pairings.get(opening.pairing)
+        lease = engine.leases.opened_by(opening.request_id, _reader(opening.reader), opening.secret)
+        assert engine.manifest is not None
+        chunks = await chunks_of(opening, share, engine.manifest, lease, engine.arena)
+        regions = {id: region.span.address for id, region in engine.regions.items()}
+        await Packer(engine.arena, lease, chunks, regions, context.write).run(first, requests)
+
+    @stream
+    async def Order(self, request: peer_pb2.OrderRequest, context: Context) -> AsyncIterator[peer_pb2.RankTransfer]:
+        ferry = self._ferry
+        engine = ferry.registry.get(request.engine_id)
+        check_request_id(request.request_id)
+        source = request.source
+        allow.check(source.address, ferry.config.allow_peers)
+        check_seconds("deadline_s", request.deadline_s)
+        own = None
+        if request.HasField("tables"):
+            wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
+            own = reservation(tables_from_proto(request.tables), wanted)
+            assert engine.manifest is not None
+            check_destination(engine.manifest, own.tables, own.tokens)
+        order = Order(
+            source.engine_id,
+            source.address,
+            source.epoch,
+            request.priority,
+            request.deadline_s or None,
+            request.traceparent,
+        )
+        origin = Origin(request.rank, request.attempt)
+        job, _ = ferry.jobs.order(engine, request.request_id, order, own, origin=origin)
+        while not job.transfer.ended.is_set():
+            moved = job.transfer.moved
+            yield _share(job.transfer)
+            await moved.wait()
+        yield _share(job.transfer)
+
+    @unary
+    async def Abort(self, request: peer_pb2.AbortRequest, context: Context) -> peer_pb2.AbortReply:
+        check_request_id(request.request_id)
+        engine = self._ferry.registry.get(request.engine_id)
+        why = request.reason or "by a peer"
+        if request.attempt:
+            origin = Origin(request.rank, request.attempt)
+            ended = self._ferry.jobs.abort(engine, request.request_id, why, origin, failed=request.failed)
+            return peer_pb2.AbortReply(transfers_ended=int(ended))
+        transfers, leases = self._ferry.abort_here(engine, request.request_id, why)
+        if request.fan_out:
+            more_transfers, more_leases = await self._ferry.fan_out_abort(engine, request.request_id)
+            transfers, leases = transfers + more_transfers, leases + more_leases
+        return peer_pb2.AbortReply(transfers_ended=transfers, leases_ended=leases)
+
+    def _of_epoch(self, engine_id: str, epoch: str) -> Engine:
+        engine = self._ferry.registry.get(engine_id)
+        if engine.epoch != epoch:
+            raise KvferryError(
+                "stale_epoch",
+                f"engine {engine_id} is in epoch {engine.epoch}",
+                field="epoch",
+                value=epoch,
+                remedy="shake hands again; what that epoch held is gone",
+            )
+        return engine
+
+
+def _mappable(regions: Mapping[int, Region]) -> list[peer_pb2.MappableRegion]:
+    found = []
+    for id, region in regions.items():
+        probe = region.probe()
+        if probe is not None:
+            found.append(
+                peer_pb2.MappableRegion(
+                    id=id,
+                    nbytes=region.span.nbytes,
+                    allocation=region.exported(id).cuda,
+                    probe_offset=probe.offset,
+                    probe=probe.held,
+                )
+            )
+    return found
+
+
+def _left(context: Context, default: float) -> float:
+    """Seconds until the caller gives up, a little less: it should hear why."""
+    left = context.time_remaining()
+    return default if left is None else max(0.0, min(left, default) - 0.25)
+
+
+def _staging(arena: Arena) -> peer_pb2.Staging:
+    span = arena.span
+    return peer_pb2.Staging(
+        address=span.address,
+        nbytes=span.nbytes,
+        kind=KINDS[span.kind],
+        device=span.device,
+        slot_nbytes=arena.slot_nbytes,
+    )
+
+
+def _reader(reader: peer_pb2.Reader) -> ReaderId:
+    named = 0 < len(reader.engine_id) <= 256 and len(reader.epoch) <= 256
+    if not named or not 0 <= reader.rank < reader.world_size <= MAX_WORLD_SIZE:
+        raise KvferryError(
+            "malformed_reader",
+            "the reader is not a rank of an engine",
+            field="reader",
+            value=f"{reader.engine_id} rank {reader.rank} of {reader.world_size}",
+        )
+    return ReaderId(reader.engine_id, reader.epoch, reader.rank, reader.world_size)
+
+
+def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
+    share = transfer.share()
+    return peer_pb2.RankTransfer(
+        rank=share.rank,
+        state=share.state.value,
+        nbytes=share.bytes,
+        descriptors=share.descriptors,
+        path=share.path,
+        transport=share.transport,
+        estimate_ms=share.estimate_ms,
+        phases_ms=share.phases_ms,
+        problem=problem_to_proto(transfer.problem) if transfer.problem else None,
+    )

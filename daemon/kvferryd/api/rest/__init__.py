@@ -1,0 +1,9 @@
+"""REST, as design.md section 9 fixes it: one router per resource, one form of error.
+
+`create_app(ferry, metrics)` is the application, `rest_server(app, config)` what serves it.
+"""
+
+from kvferryd.api.rest.app import create_app
+from kvferryd.api.rest.server import rest_server
+
+__all__ = ["create_app", "rest_server"]

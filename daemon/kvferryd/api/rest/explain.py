@@ -1,0 +1,78 @@
+"""/v1/explain: what a transfer between two caches would do, by the same functions that do it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body
+
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
+from kvferry.schemas import ExplainRequest, ExplainTables
+from kvferry.tables import Tables, tables_from_json
+from kvferryd.api.rest.openapi import EXPLAIN, problems
+
+AT_ONCE = 2
+"""Explanations in work: they take whole seconds of a core where manifests are large."""
+MAX_SEGMENTS = 1 << 18
+"""Blocks times components in one explanation: every run is listed, and 2^18 of them are some 20 MB of JSON."""
+
+
+def routes() -> APIRouter:
+    router = APIRouter(prefix="/v1/explain", tags=["explain"])
+    places = asyncio.Semaphore(AT_ONCE)
+
+    @router.post("", responses=problems(413, 415, 429))
+    async def explain(body: Annotated[ExplainRequest, Body(openapi_examples=EXPLAIN)]) -> dict[str, Any]:
+        """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
+        if places.locked():
+            raise KvferryError("full", f"{AT_ONCE} explanations are in work", remedy="ask again")
+        async with places:
+            return await asyncio.to_thread(_explain, body)
+
+    return router
+
+
+def _explain(body: ExplainRequest) -> dict[str, Any]:
+    from kvferryd.explain import explain_json  # pulls in the planner
+
+    sources = [_manifest(source, f"sources.{i}") for i, source in enumerate(body.sources)]
+    destination = _manifest(body.destination, "destination")
+    tables = _tables(body.tables, sources, destination) if body.tables else None
+    return explain_json(sources, destination, tables)
+
+
+def _manifest(data: Mapping[str, Any], place: str) -> Manifest:
+    try:
+        return Manifest.from_dict(data)
+    except KvferryError as error:
+        error.field = f"{place}.{error.field}"
+        raise
+
+
+def _tables(
+    tables: ExplainTables, sources: list[Manifest], destination: Manifest
+) -> tuple[dict[int, Tables], Tables, tuple[int, int]]:
+    if len(sources) == 1 and not all(rank.isdecimal() for rank in tables.source):
+        held: dict[int, Tables] = {sources[0].rank: tables_from_json(tables.source, "tables.source")}
+    else:
+        held = {_rank(rank): tables_from_json(entry, f"tables.source.{rank}") for rank, entry in tables.source.items()}
+    wanted = tables_from_json(tables.destination, "tables.destination")
+    blocks = sum(len(table.block_ids) for of_rank in (*held.values(), wanted) for table in of_rank.values())
+    if blocks * len(destination.components) > MAX_SEGMENTS:
+        raise KvferryError(
+            "too_many_runs", "these tables make more runs than one answer should hold", field="tables", value=blocks,
+            remedy="explain fewer blocks, or use the command kvferry explain",
+        )  # fmt: skip
+    return held, wanted, tables.tokens
+
+
+def _rank(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise KvferryError(
+            "malformed_tables", f"tables.source has no rank {text}", field="tables.source", value=text,
+            remedy='for several sources: {"0": {"full": {"block_ids": [4, 7]}}, "1": ...}, by rank',
+        )  # fmt: skip
+    return int(text)

@@ -1,0 +1,254 @@
+"""The commands that ask a daemon over REST, and how they write its answers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import ssl
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from kvferry.errors import KvferryError
+from kvferry.router import RouterClient
+from kvferry.schemas import PeerRequest, TransferRecord, TransferState
+from kvferryd.config import Reach
+
+DONE, NOT_YET = 0, 1
+PROGRESS_S = 5.0
+"""A line of progress at least this often while draining."""
+
+
+def client(reach: Reach, arguments: argparse.Namespace) -> RouterClient:
+    """The client of the daemon named by --daemon, else of this machine's."""
+    url = arguments.daemon or reach.url
+    if "://" not in url:
+        url = f"http://{url}"
+    tls = _tls(reach) if url.startswith("https:") else None
+    return RouterClient(url, token=_token(reach.token_file), tls=tls)
+
+
+def _token(file: Path | None) -> str:
+    if file is None:
+        return ""
+    lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[0] if lines else ""
+
+
+def _tls(reach: Reach) -> ssl.SSLContext | None:
+    """A daemon asks for a certificate of its own authority; ours is the one that this machine's daemon has."""
+    if reach.tls_cert is None or reach.tls_key is None or reach.tls_ca is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=str(reach.tls_ca))
+        context.load_cert_chain(reach.tls_cert, reach.tls_key)
+    except (ssl.SSLError, OSError) as error:
+        raise KvferryError(
+            "bad_config", f"the certificates cannot be used: {error}", field="tls_cert", value=reach.tls_cert,
+            remedy="tls_cert and tls_key are a pair, tls_ca is who signed the daemon's certificate",
+        ) from None  # fmt: skip
+    return context
+
+
+async def status(reach: Reach, arguments: argparse.Namespace) -> int:
+    async with client(reach, arguments) as daemon:
+        ready = await daemon.ready()
+        info, engines, left = await asyncio.gather(daemon.info(), daemon.engines(), daemon.drain_status())
+    if arguments.json:
+        _json({"ready": ready, "info": info, "engines": engines, "drain": left})
+        return DONE if ready.ready else NOT_YET
+    state = "ready" if ready.ready else "not ready"
+    print(f"kvferry {info.version} at {daemon.url}: {state}")
+    for reason in ready.reasons:
+        print(f"  {reason}")
+    rows = [
+        ("device", info.device),
+        ("peers reach", info.advertise),
+        ("engine socket", info.engine_socket),
+        ("way", info.way + (", strict" if info.strict else "")),
+        ("transports", ", ".join(info.transports) or "none yet"),
+        ("up", duration(info.uptime_s * 1000)),
+        ("left", f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}"),
+    ]
+    print("\n".join(f"  {name:<14} {value}" for name, value in rows))
+    print(table(
+        ("ENGINE", "RANK", "ATTACHED", "EPOCH", "GROUPS"),
+        [
+            (engine.engine_id, f"{engine.rank}/{engine.world_size}", "yes" if engine.attached else "no", engine.epoch,
+             ", ".join(group_summary(group) for group in engine.manifest.get("groups", [])))
+            for engine in engines
+        ],
+        "no engine has attached",
+    ))  # fmt: skip
+    for engine in engines:
+        for note in engine.notes:
+            print(f"note on {engine.engine_id}: {note}")
+    return DONE if ready.ready else NOT_YET
+
+
+async def transfers(reach: Reach, arguments: argparse.Namespace) -> int:
+    state = _state(arguments.state)
+    async with client(reach, arguments) as daemon:
+        while True:
+            records = await daemon.transfers(arguments.request_id, state)
+            if arguments.json:
+                _json({"transfers": records})
+            else:
+                if arguments.watch is not None and sys.stdout.isatty():
+                    print("\x1b[H\x1b[2J", end="")
+                print(transfer_table(records), flush=True)
+            if arguments.watch is None:
+                return DONE
+            await asyncio.sleep(max(0.1, arguments.watch))
+
+
+def _state(text: str | None) -> TransferState | None:
+    try:
+        return TransferState(text) if text else None
+    except ValueError:
+        raise KvferryError(
+            "bad_argument", "there is no such state", field="--state", value=text,
+            remedy=f"one of {', '.join(state.value for state in TransferState)}",
+        ) from None  # fmt: skip
+
+
+async def peers(reach: Reach, arguments: argparse.Namespace) -> int:
+    async with client(reach, arguments) as daemon:
+        if arguments.forget:
+            await daemon.forget_peer(arguments.forget)
+        if arguments.prewarm:
+            engine_id, at, address = arguments.prewarm.rpartition("@")
+            if not at or not engine_id:
+                raise KvferryError(
+                    "bad_argument", "no engine and address", field="--prewarm", value=arguments.prewarm,
+                    remedy="write ENGINE@HOST:PORT, the address of any rank's peer service",
+                )  # fmt: skip
+            await daemon.prewarm(_prewarm(engine_id, address))
+        records = await daemon.peers()
+    if arguments.json:
+        _json({"peers": records})
+        return DONE
+    rows = [
+        (
+            peer.engine_id, str(peer.rank), peer.address, str(peer.transfers), size(peer.bytes_read), peer.version,
+            peer.epoch,
+        )
+        for peer in records
+    ]  # fmt: skip
+    print(table(("ENGINE", "RANK", "ADDRESS", "TRANSFERS", "READ", "VERSION", "EPOCH"), rows, "no peers yet"))
+    return DONE
+
+
+def _prewarm(engine_id: str, address: str) -> PeerRequest:
+    try:
+        return PeerRequest(engine_id=engine_id, address=address)
+    except ValueError:
+        raise KvferryError(
+            "bad_argument", "that is no address", field="--prewarm", value=address, remedy="write HOST:PORT"
+        ) from None
+
+
+async def drain(reach: Reach, arguments: argparse.Namespace) -> int:
+    """The daemon holds each answer until nothing is left; a line says how it stands whenever that changed."""
+    deadline, said = time.monotonic() + arguments.wait, ""
+    async with client(reach, arguments) as daemon:
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            left = await daemon.drain(min(left_s, PROGRESS_S if said else 0.0))
+            line = (
+                "drained: no lease and no transfer is left"
+                if left.drained
+                else f"draining: {count(left.leases, 'lease')}, {count(left.transfers, 'transfer')} left"
+            )
+            if line != said and not arguments.json:
+                print(line, flush=True)
+            if left.drained or left_s == 0:
+                break
+            said = line
+    if arguments.json:
+        _json(left.model_dump(mode="json"))
+    return DONE if left.drained else NOT_YET
+
+
+COMMANDS: dict[str, Callable[[Reach, argparse.Namespace], Coroutine[object, object, int]]] = {
+    "status": status,
+    "transfers": transfers,
+    "peers": peers,
+    "drain": drain,
+}
+
+
+def transfer_table(records: Sequence[TransferRecord]) -> str:
+    """Unfinished transfers first, then the newest."""
+    rows = []
+    for record in sorted(records, key=lambda record: (record.state.ended, -record.created_at)):
+        reading_ms = record.phases_ms.get("reading", 0.0)
+        rate = f"{size(record.bytes / reading_ms * 1000)}/s" if record.bytes and reading_ms else "-"
+        source = record.source.engine_id if record.source else "-"
+        why = f"{record.error.code}: {record.error.message}" if record.error else ""
+        rows.append((
+            record.state.value, record.request_id, source, record.engine_id, record.path or "-", size(record.bytes),
+            rate, duration(_total_ms(record)), why,
+        ))  # fmt: skip
+    heads = ("STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "ERROR")
+    return table(heads, rows, "no transfers")
+
+
+def _total_ms(record: TransferRecord) -> float:
+    """Until now, for one that is under way: a phase is counted at its end."""
+    if record.state.ended:
+        return record.phases_ms.get("total", 0.0)
+    return max(0.0, (time.time() - record.created_at) * 1000)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], none: str) -> str:
+    """Columns as wide as their widest cell, two blanks between. Control characters of what is shown are not sent on."""
+    if not rows:
+        return none
+    lines = [list(heads), *([_printable(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def group_summary(group: dict[str, object]) -> str:
+    if group.get("kind") == "state":
+        return f"{group.get('name')} (state, {group.get('num_blocks')})"
+    return f"{group.get('name')} ({group.get('num_blocks')} x {group.get('block_size')} tokens)"
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in binary units, three digits or so: `1.5 GiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    unit = 0
+    while nbytes >= 1024 and unit < len(units) - 1:
+        nbytes, unit = nbytes / 1024, unit + 1
+    return f"{nbytes:.1f} {units[unit]}" if unit and nbytes < 100 else f"{nbytes:.0f} {units[unit]}"
+
+
+def duration(ms: float) -> str:
+    if ms < 1000:
+        return f"{ms:.1f} ms"
+    if ms < 120_000:
+        return f"{ms / 1000:.1f} s"
+    return f"{ms / 60_000:.0f} min" if ms < 7_200_000 else f"{ms / 3_600_000:.1f} h"
+
+
+def _json(answer: object) -> None:
+    def plain(value: object) -> object:
+        if isinstance(value, BaseModel):
+            return value.model_dump(mode="json")
+        raise TypeError(type(value).__name__)
+
+    print(json.dumps(answer, default=plain, indent=2), flush=True)

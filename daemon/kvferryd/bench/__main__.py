@@ -1,0 +1,5 @@
+import sys
+
+from kvferryd.bench import main
+
+sys.exit(main())

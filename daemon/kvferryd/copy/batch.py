@@ -1,0 +1,75 @@
+"""What a copy runs: rows times segments, with an address for every run on either side."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferryd.plan.axes import Ints
+
+WIDEST = 16
+"""Bytes of the widest access."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Static offsets of a segment's runs. Tables are known by identity: a GPU keeps the ones it has seen."""
+
+    offsets: Ints
+    bits: int
+    """All offsets together, bit by bit: their lowest bit set says to what they are aligned."""
+
+    @staticmethod
+    def of(offsets: Ints) -> Table:
+        return Table(np.ascontiguousarray(offsets, dtype=np.int64), _bits(offsets))
+
+
+@functools.lru_cache(maxsize=64)
+def packed(rows: int, nbytes: int) -> Table:
+    """Runs that follow one another without a gap."""
+    return Table.of(np.arange(rows, dtype=np.int64) * nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """Run (s, r) begins at address segments[s] + table.offsets[first_row + r]."""
+
+    segments: Ints
+    table: Table
+    first_row: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Copy `rows` runs of `nbytes` bytes each in every segment, from `source` to `destination`."""
+
+    nbytes: int
+    rows: int
+    source: Side
+    destination: Side
+
+    def __post_init__(self) -> None:
+        assert len(self.source.segments) == len(self.destination.segments)
+        assert all(s.first_row + self.rows <= len(s.table.offsets) for s in (self.source, self.destination))
+
+    def __len__(self) -> int:
+        """Runs."""
+        return self.rows * len(self.source.segments)
+
+    @property
+    def total_nbytes(self) -> int:
+        return len(self) * self.nbytes
+
+    @property
+    def word(self) -> int:
+        """The widest access in bytes, a power of two, at multiples of which every run begins and ends."""
+        bits = self.nbytes | WIDEST
+        for side in (self.source, self.destination):
+            bits |= side.table.bits | _bits(side.segments)
+        return bits & -bits
+
+
+def _bits(offsets: Ints) -> int:
+    return int(np.bitwise_or.reduce(offsets)) if len(offsets) else 0

@@ -1,0 +1,239 @@
+"""The copy on a GPU: uploads, launches, and what they need in between. Imports everywhere; a `Copier` needs a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+from kvferryd.copy.batch import Batch, Side, Table
+from kvferryd.plan.axes import Ints
+
+PROGRAMS = 16
+"""Each takes one SM. The fewest that fill the link in a mapped read (two H200s, bench/copy_gpu.py): runs of 8 KiB need
+12, runs of 256 bytes 16."""
+TILE, WARPS, REGISTERS = 8192, 16, 128
+"""Words that a program loads before it stores them, warps that do so, and the registers a thread may have for it."""
+PIECES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+PADDING = 1.125
+"""How much wider a run's pieces may be than the run, in return for longer pieces."""
+KEPT_NBYTES = 64 << 20
+"""Static rows that stay on the GPU; of a plan with runs of one element they are some 10 MB."""
+MOST_PIECES = 2**31 - 1
+SCRATCH_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kernel is compiled for; see copy/kernel.py."""
+
+    word: int
+    piece: int
+    padded: bool
+    tile: int = TILE
+    warps: int = WARPS
+
+
+@dataclass(slots=True, eq=False)
+class _Scratch:
+    """Where one launch's entries and segments are on the host and on the GPU. Free once `used` is reached."""
+
+    host: cuda.Pinned
+    address: int
+    used: cuda.Event
+
+    def words(self) -> Ints:
+        memory = (ctypes.c_ubyte * self.host.nbytes).from_address(self.host.address)
+        return np.frombuffer(memoryview(memory).cast("B"), dtype=np.int64)
+
+
+class Copier:
+    """Copies on one GPU. `close` it. One thread at a time; any number of streams."""
+
+    def __init__(self, device: cuda.Device, programs: int = PROGRAMS, *, tile: int = TILE, warps: int = WARPS) -> None:
+        """`programs`: how many SMs a copy may take. Raises KvferryError: `triton_missing`."""
+        try:
+            import torch
+
+            from kvferryd.copy import kernel
+        except ImportError as error:
+            raise KvferryError(
+                "triton_missing",
+                f"copies on a GPU need torch for CUDA and its Triton: {error}",
+                field="triton",
+                remedy="install a CUDA build of torch (it brings Triton), or set device = cpu",
+            ) from None
+        self.device, self.programs = device, programs
+        self._tile, self._warps = tile, warps
+        self._torch, self._kernel = torch, kernel.copy_runs
+        self._fields: int = kernel.FIELDS.value
+        self._compiled: dict[Shape, Any] = {}
+        self._tables: OrderedDict[Table, int] = OrderedDict()
+        self._kept = 0
+        self._scratch: list[_Scratch] = []
+        self._uploads = device.stream()
+
+    def copy(self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None) -> int:
+        """Put the batches on a stream, one launch for each width of word. Returns the number of launches.
+
+        Addresses are raw: of this GPU, of a mapped peer, or of pinned host memory; nothing checks them. The batches of
+        one call run in any order and at once. The first use of a kernel shape compiles it (a second; see `prepare`).
+        """
+        groups = list(self._grouped(batches))
+        if not groups:
+            return 0
+        words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)
+        scratch = self._take(8 * words)
+        with self.device:
+            launches = self._fill(scratch, groups)
+            try:
+                stream.copy(scratch.address, scratch.host.address, 8 * words)
+                for shape, entries, tiles in launches:
+                    grid = (min(programs or self.programs, tiles), 1, 1)
+                    # Constants included: the compiled kernel's own launcher wants every parameter.
+                    constants = shape.word, shape.piece, shape.tile, shape.padded
+                    self._kernel_of(shape)[grid](entries, tiles, *constants, stream=stream.handle)
+            finally:
+                scratch.used.record(stream)
+        return len(launches)
+
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Compile and upload what `copy` of such batches needs, so that the first transfer does not pay for it."""
+        with self.device:
+            for shape, found in self._grouped(batches):
+                self._kernel_of(shape)
+                for batch in found:
+                    self._table(batch.source), self._table(batch.destination)
+
+    def close(self) -> None:
+        """Wait for every copy and give back all memory."""
+        for scratch in self._scratch:
+            scratch.used.synchronize()
+            scratch.used.close()
+            scratch.host.close()
+            self.device.free(scratch.address)
+        for address in self._tables.values():
+            self.device.free(address)
+        self._scratch.clear()
+        self._tables.clear()
+        self._kept = 0
+        self._uploads.close()
+
+    def _grouped(self, batches: Sequence[Batch]) -> Iterator[tuple[Shape, list[Batch]]]:
+        """Batches by word; of each word one launch, with the pieces that suit the most of its bytes."""
+        by_word: dict[int, list[Batch]] = {}
+        for batch in batches:
+            if len(batch):
+                by_word.setdefault(batch.word, []).extend(_bounded(batch))
+        for word, found in by_word.items():
+            largest = max(found, key=lambda batch: batch.total_nbytes)
+            piece = piece_words(largest.nbytes // word)
+            padded = any(batch.nbytes // word % piece for batch in found)
+            yield Shape(word, piece, padded, self._tile, self._warps), found
+
+    def _fill(self, scratch: _Scratch, groups: list[tuple[Shape, list[Batch]]]) -> list[tuple[Shape, int, int]]:
+        """Write entries and segments; returns (shape, address of the entries, tiles) for every launch."""
+        words = scratch.words()
+        at = self._fields * sum(len(found) for _, found in groups)  # segments come after all entries
+        entry, launches = 0, []
+        for shape, found in groups:
+            first, tile = entry, 0
+            for batch in found:
+                places = []
+                for side in (batch.source, batch.destination):
+                    words[at : at + len(side.segments)] = side.segments
+                    places.append(scratch.address + 8 * at)
+                    at += len(side.segments)
+                in_run = -(-(batch.nbytes // shape.word) // shape.piece)
+                pieces = len(batch) * in_run
+                tiles = -(-pieces // (shape.tile // shape.piece))
+                words[entry : entry + self._fields] = (
+                    tile,
+                    tile + tiles,
+                    pieces,
+                    in_run,
+                    batch.rows,
+                    batch.nbytes // shape.word,
+                    self._table(batch.source),
+                    self._table(batch.destination),
+                    *places,
+                )
+                entry += self._fields
+                tile += tiles
+            launches.append((shape, scratch.address + 8 * first, tile))
+        return launches
+
+    def _table(self, side: Side) -> int:
+        """Where a side's first row lies on the GPU; uploaded at first sight."""
+        table = side.table
+        address = self._tables.get(table)
+        if address is None:
+            nbytes = table.offsets.nbytes
+            address = self._tables[table] = self.device.alloc(nbytes)
+            self._kept += nbytes
+            self._uploads.copy(address, table.offsets.ctypes.data, nbytes)
+            self._uploads.synchronize()
+        self._tables.move_to_end(table)
+        return address + 8 * side.first_row
+
+    def _take(self, nbytes: int) -> _Scratch:
+        """A free scratch of that size, kept for good: there are as many as copies have been under way at once."""
+        while self._kept > KEPT_NBYTES and len(self._tables) > 1:
+            # Before any launch of this copy is prepared: `free` waits for those that may still use the table.
+            table, address = self._tables.popitem(last=False)
+            self._kept -= table.offsets.nbytes
+            self.device.free(address)
+        for scratch in self._scratch:
+            if scratch.host.nbytes >= nbytes and scratch.used.reached():
+                return scratch
+        nbytes = max(SCRATCH_NBYTES, 1 << (nbytes - 1).bit_length())
+        scratch = _Scratch(self.device.pinned(nbytes), self.device.alloc(nbytes), self.device.event())
+        self._scratch.append(scratch)
+        return scratch
+
+    def _kernel_of(self, shape: Shape) -> Any:
+        """Compiled once; the compiled kernel is launched without Triton's own dispatch, which takes 20 us and more."""
+        found = self._compiled.get(shape)
+        if found is None:
+            warmup: Callable[..., Any] = self._kernel.warmup
+            with self._torch.cuda.device(self.device.index):
+                found = self._compiled[shape] = warmup(
+                    2**40,  # an address and a number of tiles: only their types count
+                    7,
+                    WORD=shape.word,
+                    PIECE=shape.piece,
+                    TILE=shape.tile,
+                    PADDED=shape.padded,
+                    num_warps=shape.warps,
+                    maxnreg=min(REGISTERS, 65536 // (32 * shape.warps)),
+                    grid=(1, 1, 1),
+                )
+                found[(1, 1, 1)]  # loads it onto this GPU
+        return found
+
+
+def piece_words(words: int) -> int:
+    """The longest piece in which runs of so many words waste little."""
+    return max(piece for piece in PIECES if piece == 1 or -(-words // piece) * piece <= PADDING * words)
+
+
+def _bounded(batch: Batch) -> Iterator[Batch]:
+    """The batch, cut along its segments so that its pieces can be counted in 31 bits."""
+    in_segment = batch.rows * batch.nbytes
+    step = max(1, MOST_PIECES // in_segment)
+    if step >= len(batch.source.segments):
+        yield batch
+        return
+    for first in range(0, len(batch.source.segments), step):
+        part = slice(first, first + step)
+        yield replace(
+            batch,
+            source=replace(batch.source, segments=batch.source.segments[part]),
+            destination=replace(batch.destination, segments=batch.destination.segments[part]),
+        )

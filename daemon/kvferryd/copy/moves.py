@@ -1,0 +1,82 @@
+"""From a bound plan to batches. Segments are grouped by length, never joined: every length has its own static rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferryd.copy.batch import Batch, Side, Table
+from kvferryd.plan import Bound
+from kvferryd.plan.axes import Ints
+from kvferryd.plan.rows import Pattern
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Segments of equal length of one copy, and one pattern of runs that each of them repeats.
+
+    The segments are offsets in bytes from the start of either region. The source of a staged transfer knows only its
+    own; then `destination_segments` is empty.
+    """
+
+    source_rank: int
+    source_region: int
+    destination_region: int
+    pattern: Pattern
+    source_segments: Ints
+    destination_segments: Ints
+
+    @property
+    def rows(self) -> int:
+        return len(self.pattern.source_offsets)
+
+    @property
+    def segments(self) -> int:
+        return max(len(self.source_segments), len(self.destination_segments))
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.segments * self.pattern.nbytes
+
+    def source(self, address: int) -> Side:
+        """The source side, for a region that begins at `address`."""
+        return Side(address + self.source_segments, tables(self.pattern)[0])
+
+    def destination(self, address: int) -> Side:
+        return Side(address + self.destination_segments, tables(self.pattern)[1])
+
+
+@functools.lru_cache(maxsize=256)
+def tables(pattern: Pattern) -> tuple[Table, Table]:
+    """The rows of the source and of the destination."""
+    return Table.of(pattern.source_offsets), Table.of(pattern.destination_offsets)
+
+
+def moves(bound: Bound) -> list[Move]:
+    """Everything that a bound plan moves, in an order that depends on plan and segments alone."""
+    found = []
+    for copy, segments in bound.pairs:
+        where = copy.source_rank, copy.geometry.source_region, copy.geometry.destination_region
+        for length in np.unique(segments.tokens).tolist():
+            chosen = segments.tokens == length
+            source, destination = segments.source_offsets[chosen], segments.destination_offsets[chosen]
+            found += [Move(*where, pattern, source, destination) for pattern in copy.patterns(length)]
+    return found
+
+
+def mapped(
+    wanted: Iterable[Move], sources: Mapping[tuple[int, int], int], destinations: Mapping[int, int]
+) -> list[Batch]:
+    """One pass from regions to regions. Addresses: of sources by (rank, region), of destinations by region."""
+    return [
+        Batch(
+            move.pattern.nbytes,
+            move.rows,
+            move.source(sources[move.source_rank, move.source_region]),
+            move.destination(destinations[move.destination_region]),
+        )
+        for move in wanted
+    ]

@@ -1,0 +1,5 @@
+import sys
+
+from kvferryd.demo import main
+
+sys.exit(main())

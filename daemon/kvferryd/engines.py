@@ -1,0 +1,406 @@
+"""The engines of this daemon: a session, its regions, and once registered its manifest, agent and leases.
+
+An engine rank is one `Engine` per epoch. It owns its regions and its NIXL agent: retiring it closes both, and with the
+agent every read that could still touch the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest, ManifestError
+from kvferry.v1 import engine_pb2
+from kvferryd import logs
+from kvferryd.config import Config
+from kvferryd.copy import host
+from kvferryd.copy.runner import Runner
+from kvferryd.memory import Provider, Region
+from kvferryd.transfer.arena import Arena
+from kvferryd.transfer.lease import Lease, Leases
+from kvferryd.transfer.pack import Pairings
+from kvferryd.transport import Agent
+
+log = logs.get(__name__)
+DETACH_S, RETIRE_S = 0.5, 10.0
+MAX_WORLD_SIZE = 4096
+EPOCHS = 4096
+"""Registered epochs remembered, so that none is registered twice."""
+
+
+class Engine:
+    """One rank of an engine in one epoch, as this daemon knows it."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        epoch: str,
+        rank: int,
+        world_size: int,
+        config: Config,
+        on_lease_end: Callable[[Lease], None],
+    ) -> None:
+        self.engine_id, self.epoch, self.rank, self.world_size = engine_id, epoch, rank, world_size
+        self.session = secrets.token_urlsafe(16)
+        self.attached = True
+        self.events: asyncio.Queue[engine_pb2.Event | None] = asyncio.Queue()
+        self.regions: dict[int, Region] = {}
+        self.allocating: set[int] = set()
+        self.manifest: Manifest | None = None
+        self.agent: Agent | None = None
+        self.agent_metadata = b""
+        self.strict = config.strict
+        self.arena: Arena | None = None
+        self.pairings = Pairings()
+        self.runner: Runner | None = None
+        """Copies on the GPU of the engine's regions."""
+        self.unmapped = "this engine's memory is host memory"
+        """Why there is no runner."""
+        self.members: dict[int, str] = {rank: config.advertise}
+        self.members_changed = asyncio.Event()
+        self.notes: tuple[str, ...] = ()
+        self.detached = asyncio.Event()
+        self.retired = asyncio.Event()
+        self.leases = Leases(engine_id, epoch, on_lease_end, config.max_leases)
+
+    @property
+    def gpu(self) -> cuda.Device | None:
+        """The GPU of its regions; None for host memory."""
+        spans = [region.span for region in self.regions.values() if region.span.kind == "cuda"]
+        return cuda.device(f"cuda:{spans[0].device}") if spans else None
+
+    @property
+    def registered(self) -> bool:
+        return self.agent is not None and not self.retired.is_set()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the daemons of all ranks are known."""
+        return not self.missing_ranks()
+
+    def set_members(self, members: dict[int, str]) -> None:
+        self.members = members
+        self.members_changed.set()
+        self.members_changed = asyncio.Event()
+
+    async def until_whole(self) -> None:
+        """Wait until all ranks are known. The caller bounds the wait."""
+        while not self.whole:
+            await self.members_changed.wait()
+
+    def missing_ranks(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.members]
+
+    def tell(self, event: engine_pb2.Event) -> None:
+        if self.attached:
+            self.events.put_nowait(event)
+
+    async def register(self, manifest: Manifest, config: Config, memory: Provider) -> None:
+        """Check the manifest against the session and its regions, and make its memory readable by peers.
+
+        In strict exposure that is the staging arena alone.
+        """
+        if self.manifest is not None:
+            raise KvferryError(
+                "already_registered",
+                f"engine {self.engine_id} registered in this session already",
+                field="manifest",
+                value=self.epoch,
+                remedy="attach again with a new epoch to describe another cache",
+            )
+        for field in ("engine_id", "epoch", "rank", "world_size"):
+            if getattr(manifest, field) != getattr(self, field):
+                raise ManifestError(
+                    "session_mismatch",
+                    f"the manifest's {field} is not the session's {getattr(self, field)}",
+                    field=field,
+                    value=getattr(manifest, field),
+                    remedy="describe the rank that was attached",
+                )
+        for region in manifest.regions:
+            held = self.regions.get(region.id)
+            if held is None or held.span.nbytes < region.nbytes or held.span.kind != region.kind:
+                have = "nothing" if held is None else f"{held.span.nbytes} bytes of {held.span.kind} memory"
+                raise ManifestError(
+                    "region_mismatch",
+                    f"region {region.id} of the manifest is not what was allocated: there is {have}",
+                    field=f"regions[{region.id}]",
+                    value=f"{region.nbytes} bytes of {region.kind} memory",
+                    remedy="allocate or adopt every region before registering",
+                )
+        # A fresh name for every agent: an agent's name is its identity (facts/nixl.md, 4).
+        agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, ucx=config.ucx, device=self.gpu)
+        self.manifest = manifest
+        arena: Arena | None = None
+        try:
+            await agent.start()
+            if _stages(config):
+                arena = Arena(await _made(lambda: memory.allocate(config.arena_mb << 20)), host.copy)
+                self._check_session()  # else the regions below may be gone
+                await agent.register(arena.span)
+            for region in manifest.regions if not config.strict else ():
+                await agent.register(self.regions[region.id].span)
+                if slow := self.regions[region.id].slow_source:
+                    self.notes += (f"region {region.id}: {slow}",)
+            await agent.register(self.leases.seals.span)
+            self.agent_metadata = await agent.metadata()
+            await self._start_copies(config)
+            self._check_session()
+        except BaseException:
+            self.manifest = None
+            await self._close_copies()
+            stopped = await agent.close()
+            if arena is not None:
+                await arena.close(unmap=stopped)
+            raise
+        self.agent, self.arena = agent, arena
+
+    def _check_session(self) -> None:
+        if self.retired.is_set():  # the session ended meanwhile
+            raise KvferryError("session_closed", f"the session of engine {self.engine_id} has ended")
+
+    async def _start_copies(self, config: Config) -> None:
+        """Without them the engine can still be read and filled directly."""
+        if self.gpu is not None:
+            runner = Runner(self.gpu, config.programs)
+            try:
+                await runner.start()
+            except KvferryError as error:
+                self.unmapped = str(error)
+                self.notes += (f"no mapped transfers: {error}",)
+            else:
+                self.runner = runner
+
+    async def _close_copies(self) -> None:
+        runner, self.runner = self.runner, None
+        if runner is not None:
+            await runner.close()
+
+    def detach(self) -> None:
+        """The engine is gone. What it published in memory of ours stays readable until read or expired."""
+        self.attached = False
+        self.detached.set()
+        self.events.put_nowait(None)
+        if any(not region.owned for region in self.regions.values()):
+            self.leases.revoke_all(f"engine {self.engine_id} is gone and owned its memory")
+        else:
+            self.leases.revoke_unfinished(f"engine {self.engine_id} is gone")
+
+    async def retire(self, reason: str) -> None:
+        """Close everything. Nothing of this epoch is read or written afterwards. Idempotent."""
+        if self.retired.is_set():
+            return
+        self.retired.set()
+        self.leases.revoke_all(reason)
+        self.events.put_nowait(None)
+        await self._close_copies()
+        stopped = self.agent is None or await self.agent.close()
+        if self.arena is not None:  # before the regions: it copies from and into them
+            await self.arena.close(unmap=stopped)
+        if not stopped:
+            log.error("the NIXL agent did not stop: its memory stays mapped", engine_id=self.engine_id)
+            return
+        for region in self.regions.values():
+            region.close()
+        self.regions.clear()
+
+
+async def _made(make: Callable[[], Region]) -> Region:
+    """Filling a large file with pages, or mapping GPU memory, takes a while: on a thread. Not kept when the caller is
+    cancelled."""
+    task = asyncio.create_task(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(allocated: asyncio.Task[Region]) -> None:
+    if allocated.exception() is None:
+        allocated.result().close()
+
+
+class Engines:
+    """All engines of the daemon, by id. Owns them: `close` retires every one."""
+
+    def __init__(
+        self,
+        config: Config,
+        memory: Provider,
+        on_lease_end: Callable[[Engine, Lease], None],
+        before_retire: Callable[[Engine, str], Awaitable[None]],
+    ) -> None:
+        self._config, self._memory = config, memory
+        self._on_lease_end, self._before_retire = on_lease_end, before_retire
+        self._engines: dict[str, Engine] = {}
+        self._sessions: dict[str, Engine] = {}
+        self._epochs: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    async def attach(self, engine_id: str, epoch: str, rank: int, world_size: int) -> Engine:
+        """A new session. An engine of the same id and another epoch that has gone is retired first."""
+        if not engine_id or not epoch or len(engine_id) > 256 or len(epoch) > 256:
+            raise KvferryError(
+                "malformed_attach",
+                "engine_id and epoch must be given, at most 256 characters each",
+                field="engine_id, epoch",
+                value=f"{engine_id!r}, {epoch!r}",
+                remedy="use a new epoch for every start",
+            )
+        if rank >= world_size or world_size > MAX_WORLD_SIZE:
+            raise KvferryError(
+                "rank_out_of_range",
+                f"rank {rank} does not exist in a world of {world_size}, or the world is too large",
+                field="rank",
+                value=rank,
+                remedy=f"ranks count from 0 to world_size - 1; world_size is at most {MAX_WORLD_SIZE}",
+            )
+        old = self._engines.get(engine_id)
+        if old is not None and old.attached:  # an engine that starts anew may be faster than the end of its old stream
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(old.detached.wait(), DETACH_S)
+            old = self._engines.get(engine_id)
+        if old is not None and old.attached and not old.retired.is_set():
+            raise KvferryError(
+                "engine_attached",
+                f"engine {engine_id} (epoch {old.epoch}) is attached to this daemon already",
+                field="engine_id",
+                value=engine_id,
+                remedy="one daemon serves one rank: give each rank its own daemon",
+            )
+        if (engine_id, epoch) in self._epochs:
+            raise KvferryError(
+                "epoch_reused",
+                f"epoch {epoch} of engine {engine_id} is over",
+                field="epoch",
+                value=epoch,
+                remedy="use a new epoch for every start of the engine",
+            )
+        engine = Engine(
+            engine_id, epoch, rank, world_size, self._config, lambda lease: self._on_lease_end(engine, lease)
+        )
+        self._engines[engine_id] = engine
+        self._sessions[engine.session] = engine
+        if old is not None:
+            try:
+                # To its end, even if the new engine is gone again meanwhile.
+                await asyncio.shield(self.retire_soon(old, f"engine {engine_id} started anew"))
+            except asyncio.CancelledError:
+                engine.attached = False
+                self.retire_soon(engine, f"engine {engine_id} is gone")
+                raise
+        return engine
+
+    async def register(self, engine: Engine, manifest: Manifest) -> None:
+        """Make the engine's memory readable by peers. Its epoch cannot be used again."""
+        await engine.register(manifest, self._config, self._memory)
+        self._epochs[engine.engine_id, engine.epoch] = None
+        while len(self._epochs) > EPOCHS:
+            self._epochs.popitem(last=False)
+
+    def of_session(self, session: str) -> Engine:
+        engine = self._sessions.get(session)
+        if engine is None or engine.retired.is_set():
+            raise KvferryError(
+                "unknown_session",
+                "the session is not known or has ended",
+                field="session",
+                remedy="attach first, and keep the stream of events open",
+            )
+        return engine
+
+    def get(self, engine_id: str | None) -> Engine:
+        """The registered engine of this id; of None the only one. Raises KvferryError (`unknown_engine`)."""
+        ready = [engine for engine in self if engine.registered]
+        if engine_id is None and len(ready) == 1:
+            return ready[0]
+        for engine in ready:
+            if engine.engine_id == engine_id:
+                return engine
+        known = ", ".join(sorted(engine.engine_id for engine in ready)) or "none"
+        raise KvferryError(
+            "unknown_engine",
+            f"engine {engine_id} is not registered here" if engine_id else f"{len(ready)} engines are registered here",
+            field="engine_id",
+            value=engine_id or "",
+            remedy=f"registered on this daemon: {known}",
+        )
+
+    async def allocate(self, engine: Engine, region: int, nbytes: int) -> engine_pb2.Memory:
+        """Memory of the daemon's own, for this engine."""
+        self._check_new(engine, region, nbytes)
+        allocated = await self._keep(engine, region, lambda: self._memory.allocate(nbytes))
+        return allocated.exported(region)
+
+    async def adopt(self, engine: Engine, memory: engine_pb2.Memory) -> None:
+        """Memory of the engine's own."""
+        self._check_new(engine, memory.region, memory.nbytes)
+        await self._keep(engine, memory.region, lambda: self._memory.adopt(memory))
+
+    async def _keep(self, engine: Engine, id: int, make: Callable[[], Region]) -> Region:
+        """Only if the session still stands when the region is made."""
+        engine.allocating.add(id)
+        try:
+            region = await _made(make)
+        finally:
+            engine.allocating.discard(id)
+        if engine.retired.is_set() or not engine.attached:
+            region.close()
+            raise KvferryError("session_closed", f"the session of engine {engine.engine_id} has ended")
+        engine.regions[id] = region
+        return region
+
+    def _check_new(self, engine: Engine, region: int, nbytes: int) -> None:
+        if nbytes <= 0:
+            raise KvferryError(
+                "malformed_region",
+                "a region has no bytes",
+                field="nbytes",
+                value=nbytes,
+                remedy="ask for at least one byte",
+            )
+        if region in engine.regions or region in engine.allocating or engine.manifest is not None:
+            raise KvferryError(
+                "region_taken",
+                f"region {region} exists, or the engine has registered already",
+                field="region",
+                value=region,
+                remedy="allocate each region once, before registering",
+            )
+
+    async def retire(self, engine: Engine, reason: str) -> None:
+        self._sessions.pop(engine.session, None)
+        if self._engines.get(engine.engine_id) is engine:
+            del self._engines[engine.engine_id]
+        await self._before_retire(engine, reason)
+        await engine.retire(reason)
+
+    def retire_soon(self, engine: Engine, reason: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(self.retire(engine, reason))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        return task
+
+    async def close(self) -> None:
+        for engine in list(self):
+            await self.retire(engine, "the daemon stops")
+        if self._retiring:
+            await asyncio.wait(self._retiring, timeout=RETIRE_S)
+
+
+def _stages(config: Config) -> bool:
+    """Whether the engine has a staging arena: on host memory, where it is asked for. On a GPU nothing packs it yet."""
+    return config.device == "cpu" and (config.way == "staged" or config.strict)

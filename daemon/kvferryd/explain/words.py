@@ -1,0 +1,155 @@
+"""A plan, or its refusal, in words and small tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvferry.errors import KvferryError, Refusal
+from kvferry.manifest import Manifest, TokenShard
+from kvferryd.explain.summary import Bindings, plan_distinct, run_rows, summarise
+from kvferryd.plan import Plan, bind
+
+MEANING = {
+    "fingerprint": ("they serve different models", "start both engines with the same weights, heads and dtype"),
+    "dtype": ("the element types differ", "give both engines the same KV-cache dtype"),
+    "missing_component": ("no source rank lists it", "give the manifests of all ranks, and engines of the same model"),
+    "inner_extent": ("an axis that is not sharded has another length", "the engines must serve the same model"),
+    "total": ("the sharded axis has another length over all ranks", "the engines must serve the same model"),
+    "axes": ("the axes are not the same", "name the axes alike on both sides; their order is free"),
+    "group_kind": ("one side pages it by tokens, the other holds it as a state", "use the same kind of group"),
+    "token_shard": ("the source ranks share out tokens in different ways", "one size and interleave for all ranks"),
+    "uncovered": ("no set of source ranks holds all of it", "give the manifests of all source ranks"),
+}
+SIZES_SHOWN = 8
+"""Run sizes that are listed; the rest are counted together."""
+
+
+def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None) -> str:
+    """Who reads what from whom, with the runs of a request (tables) or of a typical one. Raises as `explain_json`."""
+    chosen = plan_distinct(sources, destination)
+    summary = summarise(chosen)
+    head = f"{_name(destination)} reads from {len(chosen.reads_from)} of {len(sources)} source ranks"
+    rows = [["rank", "engine", "layers", "components", "share", "bytes/token", "state bytes"]]
+    for rank in chosen.reads_from:
+        for layers, components, share in _shares(chosen, rank):
+            rows.append([str(rank), chosen.sources[rank].engine_id, layers, components, share, "", ""])
+        rows[-1][-2:] = [_number(summary.bytes_per_token[rank]), _number(summary.state_nbytes[rank])]
+    lines = [head, "", *table(rows, right=(0, 5, 6)), ""]
+    if tables is None:
+        nbytes = _number(sum(summary.bytes_per_token.values()))
+        lines += [
+            f"a long request in scattered blocks: {nbytes} bytes and {summary.descriptors_per_token:.4g} runs a token,",
+            f"half of the bytes in runs of {_number(summary.run_bytes)} bytes or more; way: direct",
+            "",
+            *_sizes(summary.run_nbytes.tolist()),
+        ]
+    else:
+        runs = run_rows(bind(chosen, *tables))
+        first, last = tables[2]
+        lines += [
+            f"tokens {first} to {last} (excluded): {_number(sum(run[-1] for run in runs))} bytes"
+            f" in {_number(len(runs))} runs; way: direct",
+            "",
+            *_sizes([run[-1] for run in runs]),
+        ]
+    return "\n".join(line.rstrip() for line in lines).rstrip()
+
+
+def refusal_text(error: KvferryError) -> str:
+    """A refusal as people read it: every reason once, with both values, the components it hits, and the remedy."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for refusal in error.refusals:
+        reasons.setdefault((refusal.code, refusal.source, refusal.destination), []).append(refusal.component)
+    lines = [error.message]
+    for (code, source, destination), components in reasons.items():
+        meaning, remedy = MEANING.get(code, (code, error.remedy))
+        where = f" ({_some(components)})" if any(components) else ""
+        lines += ["", f"{code}: {meaning}{where}", f"  source       {source}", f"  destination  {destination}"]
+        lines += [f"  -> {remedy}"]
+    return "\n".join(lines)
+
+
+def refused_json(refusals: Iterable[Refusal]) -> dict[str, Any]:
+    return {
+        "refused": [
+            {"code": r.code, "component": r.component, "source": r.source, "destination": r.destination}
+            for r in refusals
+        ]
+    }
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Columns of equal width, two spaces apart, the first row as their heads; those in `right` aligned right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _shares(chosen: Plan, rank: int) -> list[tuple[str, str, str]]:
+    """(layers, components, share) of what is read from a rank, components with equal shares and layers together."""
+    layers: dict[tuple[str, str], set[int]] = {}
+    for copy in chosen.copies:
+        if copy.source_rank == rank:
+            tokens = _tokens(copy.source_group.token_shard)
+            for part in copy.parts:
+                whole = part.span.start == 0 and part.span.stop == part.total
+                share = f"{part.axis} {part.span} of {part.total}" if part.axis and not whole else "all"
+                share = f"{share}, {tokens}" if tokens else share
+                layers.setdefault((part.component, share), set()).add(part.layer)
+    together: dict[tuple[str, str], list[str]] = {}
+    for (component, share), found in layers.items():
+        together.setdefault((_ranges(found), share), []).append(component)
+    return [(found, ", ".join(components), share) for (found, share), components in together.items()]
+
+
+def _tokens(shard: TokenShard) -> str:
+    if shard.size == 1:
+        return ""
+    return f"tokens of shard {shard.rank} of {shard.size}, {shard.interleave} at a time"
+
+
+def _ranges(layers: Iterable[int]) -> str:
+    """Layers as 0-3, 5, 100."""
+    spans: list[list[int]] = []
+    for layer in sorted(layers):
+        if spans and spans[-1][1] == layer - 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _sizes(run_nbytes: Sequence[int]) -> list[str]:
+    if not run_nbytes:
+        return ["  nothing is moved"]
+    counts = Counter(run_nbytes)
+    biggest = sorted(counts, key=lambda size: size * counts[size], reverse=True)
+    rows = [["run bytes", "runs", "of all bytes"]]
+    for size in sorted(biggest[:SIZES_SHOWN], reverse=True):
+        rows.append([_number(size), _number(counts[size]), f"{size * counts[size] / sum(run_nbytes):.1%}"])
+    rest = biggest[SIZES_SHOWN:]
+    if rest:
+        share = sum(size * counts[size] for size in rest) / sum(run_nbytes)
+        rows.append([f"{len(rest)} others", _number(sum(counts[size] for size in rest)), f"{share:.1%}"])
+    return table(rows, right=(0, 1, 2))
+
+
+def _name(manifest: Manifest) -> str:
+    return f"{manifest.engine_id} rank {manifest.rank} of {manifest.world_size}"
+
+
+def _some(components: Sequence[str], most: int = 6) -> str:
+    rest = len(components) - most
+    return ", ".join(components[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"

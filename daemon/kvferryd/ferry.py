@@ -1,0 +1,393 @@
+"""The daemon's core: what the REST API, the engine service and the peer service have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable
+
+import structlog
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry.schemas import (
+    AbortResult,
+    DrainStatus,
+    EngineRecord,
+    Info,
+    LeaseRecord,
+    OrderBody,
+    PeerRecord,
+    PeerRequest,
+    Readiness,
+    TransferRecord,
+    TransferState,
+)
+from kvferry.v1 import engine_pb2, peer_pb2
+from kvferryd.config import Config
+from kvferryd.engines import Engine, Engines
+from kvferryd.memory import provider
+from kvferryd.metrics import Metrics, Stats
+from kvferryd.peers import allow
+from kvferryd.peers.channels import asking
+from kvferryd.peers.peers import PeerEngine, Peers
+from kvferryd.peers.roster import Roster, Seed
+from kvferryd.transfer import ways
+from kvferryd.transfer.check import check_destination, check_request_id
+from kvferryd.transfer.lease import Lease
+from kvferryd.transfer.orders import order_of, reservations_of
+from kvferryd.transfer.transfer import TRANSPORT
+from kvferryd.transfer.transfers import Transfers
+
+log = structlog.get_logger()
+
+
+class Ferry:
+    """Owns the engines, peers and transfers of one daemon."""
+
+    def __init__(self, config: Config, metrics: Metrics) -> None:
+        _check_ways(config)
+        self.config, self.metrics = config, metrics
+        self.instance = uuid.uuid4().hex
+        self._began = time.monotonic()
+        self.memory = provider(config)
+        self.registry = Engines(config, self.memory, self._on_lease_end, self._before_retire)
+        self.peers_known = Peers(config, self.instance, metrics)
+        self.roster = Roster(config, self.instance, self.peers_known.channels, Seed())
+        self.jobs = Transfers(config, self.peers_known, metrics)
+        self._idle = asyncio.Event()
+
+    # ---- transfers ----
+
+    async def order(self, body: OrderBody, traceparent: str = "") -> tuple[TransferRecord, bool]:
+        """Take a router's order; (the record, whether it is new)."""
+        try:
+            wanted = body.destination
+            engine = self.registry.get(wanted.engine_id if wanted else None)
+            allow.check(body.source.address, self.config.allow_peers)
+            order = order_of(body, traceparent)
+            by_rank = reservations_of(wanted, engine.world_size)
+            own = by_rank.get(engine.rank)
+            if own is not None:
+                assert engine.manifest is not None
+                check_destination(engine.manifest, own.tables, own.tokens)
+            job, created = self.jobs.order(engine, body.request_id, order, own, by_rank)
+        except KvferryError as error:
+            self.metrics.order_refused(error.code)
+            raise
+        return job.record(), created
+
+    def transfer(self, transfer_id: str) -> TransferRecord:
+        return self.jobs.get(transfer_id).record()
+
+    async def wait_transfer(self, transfer_id: str, wait_s: float) -> TransferRecord:
+        """The record at the end of the transfer, or after `wait_s`."""
+        job = self.jobs.get(transfer_id)
+        await self.jobs.wait(job, lambda job: job.ended, wait_s)
+        return job.record()
+
+    def transfers(self, request_id: str | None = None, state: TransferState | None = None) -> list[TransferRecord]:
+        records = (job.record() for job in self.jobs if request_id in (None, job.transfer.request_id))
+        return [record for record in records if state in (None, record.state)]
+
+    async def wait_request(self, request_id: str, wait_s: float) -> list[TransferRecord]:
+        """The records once the request's transfer has come and ended, or after `wait_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not (jobs := self.jobs.of_request(request_id)):
+                    await self.jobs.wait_new()
+                await asyncio.gather(*(self.jobs.wait(job, lambda job: job.ended, wait_s) for job in jobs))
+        return self.transfers(request_id)
+
+    async def abort_transfer(self, transfer_id: str) -> TransferRecord:
+        job = self.jobs.get(transfer_id)
+        self.jobs.abort(job.transfer.engine, job.transfer.request_id, "by DELETE /v1/transfers")
+        await self.jobs.wait(job, lambda job: job.transfer.ended.is_set(), self.config.connect_timeout_s)
+        return job.record()
+
+    async def abort_request(self, request_id: str) -> AbortResult:
+        """End the request on both sides: here, on the other ranks, and where its KV comes from."""
+        check_request_id(request_id)
+        told = []
+        for job in self.jobs.of_request(request_id):
+            engine, order = job.transfer.engine, job.transfer.order
+            told += [
+                self._tell(address, engine.engine_id, request_id, fan_out=False)
+                for rank, address in engine.members.items()
+                if rank != engine.rank
+            ]
+            if order is not None:
+                told.append(self._tell(order.address, order.engine_id, request_id, fan_out=True))
+        for engine in self.registry:
+            if engine.leases.get(request_id) is not None:
+                told += [
+                    self._tell(address, engine.engine_id, request_id, fan_out=False)
+                    for rank, address in engine.members.items()
+                    if rank != engine.rank
+                ]
+        ended = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
+        replies = await asyncio.gather(*told)
+        return AbortResult(
+            transfers_ended=sum(t for t, _ in ended) + sum(reply.transfers_ended for reply in replies),
+            leases_ended=sum(leases for _, leases in ended) + sum(reply.leases_ended for reply in replies),
+        )
+
+    def abort_here(self, engine: Engine, request_id: str, why: str) -> tuple[int, int]:
+        """(transfers, leases) ended on this rank."""
+        ended = self.jobs.abort(engine, request_id, why)
+        return int(ended), int(engine.leases.revoke(request_id, f"aborted: {why}"))
+
+    async def _tell(self, address: str, engine_id: str, request_id: str, *, fan_out: bool) -> peer_pb2.AbortReply:
+        """Best effort: a peer that does not hear of it has its own deadlines."""
+        request = peer_pb2.AbortRequest(
+            engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router"
+        )
+        try:
+            async with asking(address):
+                stub = self.peers_known.channels.stub(address)
+                return await stub.Abort(request, timeout=self.config.connect_timeout_s)
+        except KvferryError as error:
+            log.warning("abort not delivered", address=address, request_id=request_id, error=str(error))
+            return peer_pb2.AbortReply()
+
+    async def fan_out_abort(self, engine: Engine, request_id: str) -> tuple[int, int]:
+        others = [address for rank, address in engine.members.items() if rank != engine.rank]
+        replies = await asyncio.gather(
+            *(self._tell(address, engine.engine_id, request_id, fan_out=False) for address in others)
+        )
+        return sum(reply.transfers_ended for reply in replies), sum(reply.leases_ended for reply in replies)
+
+    # ---- leases, engines, peers ----
+
+    def leases(self) -> list[LeaseRecord]:
+        return [lease.record() for engine in self.registry for lease in engine.leases]
+
+    async def revoke_lease(self, request_id: str) -> LeaseRecord:
+        for engine in self.registry:
+            lease = engine.leases.get(request_id)
+            if lease is not None:
+                engine.leases.revoke(request_id, "by DELETE /v1/leases")
+                return lease.record()
+        raise KvferryError(
+            "unknown_lease",
+            f"no lease of request {request_id} is held here",
+            field="request_id",
+            value=request_id,
+            remedy="GET /v1/leases lists them",
+        )
+
+    def engines(self) -> list[EngineRecord]:
+        return [
+            EngineRecord(
+                engine_id=engine.engine_id,
+                epoch=engine.epoch,
+                rank=engine.rank,
+                world_size=engine.world_size,
+                attached=engine.attached,
+                members=dict(engine.members),
+                notes=list(engine.notes),
+                manifest=engine.manifest.model_dump() if engine.manifest else {},
+            )
+            for engine in self.registry
+        ]
+
+    def peers(self) -> list[PeerRecord]:
+        return _peer_records(self.peers_known)
+
+    async def prewarm(self, body: PeerRequest) -> list[PeerRecord]:
+        """Shake hands now, so that the first transfer need not."""
+        engine = self.registry.get(body.destination)
+        return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
+
+    async def forget_peer(self, engine_id: str) -> list[PeerRecord]:
+        found = self.peers_known.of_engine(engine_id)
+        if not found:
+            raise KvferryError(
+                "unknown_peer",
+                f"no handshake with engine {engine_id} is kept",
+                field="engine_id",
+                value=engine_id,
+                remedy="GET /v1/peers lists them",
+            )
+        for own, peer in found:
+            await self.peers_known.forget(self.registry.get(own), peer)
+        return _peer_records(peer for _, peer in found)
+
+    # ---- the daemon itself ----
+
+    def info(self) -> Info:
+        config = self.config
+        return Info(
+            version=__version__,
+            protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
+            instance=self.instance,
+            device=config.device,
+            rest=config.rest,
+            peer=config.peer,
+            advertise=config.advertise,
+            engine_socket=str(config.engine_socket),
+            way=config.way,
+            strict=config.strict,
+            transports=[TRANSPORT],
+            uptime_s=time.monotonic() - self._began,
+        )
+
+    def readiness(self) -> Readiness:
+        reasons = []
+        if self.jobs.draining:
+            reasons.append("draining")
+        registered = [engine for engine in self.registry if engine.registered and engine.attached]
+        if not registered:
+            reasons.append("no engine has registered its cache")
+        reasons += [
+            f"engine {engine.engine_id}: the daemons of ranks {engine.missing_ranks()} have not joined"
+            for engine in registered
+            if not engine.whole
+        ]
+        if self.config.require_rdma and self.config.device == "cpu":
+            reasons.append("require_rdma is set and host memory moves without it")
+        return Readiness(ready=not reasons, reasons=reasons)
+
+    def stats(self) -> Stats:
+        regions = [region for engine in self.registry for region in engine.regions.values()]
+        arenas = [engine.arena for engine in self.registry if engine.arena is not None]
+        states = Counter(job.transfer.state for job in self.jobs)
+        return Stats(
+            transfers=states,
+            leases=Counter(lease.state for engine in self.registry for lease in engine.leases),
+            live_readers=sum(lease.live_readers for engine in self.registry for lease in engine.leases),
+            owned_nbytes=sum(region.span.nbytes for region in regions if region.owned),
+            adopted_nbytes=sum(region.span.nbytes for region in regions if not region.owned),
+            quarantined_nbytes=sum(job.transfer.quarantined_nbytes for job in self.jobs),
+            staging_nbytes=sum(arena.span.nbytes for arena in arenas),
+            staging_used_nbytes=sum(arena.used_nbytes for arena in arenas),
+            queue_depth=states[TransferState.WAITING] + sum(arena.waiting for arena in arenas),
+            peers=sum(len(peer.ranks) for peer in self.peers_known),
+            engines_attached=sum(engine.attached for engine in self.registry),
+            draining=self.jobs.draining,
+        )
+
+    def drain_status(self) -> DrainStatus:
+        leases = sum(len(engine.leases) for engine in self.registry)
+        transfers = sum(not (job.transfer.ended.is_set() and job.transfer.quiet.is_set()) for job in self.jobs)
+        return DrainStatus(
+            draining=self.jobs.draining,
+            leases=leases,
+            transfers=transfers,
+            drained=self.jobs.draining and not leases and not transfers,
+        )
+
+    async def drain(self, wait_s: float) -> DrainStatus:
+        """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`."""
+        if not self.jobs.draining:
+            self.jobs.draining = True
+            for engine in self.registry:
+                engine.tell(engine_pb2.Event(draining=engine_pb2.Draining()))
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while not self.drain_status().drained and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            pending = [
+                asyncio.ensure_future(_until(lease.changing)) for engine in self.registry for lease in engine.leases
+            ]
+            pending += [
+                asyncio.ensure_future(_until(job.transfer.quiet if job.transfer.ended.is_set() else job.transfer.ended))
+                for job in self.jobs
+                if not (job.transfer.ended.is_set() and job.transfer.quiet.is_set())
+            ]
+            try:
+                await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for waiter in pending:
+                    waiter.cancel()
+        return self.drain_status()
+
+    async def close(self) -> None:
+        """End everything, in the order in which it depends on each other."""
+        await self.jobs.close()
+        await self.roster.close()
+        await self.registry.close()
+        await self.peers_known.close()
+        self.memory.close()
+
+    # ---- engines come and go ----
+
+    def detach(self, engine: Engine) -> None:
+        """The engine's session has ended: nothing more is read for it; what it published may still be."""
+        if engine.retired.is_set():
+            return
+        engine.detach()
+        why = f"engine {engine.engine_id} is gone"
+        log.info("engine detached", engine_id=engine.engine_id, epoch=engine.epoch, leases=len(engine.leases))
+        self.jobs.abort_engine(engine, why)
+        if not len(engine.leases):
+            self.registry.retire_soon(engine, why)
+
+    def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
+        ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value)
+        engine.tell(engine_pb2.Event(lease_ended=ended))
+        asyncio.get_running_loop().call_soon(self._note_lease_end, lease)  # the engine first
+        if not engine.attached and not len(engine.leases) and not engine.retired.is_set():
+            self.registry.retire_soon(engine, "the engine is gone and its last lease has ended")
+
+    def _note_lease_end(self, lease: Lease) -> None:
+        self.metrics.lease_ended(lease.state)
+        log.info(
+            "lease ended",
+            request_id=lease.request_id,
+            engine_id=lease.engine_id,
+            state=lease.state.value,
+            tokens=lease.num_tokens,
+            reason=lease.reason,
+        )
+
+    async def _before_retire(self, engine: Engine, why: str) -> None:
+        self.jobs.abort_engine(engine, why)
+        await self.roster.leave(engine)
+        self.peers_known.forget_engine(engine)
+
+
+def _check_ways(config: Config) -> None:
+    """Refuse at the start what this version cannot do, rather than do something else."""
+    if config.device != "cpu" and (config.strict or config.way == "staged"):
+        field = "strict" if config.strict else "way"
+        raise KvferryError(
+            "bad_config",
+            "staging on a GPU is not wired in yet: a daemon beside a GPU moves direct and mapped",
+            field=field,
+            value=getattr(config, field),
+            remedy="set strict = false and way = auto, direct or mapped, or device = cpu",
+        )
+    if config.strict and config.way in ("direct", "mapped"):
+        raise KvferryError(
+            "bad_config",
+            f"strict = true leaves nothing to be read {config.way}",
+            field="way",
+            value=config.way,
+            remedy="set way = auto or staged, or strict = false",
+        )
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _peer_records(peers: Iterable[PeerEngine]) -> list[PeerRecord]:
+    return [
+        PeerRecord(
+            engine_id=peer.engine_id,
+            rank=rank.rank,
+            address=rank.address,
+            epoch=peer.epoch,
+            protocol=rank.protocol,
+            version=rank.version,
+            agent=rank.agent_name,
+            ways=ways.refusals(peer.own, peer),
+            bytes_read=rank.bytes_read,
+            transfers=rank.transfers,
+        )
+        for peer in peers
+        for rank in peer.ranks.values()
+    ]

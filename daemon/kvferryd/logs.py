@@ -1,0 +1,82 @@
+"""One structured line per event, on stderr: text for people, JSON for machines.
+
+Modules take their logger with `logs.get(__name__)` and name what a line is about with `bound(transfer_id=...)`.
+uvicorn, grpc and everything else that logs through the standard library goes through the same pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import AbstractContextManager
+from typing import TextIO
+
+import structlog
+from structlog.typing import Processor
+
+from kvferryd.config import Config
+from kvferryd.settings import LogFormat
+
+SILENT = ("uvicorn.access",)
+"""REST requests have a line of their own, at debug: `kvferryd.api.rest.gate`."""
+
+
+def configure(config: Config, stream: TextIO | None = None) -> None:
+    """Send every line to `stream` (stderr where absent) as the settings say. May be called again."""
+    stream = stream or sys.stderr
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    last: list[Processor]
+    if config.log_format is LogFormat.JSON:
+        last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    else:
+        last = [
+            structlog.dev.ConsoleRenderer(
+                colors=stream.isatty(),
+                timestamp_key="time",
+                pad_event_to=0,
+                exception_formatter=structlog.dev.plain_traceback,  # rich's shows local variables, tokens among them
+            )
+        ]
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,  # loggers are taken at import, before the settings are known
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+    )
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)  # libraries: what is wrong, not what they do
+    for name in ("uvicorn", "uvicorn.error"):  # whoever ran uvicorn in this process before gave it a pipe of its own
+        theirs = logging.getLogger(name)
+        theirs.handlers.clear()
+        theirs.propagate = True
+        theirs.setLevel(logging.NOTSET)
+    logging.getLogger("kvferryd").setLevel(config.log_level.upper())
+    for name in SILENT:
+        logging.getLogger(name).disabled = True
+
+
+def get(name: str) -> structlog.stdlib.BoundLogger:
+    """The logger of a module. Lines are an event and key=value pairs: `log.info("transfer ended", state=...)`."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def bound(**about: object) -> AbstractContextManager[object]:
+    """Put request_id, transfer_id, engine_id and the like on every line logged within, in this task."""
+    return structlog.contextvars.bound_contextvars(**{key: value for key, value in about.items() if value})

@@ -1,0 +1,119 @@
+"""Mapping a peer's GPU memory: asked for at the handshake, tried before it is used, given up when its engine ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import numpy as np
+import structlog
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+from kvferry.tables import BlockTable, Tables
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferryd.copy import mapped, moves
+from kvferryd.copy.runner import Mapped, Runner
+from kvferryd.memory import Probe
+from kvferryd.peers.channels import asking
+from kvferryd.plan import Plan, bind
+
+if TYPE_CHECKING:
+    from kvferry.manifest import Manifest
+
+log = structlog.get_logger()
+TRIES = 3
+"""What an engine writes while its adopted memory is probed makes a probe fail that would not the next time."""
+SAMPLE_BLOCKS = 4
+
+
+class RankMapping:
+    """One rank's regions, mapped for one engine of ours. The open stream tells when they are gone: then `close`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.regions: dict[int, Mapped] = {}
+        self._stream: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
+
+    async def open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest, timeout_s: float) -> None:
+        """Raises KvferryError saying why it cannot be done; then nothing is mapped."""
+        for tries_left in reversed(range(TRIES)):
+            try:
+                async with self._undone(), asyncio.timeout(timeout_s):
+                    await self._open(stub, address, manifest)
+                return
+            except TimeoutError:
+                raise KvferryError("peer_unreachable", f"{address} did not say how to map its memory") from None
+            except KvferryError as error:
+                if error.code != "probe_failed" or not tries_left:
+                    raise
+
+    @asynccontextmanager
+    async def _undone(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest) -> None:
+        self._stream = stub.Map(peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch))
+        async with asking(address):
+            reply = await self._stream.read()
+        if not isinstance(reply, peer_pb2.MapReply):
+            raise KvferryError("stale_epoch", f"engine {manifest.engine_id} ended")
+        offered = {region.id: region for region in reply.regions}
+        for wanted in manifest.regions:
+            region = offered.get(wanted.id)
+            if region is None or region.nbytes < wanted.nbytes:
+                raise KvferryError("not_mappable", f"region {wanted.id} of the source is {wanted.kind} memory")
+            given = region.allocation
+            exported = cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)
+            self.regions[wanted.id] = await self._runner.open(
+                exported, region.nbytes, Probe(region.probe_offset, region.probe)
+            )
+
+    async def ended(self) -> None:
+        """Returns when the memory is gone, or nobody can tell any more."""
+        if self._stream is not None:
+            try:
+                while await self._stream.read() is not grpc.aio.EOF:
+                    pass
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
+
+    async def close(self) -> None:
+        """Unmap. Nothing may read from it any more. Idempotent."""
+        if self._stream is not None:
+            self._stream.cancel()
+        every, self.regions = list(self.regions.values()), {}
+        if every:
+            try:
+                await self._runner.unmap(every)
+            except KvferryError as error:  # closed: it has unmapped by itself
+                log.debug("unmap", error=str(error))
+
+
+async def compile_kernels(runner: Runner, plan: Plan, sources: dict[tuple[int, int], int], own: dict[int, int]) -> None:
+    """Let the first transfer find its kernels compiled: bind the plan to a few blocks, as such a request would."""
+    tokens, tables = SAMPLE_BLOCKS * 4096, {rank: _sample(manifest) for rank, manifest in plan.sources.items()}
+    for manifest in (plan.destination, *plan.sources.values()):
+        for group in manifest.groups:
+            if group.kind == "paged":
+                tokens = min(tokens, min(SAMPLE_BLOCKS, group.num_blocks) * group.block_size)
+    try:
+        bound = bind(plan, tables, _sample(plan.destination), (0, tokens))
+    except KvferryError as error:
+        log.debug("no kernel is compiled ahead", error=str(error))
+        return
+    await runner.prepare(mapped(moves(bound), sources, own))
+
+
+def _sample(manifest: Manifest) -> Tables:
+    return {
+        group.name: BlockTable.of(np.arange(min(SAMPLE_BLOCKS, group.num_blocks) if group.kind == "paged" else 1))
+        for group in manifest.groups
+    }

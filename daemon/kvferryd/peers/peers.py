@@ -1,0 +1,374 @@
+"""The engines that this daemon reads from: handshaken once, kept warm, forgotten when they are stale."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.wire import manifest_from_proto
+from kvferryd import logs
+from kvferryd.config import Config
+from kvferryd.copy.chunks import ALIGN
+from kvferryd.engines import Engine
+from kvferryd.metrics import Metrics
+from kvferryd.peers.channels import Channels, asking
+from kvferryd.peers.mapping import RankMapping, compile_kernels
+from kvferryd.plan import Plan, plan
+from kvferryd.transport import Agent, Span
+
+log = logs.get(__name__)
+IDLE_S = 3600.0
+"""A peer not read from for so long is forgotten when the next handshake is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What direct reads cost; until it is measured, what facts say of the worse kind of link.
+
+    descriptor_s: each run. bytes_per_s: of long runs.
+    """
+
+    descriptor_s: float = 4e-6
+    bytes_per_s: float = 2e9
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A peer's staging arena, which it packs slot by slot."""
+
+    span: Span
+    slot_nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class PeerRank:
+    """One rank of a peer engine: its manifest, and how to read from it."""
+
+    address: str
+    manifest: Manifest
+    protocol: int
+    version: str
+    agent_name: str
+    metadata: bytes
+    regions: dict[int, Span]
+    stub: peer_pb2_grpc.PeerAsyncStub
+    staging: Staging | None = None
+    pairing: str = ""
+    """What the peer calls the plan between us, once it was told."""
+    link: Link = Link()
+    bytes_read: int = 0
+    transfers: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.manifest.rank
+
+
+@dataclass(slots=True, eq=False)
+class PeerEngine:
+    """A peer engine as one engine of ours sees it: all ranks, and the plan between the two."""
+
+    engine_id: str
+    epoch: str
+    ranks: dict[int, PeerRank]
+    plan: Plan
+    own: Engine
+    """Our engine that reads from it."""
+    addresses: set[str]
+    """Under which it is known: those of its ranks, and those that orders named."""
+    loaded: list[str] = field(default_factory=list)
+    """NIXL names loaded into our engine's agent."""
+    users: int = 0
+    """Transfers that read or may still be written to: the names stay loaded until they are quiet."""
+    stale: bool = False
+    used_at: float = field(default_factory=time.monotonic)
+    mappings: dict[int, RankMapping] = field(default_factory=dict)
+    """Of the ranks that are read, where they could be mapped."""
+    unmapped: dict[int, str] = field(default_factory=dict)
+    """Why the others could not."""
+    watches: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def mapped_addresses(self) -> dict[tuple[int, int], int]:
+        """Where (rank, region) begins in this process."""
+        return {
+            (rank, id): each.address for rank, mapping in self.mappings.items() for id, each in mapping.regions.items()
+        }
+
+
+class Peers:
+    """Handshakes, one per (our engine, peer engine) at a time. Owns the channels."""
+
+    def __init__(self, config: Config, instance: str, metrics: Metrics) -> None:
+        self._config, self._instance, self._metrics = config, instance, metrics
+        self.channels = Channels(config)
+        self._known: dict[tuple[str, str, str], PeerEngine] = {}
+        self._shaking: dict[tuple[str, str, str, str], asyncio.Task[PeerEngine]] = {}
+
+    def __iter__(self) -> Iterator[PeerEngine]:
+        return iter(list(self._known.values()))
+
+    async def get(self, engine: Engine, engine_id: str, address: str, epoch: str = "") -> PeerEngine:
+        """The peer engine, from memory or by a handshake that concurrent callers share.
+
+        Raises KvferryError: `peer_unreachable`, `unknown_engine`, `stale_epoch`, `protocol`, PlanRefused, ...
+        """
+        if engine_id == engine.engine_id:
+            raise KvferryError(
+                "own_engine",
+                f"engine {engine_id} is to read from itself",
+                field="source.engine_id",
+                value=engine_id,
+                remedy="its blocks are at hand: copy them in the engine",
+            )
+        key = (engine.engine_id, engine.epoch, engine_id)
+        known = self._known.get(key)
+        if known is not None and address in known.addresses and (not epoch or known.epoch == epoch):
+            known.used_at = time.monotonic()
+            return known
+        # Known elsewhere, or in another epoch: only the engine itself can say what holds now.
+        flight = (*key, address)
+        shaking = self._shaking.get(flight)
+        if shaking is None:
+            shaking = self._shaking[flight] = asyncio.create_task(self._shake(engine, engine_id, address))
+            shaking.add_done_callback(lambda task: self._shaken(flight, task))
+        peer = await asyncio.shield(shaking)
+        if epoch and peer.epoch != epoch:
+            raise KvferryError(
+                "stale_epoch",
+                f"engine {engine_id} is in epoch {peer.epoch}",
+                field="source.epoch",
+                value=epoch,
+                remedy="prefill the request again: what that epoch held is gone",
+            )
+        return peer
+
+    def _shaken(self, flight: tuple[str, str, str, str], task: asyncio.Task[PeerEngine]) -> None:
+        del self._shaking[flight]
+        if not task.cancelled():
+            task.exception()  # retrieved: every caller may have given up
+
+    async def _shake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
+        began, outcome = time.monotonic(), "ok"
+        try:
+            peer = await self._handshake(engine, engine_id, address)
+            if engine.retired.is_set():
+                await self._unload(engine, peer)
+                raise KvferryError("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
+        except KvferryError as error:
+            outcome = error.code
+            raise
+        finally:
+            self._metrics.handshake(outcome, time.monotonic() - began)
+        key = (engine.engine_id, engine.epoch, engine_id)
+        before = self._known.get(key)
+        self._known[key] = peer
+        peer.watches += [asyncio.create_task(self._watch(engine, peer, mapping)) for mapping in peer.mappings.values()]
+        if before is not None:
+            if before.epoch == peer.epoch:
+                peer.addresses |= before.addresses
+            await self._let_go(engine, before)
+        await self._forget_idle(engine)
+        return peer
+
+    async def _forget_idle(self, engine: Engine) -> None:
+        """Peers that are gone for good leave no trace: a fleet replaces its pods for as long as this daemon runs."""
+        for (own, epoch, _), peer in list(self._known.items()):
+            idle = not peer.users and time.monotonic() - peer.used_at > IDLE_S
+            if idle and (own, epoch) == (engine.engine_id, engine.epoch):
+                await self.forget(engine, peer)
+
+    async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
+        assert engine.manifest is not None and engine.agent is not None
+        first, members = await self._ask(engine_id, address)
+        others = [m for m in members if m.rank != first.rank]
+        found = await asyncio.gather(*(self._ask(engine_id, member.address) for member in others))
+        ranks = {rank.rank: rank for rank in (first, *(rank for rank, _ in found))}
+        epochs = {rank.manifest.epoch for rank in ranks.values()}
+        missing = set(range(first.manifest.world_size)) - set(ranks)
+        if len(epochs) > 1 or missing:
+            raise KvferryError(
+                "roster_incomplete",
+                f"engine {engine_id} is not whole: ranks {sorted(missing)} are missing, epochs {sorted(epochs)}",
+                field="source.engine_id",
+                value=engine_id,
+                remedy="wait until all its daemons run with one roster and all its ranks registered in one epoch",
+            )
+        manifests = [ranks[rank].manifest for rank in sorted(ranks)]
+        planned = await asyncio.to_thread(plan, manifests, engine.manifest)
+        addresses = {address, *(rank.address for rank in ranks.values())}
+        peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
+        try:
+            for rank in sorted(ranks):
+                await self._load(engine.agent, ranks[rank], peer)
+                if rank in planned.reads_from:
+                    await self._map(engine, ranks[rank], peer)
+            if engine.runner is not None and not peer.unmapped:
+                own = {id: region.span.address for id, region in engine.regions.items()}
+                await compile_kernels(engine.runner, planned, peer.mapped_addresses(), own)
+        except BaseException:
+            await self._unload(engine, peer)
+            raise
+        return peer
+
+    async def _load(self, agent: Agent, rank: PeerRank, peer: PeerEngine) -> None:
+        """Make the rank readable: load its metadata, and pay for the wire-up now."""
+        await agent.add_peer(rank.agent_name, rank.metadata)
+        peer.loaded.append(rank.agent_name)
+        if rank.rank in peer.plan.reads_from:
+            try:
+                async with asyncio.timeout(self._config.connect_timeout_s):
+                    readable = [rank.regions[id] for id in sorted(rank.regions)]
+                    if rank.staging:
+                        readable.append(rank.staging.span)
+                    await agent.warm(rank.agent_name, readable[0])
+            except TimeoutError:
+                raise KvferryError(
+                    "peer_unreachable",
+                    f"NIXL did not connect to {rank.address}",
+                    field="address",
+                    value=rank.address,
+                    remedy="check the fabric between the two daemons and the ucx settings",
+                ) from None
+
+            if agent.device is not None and rank.regions and rank.regions[min(rank.regions)].kind == "cuda":
+                rank.link = Link(*await agent.trial(rank.agent_name, rank.regions[min(rank.regions)]))
+
+    async def _map(self, engine: Engine, rank: PeerRank, peer: PeerEngine) -> None:
+        """Map the rank's memory if it can be done; otherwise keep why not."""
+        if engine.runner is None:
+            peer.unmapped[rank.rank] = engine.unmapped
+            return
+        mapping = RankMapping(engine.runner)
+        try:
+            await mapping.open(rank.stub, rank.address, rank.manifest, self._config.connect_timeout_s)
+        except KvferryError as error:
+            peer.unmapped[rank.rank] = f"{error.message} ({error.code} {error.value})"
+            log.info("peer not mapped", engine_id=peer.engine_id, rank=rank.rank, why=peer.unmapped[rank.rank])
+        else:
+            peer.mappings[rank.rank] = mapping
+
+    async def _watch(self, engine: Engine, peer: PeerEngine, mapping: RankMapping) -> None:
+        await mapping.ended()
+        if not peer.stale:
+            log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
+            await self.forget(engine, peer)
+
+    async def _ask(self, engine_id: str, address: str) -> tuple[PeerRank, list[peer_pb2.Member]]:
+        stub = self.channels.stub(address)
+        request = peer_pb2.HandshakeRequest(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            version=__version__,
+            instance=self._instance,
+            engine_id=engine_id,
+        )
+        async with asking(address):
+            reply = await stub.Handshake(request, timeout=self._config.connect_timeout_s)
+        if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
+            raise KvferryError(
+                "protocol",
+                f"peer {address} chose protocol {reply.protocol}",
+                field="protocol",
+                value=reply.protocol,
+                remedy=f"this daemon speaks {PROTOCOL_MIN} to {PROTOCOL_MAX}",
+            )
+        manifest = manifest_from_proto(reply.manifest)
+        if manifest.engine_id != engine_id:
+            raise KvferryError(
+                "protocol",
+                f"peer {address} answered for engine {manifest.engine_id}",
+                field="engine_id",
+                value=engine_id,
+            )
+        regions = {
+            region.id: Span(region.address, region.nbytes, _kind(region.kind), region.device)
+            for region in reply.regions
+        }
+        staging = _staging(reply, address) if reply.HasField("staging") else None
+        # A strict daemon tells where its staging slots are, and nothing else.
+        for region in manifest.regions if regions or staging is None else ():
+            if region.id not in regions or regions[region.id].nbytes < region.nbytes:
+                raise KvferryError(
+                    "protocol",
+                    f"peer {address} gave no address for region {region.id}",
+                    field="regions",
+                    value=region.id,
+                )
+        rank = PeerRank(
+            address,
+            manifest,
+            reply.protocol,
+            reply.version,
+            reply.agent_name,
+            reply.agent_metadata,
+            regions,
+            stub,
+            staging,
+        )
+        return rank, list(reply.members)
+
+    async def forget(self, engine: Engine, peer: PeerEngine) -> None:
+        """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew."""
+        key = (engine.engine_id, engine.epoch, peer.engine_id)
+        if self._known.get(key) is peer:
+            del self._known[key]
+        await self._let_go(engine, peer)
+
+    async def _let_go(self, engine: Engine, peer: PeerEngine) -> None:
+        peer.stale = True
+        if not peer.users:
+            await self._unload(engine, peer)
+
+    async def leave(self, engine: Engine, peer: PeerEngine) -> None:
+        """A transfer is quiet: removing a NIXL name while one is not would hide its end (facts/nixl.md, 1)."""
+        peer.users -= 1
+        if peer.stale and not peer.users:
+            await self._unload(engine, peer)
+
+    async def _unload(self, engine: Engine, peer: PeerEngine) -> None:
+        for mapping in peer.mappings.values():
+            await mapping.close()
+        names, peer.loaded = peer.loaded, []
+        if engine.agent is not None and not engine.retired.is_set():
+            for name in names:
+                await engine.agent.remove_peer(name)
+
+    def forget_engine(self, engine: Engine) -> None:
+        """Our own engine is retired, its agent with it: nothing to unload."""
+        for key in [key for key in self._known if key[:2] == (engine.engine_id, engine.epoch)]:
+            peer = self._known.pop(key)
+            peer.stale = True
+            for watch in peer.watches:
+                watch.cancel()
+
+    def of_engine(self, engine_id: str) -> list[tuple[str, PeerEngine]]:
+        """(our engine's id, peer) of every peer engine with this id."""
+        return [(key[0], peer) for key, peer in self._known.items() if key[2] == engine_id]
+
+    async def close(self) -> None:
+        for task in list(self._shaking.values()):
+            task.cancel()
+        await self.channels.close()
+
+
+def _kind(kind: layout_pb2.MemoryKind.ValueType) -> str:
+    return "cuda" if kind == layout_pb2.MEMORY_KIND_CUDA else "host"
+
+
+def _staging(reply: peer_pb2.HandshakeReply, address: str) -> Staging:
+    said = reply.staging
+    if not ALIGN <= said.slot_nbytes <= said.nbytes:
+        raise KvferryError(
+            "protocol",
+            f"peer {address} has no sensible staging slots",
+            field="staging.slot_nbytes",
+            value=said.slot_nbytes,
+        )
+    return Staging(Span(said.address, said.nbytes, _kind(said.kind), said.device), said.slot_nbytes)

@@ -1,0 +1,129 @@
+"""How the ranks of one engine find each other: every rank's daemon joins at a seed and holds the stream open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from kvferry.errors import KvferryError
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN, error_of
+from kvferry.v1 import peer_pb2
+from kvferryd.config import Config
+from kvferryd.engines import Engine
+from kvferryd.peers.channels import Channels
+
+log = structlog.get_logger()
+RETRY_S = (0.1, 2.0)
+"""First and longest pause before joining again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Member:
+    """One joining: the same rank may join again from the same address."""
+
+    address: str
+
+
+class Seed:
+    """The seed's side: who has joined, by (engine, epoch). A member is one as long as its stream is open."""
+
+    def __init__(self) -> None:
+        self._members: dict[tuple[str, str], dict[int, _Member]] = {}
+        self._changed: dict[tuple[str, str], asyncio.Event] = {}
+
+    async def join(self, engine_id: str, epoch: str, rank: int, address: str) -> AsyncGenerator[dict[int, str]]:
+        """The members now and after every change. Closing the iterator leaves."""
+        key = (engine_id, epoch)
+        members = self._members.setdefault(key, {})
+        if rank in members and members[rank].address != address:
+            raise KvferryError(
+                "rank_taken",
+                f"rank {rank} of engine {engine_id} has joined from {members[rank].address}",
+                field="rank",
+                value=rank,
+                remedy="give every rank its own daemon and number",
+            )
+        own = members[rank] = _Member(address)
+        self._wake(key)
+        try:
+            while True:
+                changed = self._changed.setdefault(key, asyncio.Event())
+                yield {rank: member.address for rank, member in members.items()}
+                await changed.wait()
+        finally:
+            if members.get(rank) is own:  # it may have joined again before this stream was seen to end
+                del members[rank]
+            if not members:
+                self._members.pop(key, None)
+            self._wake(key)
+
+    def _wake(self, key: tuple[str, str]) -> None:
+        changed = self._changed.pop(key, None)
+        if changed is not None:
+            changed.set()
+
+
+class Roster:
+    """The member's side: one task per engine of several ranks that keeps its members known."""
+
+    def __init__(self, config: Config, instance: str, channels: Channels, seed: Seed) -> None:
+        self._config, self._instance, self._channels, self.seed = config, instance, channels, seed
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def follow(self, engine: Engine) -> None:
+        """Join, and set the engine's members as they change, until the engine is retired."""
+        if engine.world_size == 1:
+            return
+        self._tasks[engine.session] = asyncio.create_task(self._follow(engine), name=f"roster-{engine.engine_id}")
+
+    async def _follow(self, engine: Engine) -> None:
+        pause = RETRY_S[0]
+        while not engine.retired.is_set():
+            try:
+                async for members in self._members(engine):
+                    engine.set_members(members)
+                    pause = RETRY_S[0]
+            except KvferryError as error:
+                log.warning("roster not joined", engine_id=engine.engine_id, seed=self._config.roster, error=str(error))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.retired.wait(), pause)
+            pause = min(2 * pause, RETRY_S[1])
+
+    async def _members(self, engine: Engine) -> AsyncIterator[dict[int, str]]:
+        seed, own = self._config.roster, self._config.advertise
+        if seed is None or seed == own:
+            async for members in self.seed.join(engine.engine_id, engine.epoch, engine.rank, own):
+                yield members
+            return
+        request = peer_pb2.JoinRequest(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            instance=self._instance,
+            engine_id=engine.engine_id,
+            member=peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch),
+            world_size=engine.world_size,
+        )
+        try:
+            async for roster in self._channels.stub(seed).Join(request):
+                yield {member.rank: member.address for member in roster.members}
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, f"the roster seed {seed}") from None
+
+    async def leave(self, engine: Engine) -> None:
+        task = self._tasks.pop(engine.session, None)
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=5)
+        self._tasks.clear()

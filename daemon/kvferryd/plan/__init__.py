@@ -1,0 +1,11 @@
+"""The planner: pure functions over manifests and block tables. numpy only, no I/O, no torch.
+
+`plan` intersects a destination manifest with the source ranks' manifests; `bind` binds a plan to two sets of block
+tables and a token range. Invariant: every destination element of the token range is written exactly once, from the
+right source element, and nothing else is touched.
+"""
+
+from kvferryd.plan.bind import Bound, Runs, bind
+from kvferryd.plan.plan import Copy, Plan, PlanRefused, plan
+
+__all__ = ["Bound", "Copy", "Plan", "PlanRefused", "Runs", "bind", "plan"]

@@ -1,0 +1,249 @@
+"""The daemon process: start everything in order, stop it in the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import uvicorn
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
+from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
+from kvferryd import logs
+from kvferryd.api.engine import EngineService
+from kvferryd.api.peer import PeerService
+from kvferryd.api.rest.app import create_app
+from kvferryd.api.rest.server import rest_server
+from kvferryd.config import Config
+from kvferryd.ferry import Ferry
+from kvferryd.metrics import Metrics
+
+log = logs.get(__name__)
+GRACE_S = 0.5
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEEP_BYTES = 32 << 20
+"""glibc's own upper bound for the mmap threshold."""
+MAX_RPCS = 8192
+"""Calls and open streams at once: leases being read, orders followed, roster members."""
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT: then drain, at most drain_timeout_s, and stop. A second signal stops at once."""
+    logs.configure(config)
+    _keep_freed_memory()
+    for warning in config.warnings():
+        log.warning(warning)
+    return asyncio.run(_serve(config))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what numpy frees, up to KEEP_BYTES, instead of handing it back and faulting it in again.
+
+    A request's runs are arrays of hundreds of KiB that live for a millisecond: with glibc's defaults most of the time
+    that `bind` takes for 16,384 blocks is page faults (docs/decisions.md).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, KEEP_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
+
+
+async def _serve(config: Config) -> int:
+    stopping, now = asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (now if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    async with contextlib.AsyncExitStack() as stack:
+        metrics = Metrics()
+        ferry = Ferry(config, metrics)
+        await stack.enter_async_context(_peer_server(ferry))
+        await stack.enter_async_context(_engine_server(ferry))
+        stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
+        rest = rest_server(create_app(ferry, metrics), config)
+        rest.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are ours
+        serving = asyncio.create_task(_serve_rest(rest))
+        stack.push_async_callback(_stop_rest, rest, serving)
+        log.info(
+            "serving",
+            version=__version__,
+            rest=config.rest,
+            peer=config.peer,
+            advertise=config.advertise,
+            engine_socket=str(config.engine_socket),
+            device=config.device,
+            pid=os.getpid(),
+        )
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            stopped.cancel()
+            raise KvferryError(
+                "bad_config",
+                f"REST cannot listen on {config.rest}",
+                field="rest",
+                value=config.rest,
+                remedy="another process has the port, or the address is not this host's",
+            )
+        await _drain(ferry, now)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a late signal must not make a death of a clean stop
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+    log.info("stopped")
+    return 0
+
+
+async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
+    log.info("draining", timeout_s=ferry.config.drain_timeout_s)
+    drained = asyncio.create_task(ferry.drain(ferry.config.drain_timeout_s))
+    hurried = asyncio.create_task(now.wait())
+    await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
+    for task in (drained, hurried):
+        task.cancel()
+    status = ferry.drain_status()
+    if not status.drained:
+        log.warning("not drained", leases=status.leases, transfers=status.transfers)
+
+
+async def _serve_rest(rest: uvicorn.Server) -> None:
+    """Where uvicorn cannot listen it exits the process; here it only ends."""
+    with contextlib.suppress(SystemExit):
+        await rest.serve()
+
+
+async def _stop_rest(rest: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    rest.should_exit = True
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
+    config = ferry.config
+    server = grpc.aio.server(options=[*PEER_OPTIONS, ("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_RPCS)
+    peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry), server)
+    try:
+        if config.tls:
+            server.add_secure_port(config.peer, _server_credentials(config))
+        else:
+            server.add_insecure_port(config.peer)
+    except RuntimeError:
+        raise KvferryError(
+            "bad_config",
+            f"the peer service cannot listen on {config.peer}",
+            field="peer",
+            value=config.peer,
+            remedy="another process has the port, or the address is not this host's",
+        ) from None
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(GRACE_S)
+
+
+@contextlib.asynccontextmanager
+async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
+    path = ferry.config.engine_socket
+    _claim(path)
+    server = grpc.aio.server(options=MESSAGE_OPTIONS)
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry), server)
+    before = os.umask(0o177)  # the socket is made with mode 0600, never wider
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    finally:
+        os.umask(before)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(GRACE_S)
+        path.unlink(missing_ok=True)
+
+
+def _claim(path: Path) -> None:
+    """Remove a socket that a killed daemon left. Raises KvferryError when anything else is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvferryError(
+            "bad_config",
+            f"the folder of engine_socket cannot be made: {error.strerror}",
+            field="engine_socket",
+            value=path,
+            remedy="name a socket in a folder this user may write to",
+        ) from None
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise KvferryError(
+            "bad_config",
+            "what is at engine_socket is no socket",
+            field="engine_socket",
+            value=path,
+            remedy="name a path where nothing is",
+        )
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):  # only these mean that nobody listens
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            why = f"the socket at engine_socket may be in use: {error.strerror or error}"
+        else:
+            why = "another daemon serves this engine socket"
+    raise KvferryError(
+        "bad_config",
+        why,
+        field="engine_socket",
+        value=path,
+        remedy="one daemon per GPU, each with its own engine_socket",
+    )
+
+
+def _server_credentials(config: Config) -> grpc.ServerCredentials:
+    """Mutual TLS from the three files, read again for every new connection that finds them changed."""
+    cert, key, ca = config.tls_cert, config.tls_key, config.tls_ca
+    assert cert and key and ca
+
+    def stamps() -> tuple[int, ...]:
+        return tuple(path.stat().st_mtime_ns for path in (cert, key, ca))
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        pairs = [(key.read_bytes(), cert.read_bytes())]
+        return grpc.ssl_server_certificate_configuration(pairs, root_certificates=ca.read_bytes())
+
+    seen = stamps()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal seen
+        try:
+            now = stamps()
+            if now == seen:
+                return None
+            renewed = configuration()
+        except OSError as error:
+            log.error("the certificates cannot be read again, the old ones stay", error=str(error))
+            return None
+        seen = now
+        return renewed
+
+    # The stubs leave out that None keeps the configuration.
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, True)  # type: ignore[arg-type]

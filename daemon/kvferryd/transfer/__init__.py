@@ -1,0 +1,1 @@
+"""Leases (source side) and transfers (destination side): two explicit state machines, and what moves between."""

@@ -1,0 +1,194 @@
+"""The source's side of a staged transfer: gather what a reader asks for into slots, and hold them until it has read."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
+from kvferry.v1 import peer_pb2
+from kvferryd.copy import Chunk
+from kvferryd.plan import Plan
+from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
+from kvferryd.transfer.lease import Lease
+from kvferryd.transfer.share import Shape, Wanted, packs, share_of
+from kvferryd.transfer.together import together
+
+PAIRINGS = 64
+"""Plans kept. A reader whose plan is forgotten pairs again."""
+FEW = 4096
+"""Blocks of a table that are bound on the loop: it is not worth the way to a thread."""
+PATIENCE_S = 30.0
+"""The longest time for which a slot is held for a reader that says nothing: it has a slot of its own to read into."""
+
+
+class Pairings:
+    """This rank's part of the plans of those who read from it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Plan] = OrderedDict()
+
+    async def add(self, own: Manifest, sources: Sequence[Manifest], destination: Manifest, said: bytes) -> str:
+        """Plan as the reader does; returns the plan's name. `said`: all of that as it came.
+
+        Raises KvferryError (`protocol`) when the reader sees this rank otherwise than it is, PlanRefused.
+        """
+        if [source for source in sources if source.rank == own.rank] != [own]:
+            raise KvferryError(
+                "protocol",
+                f"the reader does not know rank {own.rank} of engine {own.engine_id} as it is",
+                field="sources",
+                value=sorted(source.rank for source in sources),
+                remedy="shake hands again",
+            )
+        name = hashlib.sha256(said).hexdigest()
+        if name not in self._known:
+            self._known[name] = await asyncio.to_thread(share_of, sources, destination, own.rank)
+            while len(self._known) > PAIRINGS:
+                self._known.popitem(last=False)
+        return name
+
+    def get(self, name: str) -> Plan:
+        """Raises KvferryError (`unknown_pairing`)."""
+        if name not in self._known:
+            raise KvferryError(
+                "unknown_pairing",
+                "the plan of this pair of engines is not known, or was forgotten",
+                field="pairing",
+                value=name,
+                remedy="pair again",
+            )
+        self._known.move_to_end(name)
+        return self._known[name]
+
+
+async def chunks_of(opening: peer_pb2.PackOpen, share: Plan, own: Manifest, lease: Lease, arena: Arena) -> list[Chunk]:
+    """The chunks that the reader expects, or an error that says why it may not have them. Raises KvferryError."""
+    if not SLOT_ALIGN <= opening.chunk_nbytes <= arena.slot_nbytes:
+        raise KvferryError(
+            "malformed_pack",
+            f"chunks of {opening.chunk_nbytes} bytes do not fit",
+            field="chunk_nbytes",
+            value=opening.chunk_nbytes,
+            remedy=f"{SLOT_ALIGN} to {arena.slot_nbytes} bytes",
+        )
+    tokens = opening.tokens.start, opening.tokens.stop
+    if tokens[1] > lease.num_tokens or (opening.states and lease.more):
+        raise KvferryError(
+            "tokens_unpublished",
+            f"tokens up to {tokens[1]} are wanted but {lease.num_tokens} were published",
+            field="tokens",
+            value=f"{tokens[0]}:{tokens[1]}",
+            remedy="wait for the publish",
+        )
+    shapes = {name: Shape(shape.first_token, shape.blocks) for name, shape in opening.tables.items()}
+    wanted = Wanted(tokens, opening.states, shapes)
+    tables = lease.versions.tables(opening.version)
+    told = share, own.rank, tables, wanted, opening.chunk_nbytes
+    few = sum(shape.blocks for shape in shapes.values()) <= FEW
+    chunks = packs(*told) if few else await asyncio.to_thread(packs, *told)
+    found = len(chunks), sum(chunk.nbytes for chunk in chunks)
+    if found != (opening.chunks, opening.nbytes):
+        raise KvferryError(
+            "cut_differs",
+            f"this rank would pack {found[0]} chunks of {found[1]} bytes",
+            field="chunks, nbytes",
+            value=f"{opening.chunks}, {opening.nbytes}",
+            remedy="the two daemons plan differently: use the same version, or way = direct",
+        )
+    return chunks
+
+
+class Packer:
+    """One reader's stream. `run` returns when the reader has half-closed it; every slot is back by then."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        lease: Lease,
+        chunks: Sequence[Chunk],
+        regions: Mapping[int, int],
+        say: Callable[[peer_pb2.Packed], Awaitable[None]],
+    ) -> None:
+        self._arena, self._lease, self._chunks, self._regions, self._say = arena, lease, chunks, regions, say
+        self._asked: asyncio.Queue[int | None] = asyncio.Queue()
+        self._begun: set[int] = set()
+        self._held: dict[int, Slot] = {}
+        self._patience: asyncio.Timeout | None = None
+
+    async def run(self, first: peer_pb2.PackRequest, requests: AsyncIterator[peer_pb2.PackRequest]) -> None:
+        """Serve until the reader has all it wants. The caller bounds the whole of it. Raises KvferryError."""
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                self._hear(first)
+                await together([self._listen(requests), self._work()])
+        except TimeoutError:
+            raise KvferryError(
+                "deadline", f"the reader held {len(self._held)} slots for {PATIENCE_S:g} s and said nothing"
+            ) from None
+        finally:
+            for slot in self._held.values():
+                self._arena.give_back(slot)
+            self._held.clear()
+
+    async def _listen(self, requests: AsyncIterator[peer_pb2.PackRequest]) -> None:
+        async for request in requests:
+            self._hear(request)
+        self._asked.put_nowait(None)
+
+    def _hear(self, request: peer_pb2.PackRequest) -> None:
+        for chunk in request.want:
+            if chunk in self._begun or chunk >= len(self._chunks):
+                raise _malformed("want", chunk, len(self._chunks))
+            self._begun.add(chunk)
+            self._asked.put_nowait(chunk)
+        for chunk in request.read:
+            slot = self._held.pop(chunk, None)
+            if slot is None:
+                raise _malformed("read", chunk, len(self._chunks))
+            self._arena.give_back(slot)
+        self._be_patient()
+
+    async def _work(self) -> None:
+        while (index := await self._asked.get()) is not None:
+            chunk = self._chunks[index]
+            slot = await self._arena.take(Use.PACKED)
+            try:
+                self._check_held()  # it may have ended while this waited for a slot
+                await self._arena.copy(chunk.gather(self._regions, slot.address))
+                self._check_held()
+            except BaseException:
+                self._arena.give_back(slot)
+                raise
+            self._held[index] = slot
+            self._be_patient()
+            await self._say(peer_pb2.Packed(chunk=index, address=slot.address, nbytes=chunk.nbytes))
+
+    def _check_held(self) -> None:
+        """The seal tells the reader in the end; this tells it now, and gathers nothing that is not the lease's."""
+        if self._lease.state.ended:
+            raise KvferryError(
+                "lease_ended",
+                f"the lease of request {self._lease.request_id} is {self._lease.state.value}: {self._lease.reason}",
+                field="request_id",
+                value=self._lease.request_id,
+                remedy="prefill the request again",
+            )
+
+    def _be_patient(self) -> None:
+        assert self._patience is not None
+        until = asyncio.get_running_loop().time() + PATIENCE_S
+        self._patience.reschedule(until if self._held else None)
+
+
+def _malformed(field: str, chunk: int, chunks: int) -> KvferryError:
+    return KvferryError(
+        "malformed_pack",
+        f"chunk {chunk} cannot be named here",
+        field=field,
+        value=chunk,
+        remedy=f"want each of the {chunks} chunks once, and say read of those that were packed",
+    )

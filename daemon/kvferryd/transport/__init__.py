@@ -1,0 +1,5 @@
+"""NIXL behind a small interface: an agent that registers memory, knows peers and reads from them."""
+
+from kvferryd.transport.agent import Agent, Read, Span, TransportError
+
+__all__ = ["Agent", "Read", "Span", "TransportError"]
