@@ -1,0 +1,82 @@
+"""`kvferry demo`: what it shows is true, and nothing of it outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "kvferryd.demo"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(tmp_path)}
+
+
+def processes_of(directory: Path) -> Iterator[str]:
+    """Command lines of live processes that work below this directory."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if f"TMPDIR={directory}".encode() in environment and command:
+            yield command
+
+
+def eventually_none(directory: Path, within_s: float) -> list[str]:
+    deadline = time.monotonic() + within_s
+    while left := list(processes_of(directory)):
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+    return []
+
+
+@pytest.mark.slow
+def test_every_token_of_the_demo_equals_that_of_a_single_engine(tmp_path: Path, environment: dict[str, str]) -> None:
+    demo = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=110)
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "all 143 tokens of 13 prompts equal those of a single engine" in demo.stdout
+    rows = {words[0]: words for line in demo.stdout.splitlines() if (words := line.split()) and "-" in words[0]}
+    assert sum(words[-1] == "done" for words in rows.values()) == 13
+    assert rows["demo-4"][1:4] == ["282", "192", "90"]  # 205 shared tokens are 8 whole blocks of 24
+    assert not list(tmp_path.iterdir())
+    assert not eventually_none(tmp_path, 5)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_nothing_outlives_a_demo_that_is_ended(
+    number: signal.Signals, status: int, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    with subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if "daemons are up" in line:
+                break
+        assert len(list(processes_of(tmp_path))) > 6
+        demo.send_signal(number)
+        assert demo.wait(20) == status
+    assert not eventually_none(tmp_path, 15)
+
+
+def test_a_demo_past_its_deadline_fails_and_shows_the_logs(tmp_path: Path, environment: dict[str, str]) -> None:
+    demo = subprocess.run([*COMMAND, "--deadline", "2.5"], env=environment, capture_output=True, text=True, timeout=60)
+    assert demo.returncode == 1
+    assert "the demo was not over after 2.5 s" in demo.stdout
+    assert "prefill-0.log" in demo.stdout
+    (kept,) = tmp_path.iterdir()
+    assert f"logs are in {kept}" in demo.stdout
+    assert not eventually_none(tmp_path, 5)

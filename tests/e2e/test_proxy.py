@@ -1,0 +1,344 @@
+"""The proxy over real HTTP, in front of stand-ins for other people's engines."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from foreign_engine import STREAM, ForeignEngine, engine, events, served
+
+from kvferry.proxy import Endpoint, Options, parse
+from kvferry.proxy.app import build_app
+
+PROMPT = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
+
+
+@contextmanager
+def proxy(prefill: list[ForeignEngine | str], decode: ForeignEngine | str, **options: Any) -> Iterator[httpx.Client]:
+    def endpoint(side: ForeignEngine | str) -> Endpoint:
+        return Endpoint(side if isinstance(side, str) else side.url)
+
+    chosen = Options(prefill=tuple(map(endpoint, prefill)), decode=(endpoint(decode),), **options)
+    with served(build_app(chosen)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def prefill() -> Iterator[ForeignEngine]:
+    with engine() as foreign:
+        yield foreign
+
+
+@pytest.fixture
+def decode() -> Iterator[ForeignEngine]:
+    with engine() as foreign:
+        yield foreign
+
+
+@pytest.fixture
+def client(prefill: ForeignEngine, decode: ForeignEngine) -> Iterator[httpx.Client]:
+    with proxy([prefill], decode) as http:
+        yield http
+
+
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """A port that is ours but where nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+# the two legs
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prefill_is_asked_for_one_token_and_decode_gets_the_original_body(
+    path: str, client: httpx.Client, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    body = PROMPT | {"stream": True, "stream_options": {"include_usage": True}, "min_tokens": 3, "own": {"x": 1.5}}
+    client.post(path, json=body, headers={"X-Request-Id": "r-1", "traceparent": "00-ab-cd-01"})
+    (first,), (second,) = prefill.seen, decode.seen
+    assert first.path == second.path == path
+    assert first.body == {key: value for key, value in body.items() if key != "stream_options"} | {
+        "stream": False,
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "min_tokens": 1,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+    assert second.body == body | {"kv_transfer_params": prefill.params}
+    for leg in (first, second):
+        assert leg.headers["x-request-id"] == "r-1"
+        assert leg.headers["traceparent"] == "00-ab-cd-01"
+
+
+def test_the_stream_of_decode_reaches_the_client_byte_for_byte(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json=PROMPT | {"stream": True}, headers={"X-Request-Id": "r-2"})
+    assert answer.content == b"".join(STREAM)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-request-id"] == "r-2"
+
+
+def test_the_first_bytes_of_a_stream_do_not_wait_for_the_rest(client: httpx.Client, decode: ForeignEngine) -> None:
+    decode.pause.clear()
+    with client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as answer:
+        stream = answer.iter_raw()
+        assert next(stream).startswith(STREAM[0])
+        decode.pause.set()
+        assert b"".join(stream).endswith(STREAM[-1])
+
+
+def test_an_answer_that_is_not_streamed_is_passed_on_unchanged(client: httpx.Client, decode: ForeignEngine) -> None:
+    answer = client.post("/v1/completions", json=PROMPT)
+    assert answer.content == b'{"choices": [{"text":   "abc"}]}'
+    assert len(answer.headers["x-request-id"]) == 32
+    assert decode.seen[0].headers["x-request-id"] == answer.headers["x-request-id"]
+
+
+def test_a_client_cannot_bring_its_own_coordinates(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    prefill.params = None  # published nothing: decode computes the prompt itself
+    with proxy([prefill], decode) as client:
+        body = PROMPT | {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.9.9.9"}}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert decode.seen[0].body == PROMPT
+
+
+# choosing engines, retrying
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500])
+def test_an_error_of_prefill_is_the_clients_answer(
+    status: int, client: httpx.Client, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    prefill.statuses = [status]
+    answer = client.post("/v1/completions", json=PROMPT)
+    assert (answer.status_code, answer.json()) == (status, {"error": {"message": f"no: {status}"}})
+    assert answer.headers["x-engine"] == prefill.url
+    assert len(prefill.seen) == 1
+    assert not decode.seen
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_another_prefill_is_tried_when_one_is_overloaded(
+    status: int, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    prefill.statuses = [status]
+    with engine() as other, proxy([prefill, other], decode) as client:
+        assert client.post("/v1/completions", json=PROMPT).status_code == 200
+        assert len(prefill.seen) == len(other.seen) == 1
+
+
+def test_retries_are_bounded_and_end_with_the_last_answer(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    with ExitStack() as stack:
+        others = [stack.enter_context(engine()) for _ in range(3)]
+        for foreign in (prefill, *others):
+            foreign.statuses = [503] * 9
+        client = stack.enter_context(proxy([prefill, *others], decode, prefill_attempts=2))
+        assert client.post("/v1/completions", json=PROMPT).json() == {"error": {"message": "no: 503"}}
+        assert [len(foreign.seen) for foreign in (prefill, *others)] == [1, 1, 0, 0]
+
+
+def test_a_dead_prefill_is_passed_over(dead: str, prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    with proxy([dead, prefill], decode) as client:
+        assert [client.post("/v1/completions", json=PROMPT).status_code for _ in range(2)] == [200, 200]
+
+
+def test_prefill_engines_take_turns(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    with engine() as other, proxy([prefill, other], decode) as client:
+        for _ in range(4):
+            client.post("/v1/completions", json=PROMPT)
+        assert len(prefill.seen) == len(other.seen) == 2
+
+
+def test_a_header_names_the_prefill_and_strangers_are_forbidden(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    with engine() as other, proxy([prefill, other], decode) as client:
+
+        def ask(named: str) -> httpx.Response:
+            return client.post("/v1/completions", json=PROMPT, headers={"x-prefiller-host-port": named})
+
+        assert [ask(other.host_port).status_code for _ in range(3)] == [200] * 3
+        assert (len(prefill.seen), len(other.seen)) == (0, 3)
+        assert ask(f"{prefill.host_port}, {other.host_port}").status_code == 200
+        refused = ask(f"{prefill.host_port},169.254.169.254:80")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "prefiller_not_allowed")
+        assert len(prefill.seen) + len(other.seen) == 4
+
+
+# what comes in is checked
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"temperature": NaN}',
+        b"[" * 100_000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["empty", "cut", "array", "string", "bytes", "nan", "deep", "long number"],
+)
+def test_a_body_that_is_no_json_object_gets_a_clean_400(content: bytes, client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", content=content)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (400, "malformed_json", "invalid_request_error")
+
+
+def test_a_batch_of_prompts_is_refused_because_one_lease_holds_one(client: httpx.Client) -> None:
+    for prompts in (["a", "b"], [[1, 2], [3]]):
+        answer = client.post("/v1/completions", json=PROMPT | {"prompt": prompts})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "batch_of_prompts")
+    assert client.post("/v1/completions", json=PROMPT | {"prompt": [[1, 2]]}).status_code == 200
+
+
+def test_a_body_too_large_is_refused(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    with proxy([prefill], decode, max_body_bytes=1000) as client:
+        assert client.post("/v1/completions", content=b" " * 2000).status_code == 413
+
+
+def test_an_id_names_one_request_at_a_time(client: httpx.Client, decode: ForeignEngine) -> None:
+    decode.hold.clear()
+
+    def ask() -> httpx.Response:
+        return client.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "twice"})
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(ask)
+        assert decode.arrived.wait(10)
+        assert (ask().status_code, ask().json()["error"]["code"]) == (409, "request_in_flight")
+        decode.hold.set()
+        assert first.result().status_code == 200
+    assert ask().status_code == 200
+
+
+def test_with_a_token_only_its_bearers_come_in_and_it_stays_here(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    with proxy([prefill], decode, api_token="secret") as client:
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            assert client.post("/v1/completions", json=PROMPT, headers=given).status_code == 401
+        answer = client.post("/v1/completions", json=PROMPT, headers={"Authorization": "Bearer secret"})
+        assert answer.status_code == 200
+        assert "authorization" not in prefill.seen[0].headers | decode.seen[0].headers
+
+
+def test_without_a_token_the_clients_authorization_is_for_the_engines(
+    client: httpx.Client, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    client.post("/v1/completions", json=PROMPT, headers={"Authorization": "Bearer engine-key"})
+    assert prefill.seen[0].headers["authorization"] == decode.seen[0].headers["authorization"] == "Bearer engine-key"
+
+
+# when decode fails, when the client leaves
+
+
+def test_a_refusal_of_decode_is_the_clients_answer(client: httpx.Client, decode: ForeignEngine) -> None:
+    decode.statuses = [429]
+    answer = client.post("/v1/completions", json=PROMPT | {"stream": True})
+    assert (answer.status_code, answer.json()) == (429, {"error": {"message": "no: 429"}})
+
+
+def test_a_dead_decode_is_a_502_that_names_it(dead: str, prefill: ForeignEngine) -> None:
+    with proxy([prefill], dead) as client:
+        answer = client.post("/v1/completions", json=PROMPT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_unreachable")
+        assert dead in answer.json()["error"]["message"]
+
+
+def test_a_stream_that_breaks_is_never_taken_for_a_whole_one(client: httpx.Client, decode: ForeignEngine) -> None:
+    decode.breaks = True
+    received: list[bytes] = []
+    with (
+        client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as answer,
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        received.extend(answer.iter_raw())
+    assert b"[DONE]" not in b"".join(received)
+    assert events(b"".join(received))[-1]["error"]["code"] == "engine_unreachable"
+
+
+def test_a_slow_engine_is_a_504(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    decode.hold.clear()
+    with proxy([prefill], decode, decode_timeout_s=0.3) as client:
+        answer = client.post("/v1/completions", json=PROMPT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
+        assert decode.left.wait(10)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_decode_learns_that_the_client_left(stream: bool, client: httpx.Client, decode: ForeignEngine) -> None:
+    (decode.pause if stream else decode.hold).clear()
+    request = client.build_request("POST", "/v1/completions", json=PROMPT | {"stream": stream}, timeout=0.5)
+    if stream:
+        answer = client.send(request, stream=True)
+        next(answer.iter_raw())
+        answer.close()
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.send(request)
+    assert decode.left.wait(10)
+
+
+def test_prefill_learns_that_the_client_left(client: httpx.Client, prefill: ForeignEngine) -> None:
+    prefill.hold.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=PROMPT, timeout=0.3)
+    assert prefill.left.wait(10)
+
+
+# beside the requests
+
+
+def test_models_come_from_an_engine_and_health_asks_all(
+    dead: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    with proxy([dead, prefill], decode) as client:
+        assert client.get("/v1/models").json()["data"] == [{"id": "m"}]
+        health = client.get("/health")
+        assert health.status_code == 200
+        assert health.json()["engines"] == {dead: "down", prefill.url: "ok", decode.url: "ok"}
+    with proxy([dead], decode) as client:
+        assert client.get("/health").status_code == 503
+        assert client.get("/healthz").status_code == 200
+
+
+def test_flags_are_read_and_their_faults_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse(["--prefill", "h:1,daemon=h:2,daemon=h:3", "--decode", "https://d", "--listen", "[::]:80"])
+    assert options.prefill == (Endpoint("http://h:1", ("http://h:2", "http://h:3")),)
+    assert (options.decode[0].host_port, options.host, options.port) == ("d:443", "::", 80)
+    for wrong, told in {
+        "--order router --prefill h:1 --decode h:2": "daemon=http://",
+        "--prefill h:1/v1 --decode h:2": "/v1",
+        "--prefill h:1,nonsense=3 --decode h:2": "daemon=",
+        "--prefill h:1 --decode h:2 --listen 80": "host:port",
+        "--prefill h:1 --decode h:2 --api-token-file /nonexistent": "token",
+        "--decode h:2": "--prefill",
+    }.items():
+        with pytest.raises(SystemExit) as exit:
+            parse(wrong.split())
+        assert exit.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+def test_params_that_cannot_be_ordered_from_are_a_clean_error(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    prefill.params = "not an object"
+    with proxy([prefill], decode) as client:
+        answer = client.post("/v1/completions", json=PROMPT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "malformed_kv_transfer_params")
+    assert not decode.seen
+    assert json.loads(answer.content)

@@ -1,0 +1,196 @@
+"""The proxy in front of real engines and daemons: who orders, and what is freed when a request comes to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from foreign_engine import events
+
+from kvferry.router import RouterClient
+from kvferry.schemas import LeaseRecord, TransferRecord, TransferState
+from kvferryd.demo.fleet import DaemonService, Fleet, Service
+
+LEASE_TTL_S = 60
+"""Long beside every wait below: what is freed sooner was freed by an abort."""
+PROMPT = [(7 * i) % 300 for i in range(75)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    fleet: Fleet
+    prefill_daemon: DaemonService
+    decode_daemons: list[DaemonService]
+    prefill: Service
+    decode: Service
+    alone: Service
+    proxies: dict[str, Service]
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    fleet = Fleet()
+    try:
+        ttl = ("--lease-ttl-s", str(LEASE_TTL_S))
+        first, second = fleet.daemon("prefill-0", flags=ttl), fleet.daemons("decode", 2, flags=ttl)
+        prefill = fleet.engine("prefill", preset="tiny", block_size=8, daemons=[first])
+        decode = fleet.engine("decode", preset="tiny", tp=2, layout="HND", block_size=5, num_blocks=100, daemons=second)
+        alone = fleet.engine("alone", preset="tiny")
+        proxies = {
+            order: fleet.proxy(prefill, decode, prefill_daemons=[first], decode_daemons=second, order=order)
+            for order in ("engine", "router")
+        }
+        asyncio.run(fleet.ready(*fleet.services, timeout_s=60))
+        yield Stage(fleet, first, second, prefill, decode, alone, proxies)
+    finally:
+        fleet.close()
+
+
+def complete(url: str, request_id: str, timeout: float = 20, **more: Any) -> httpx.Response:
+    body = {"prompt": PROMPT, "max_tokens": 7, "return_token_ids": True, "ignore_eos": True, **more}
+    headers = {"X-Request-Id": request_id}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=timeout)
+
+
+def tokens(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    if "event-stream" in answer.headers["content-type"]:
+        return [token for event in events(answer.content) for token in event["choices"][0]["token_ids"]]
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def leases(daemon: DaemonService) -> dict[str, LeaseRecord]:
+    async def ask() -> list[LeaseRecord]:
+        async with RouterClient(daemon.url) as client:
+            return await client.leases()
+
+    return {lease.request_id: lease for lease in asyncio.run(ask())}
+
+
+def transfers(daemon: DaemonService, request_id: str) -> list[TransferRecord]:
+    async def ask() -> list[TransferRecord]:
+        async with RouterClient(daemon.url) as client:
+            return await client.transfers(request_id)
+
+    return asyncio.run(ask())
+
+
+def eventually(true: Callable[[], bool], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def aborts(stage: Stage, order: str, request_id: str) -> list[str]:
+    """What the proxy's log says of the aborts of a request."""
+    lines = stage.proxies[order].tail(lines=100).splitlines()
+    return [line for line in lines if f"request {request_id}: aborted at" in line]
+
+
+def held(stage: Stage, request_id: str) -> bool:
+    lease = leases(stage.prefill_daemon).get(request_id)
+    return lease is not None and not lease.state.ended
+
+
+@pytest.mark.parametrize("order", ["engine", "router"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_whoever_orders_the_tokens_are_those_of_one_engine(order: str, stream: bool, stage: Stage) -> None:
+    request_id = f"same-{order}-{stream}"
+    expected = tokens(complete(stage.alone.url, request_id))
+    assert tokens(complete(stage.proxies[order].url, request_id, stream=stream)) == expected
+    (record,) = transfers(stage.decode_daemons[0], request_id)
+    assert record.state is TransferState.DONE
+    if order == "router":  # the daemon that took the order speaks for all ranks
+        assert [rank.rank for rank in record.ranks] == [0, 1]
+    assert eventually(lambda: not held(stage, request_id))
+    assert not aborts(stage, order, request_id)
+
+
+@pytest.mark.parametrize("order", ["engine", "router"])
+def test_a_refusal_of_decode_frees_prefill_at_once(order: str, stage: Stage) -> None:
+    """Prefill takes the prompt, as it makes but one token; decode has not the room for all of them."""
+    request_id = f"refused-{order}"
+    answer = complete(stage.proxies[order].url, request_id, max_tokens=450)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_too_long")
+    assert eventually(lambda: len(aborts(stage, order, request_id)) == 3)  # one per daemon
+    assert sum("leases=1" in line for line in aborts(stage, order, request_id)) == 1
+    assert not held(stage, request_id)
+    assert all(record.state.ended for record in transfers(stage.decode_daemons[0], request_id))
+
+
+@pytest.mark.parametrize("order", ["engine", "router"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_both_sides(order: str, stream: bool, stage: Stage) -> None:
+    request_id = f"left-{order}-{stream}"
+    stage.decode.signal(signal.SIGSTOP)  # so that the request hangs between prefill and decode
+    try:
+        with ThreadPoolExecutor() as threads:
+            asked = threads.submit(complete, stage.proxies[order].url, request_id, stream=stream, timeout=2.0)
+            assert eventually(lambda: held(stage, request_id))
+            with pytest.raises(httpx.ReadTimeout):
+                asked.result()
+        assert eventually(lambda: not held(stage, request_id))
+        assert all(record.state.ended for record in transfers(stage.decode_daemons[0], request_id))
+    finally:
+        stage.decode.signal(signal.SIGCONT)
+    assert len(tokens(complete(stage.proxies[order].url, f"after-{request_id}"))) == 7
+
+
+def test_an_order_that_nobody_takes_fails_the_request_and_frees_prefill(stage: Stage) -> None:
+    """A daemon that is down must not leave decode waiting for blocks that nobody moves."""
+    fleet = Fleet()
+    try:
+        gone = fleet.daemon("gone")
+        gone.signal(signal.SIGKILL)
+        proxy = fleet.proxy(
+            stage.prefill, stage.decode, prefill_daemons=[stage.prefill_daemon], decode_daemons=[gone], order="router"
+        )
+        asyncio.run(fleet.ready(proxy, timeout_s=20))
+        began = time.monotonic()
+        answer = complete(proxy.url, "nobody", stream=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "daemon_unreachable")
+        assert time.monotonic() - began < 10
+        assert eventually(lambda: not held(stage, "nobody"))
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("order", ["engine", "router"])
+def test_a_storm_of_clients_that_leave_holds_nothing(order: str, stage: Stage) -> None:
+    """vllm#29906: cancelled requests must not use the cache up."""
+    dice = random.Random(order)
+    url = stage.proxies[order].url
+
+    async def ask(http: httpx.AsyncClient, request_id: str, stays_s: float, length: int, stream: bool) -> None:
+        body = {"prompt": [dice.randrange(300) for _ in range(length)], "max_tokens": 6, "stream": stream}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(stays_s):
+                await http.post("/v1/completions", json=body, headers={"X-Request-Id": request_id})
+
+    async def storm() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            for wave in range(3):
+                await asyncio.gather(
+                    *(
+                        ask(http, f"storm-{order}-{wave}-{i}", dice.uniform(0, 1), dice.randrange(3, 200), i % 2 == 0)
+                        for i in range(25)
+                    )
+                )
+
+    asyncio.run(storm())
+    assert eventually(lambda: all(lease.state.ended for lease in leases(stage.prefill_daemon).values()))
+    assert "Traceback" not in stage.proxies[order].log.read_text()
+    expected = tokens(complete(stage.alone.url, f"calm-{order}"))
+    assert tokens(complete(url, f"calm-{order}")) == expected

@@ -1,0 +1,240 @@
+"""KV between daemons beside GPUs, each a process of its own: every way, every layout change, compared byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+
+try:
+    GPUS = cuda.devices()
+except KvferryError as error:
+    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
+pytest.importorskip("torch")
+
+import gpu_engine
+from fleet import until
+from gpu_engine import GpuEngine
+from ranks import HND, NHD, Blocks, Kv, Shape, TestEngine
+
+from kvferry.engine import TransferFailed
+from kvferry.router import RouterClient
+from kvferryd.demo.fleet import DaemonService, Fleet
+
+pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
+MIB = 1 << 20
+SLACK = 24 * MIB
+"""The driver itself, UCX and torch take and return a little."""
+FAR = len(GPUS) - 1
+TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet
+
+
+async def daemon(fleet: Fleet, name: str, gpu: int | None, *flags: str, roster: DaemonService | None = None):
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
+    started = fleet.daemon(f"{name}-{uuid.uuid4().hex[:4]}", roster=roster, flags=["--device", device, *flags])
+    await fleet.ready(started, timeout_s=60)
+    return started
+
+
+@pytest.fixture(scope="module")
+async def near(fleet: Fleet) -> DaemonService:
+    return await daemon(fleet, "near", 0)
+
+
+@pytest.fixture(scope="module")
+async def far(fleet: Fleet) -> DaemonService:
+    return await daemon(fleet, "far", FAR)
+
+
+@pytest.fixture(scope="module")
+async def beside(fleet: Fleet) -> DaemonService:
+    """A second daemon beside the first GPU."""
+    return await daemon(fleet, "beside", 0)
+
+
+@pytest.fixture(scope="module")
+async def direct(fleet: Fleet) -> DaemonService:
+    return await daemon(fleet, "direct", FAR, "--way", "direct")
+
+
+@pytest.fixture(scope="module")
+async def mapped(fleet: Fleet) -> DaemonService:
+    return await daemon(fleet, "mapped", FAR, "--way", "mapped")
+
+
+async def moved(source: TestEngine, destination: GpuEngine, way: str, tokens: int = TOKENS) -> None:
+    """One request, prefilled and received; everything else on the destination stays as it is."""
+    request_id = uuid.uuid4().hex
+    kv, given, taken = Kv.random(tokens), source.take(tokens), destination.take(tokens)
+    source.write(kv, given)
+    expected = destination.snapshot()
+    destination.write_into(expected, kv, taken)
+    await source.publish(request_id, given, tokens)
+    received = await destination.receive(request_id, taken, source=source.source())
+    assert destination.differences(expected) == ""
+    async with RouterClient(destination.daemons[0].url) as router:
+        record = await router.transfer(received[0].transfer_id)
+    assert record.path == way, (record, await peers(destination))
+    assert record.estimate_ms[way] > 0
+
+
+async def peers(engine: TestEngine):
+    async with RouterClient(engine.daemons[0].url) as router:
+        return await router.peers()
+
+
+SHAPES = [
+    pytest.param(Shape(), Shape(), id="same layout"),
+    pytest.param(Shape(axes=NHD), Shape(axes=HND), id="NHD to HND"),
+    pytest.param(Shape(block_size=16), Shape(block_size=64, num_blocks=16), id="block 16 to 64"),
+    pytest.param(Shape(block_size=24, axes=HND), Shape(block_size=16), id="block 24 to 16, HND to NHD"),
+]
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["owned", "adopted"])
+@pytest.mark.parametrize(("source_shape", "shape"), SHAPES)
+async def test_every_layout_arrives_mapped(near, far, source_shape: Shape, shape: Shape, adopted: bool) -> None:
+    source = await GpuEngine.on("source", [near], [0], source_shape, adopted=adopted)
+    destination = await GpuEngine.on("destination", [far], [FAR], shape, adopted=adopted)
+    for _ in range(3):
+        await moved(source, destination, "mapped")
+    await asyncio.gather(source.close(), destination.close())
+
+
+async def test_two_daemons_share_a_gpu(near, beside) -> None:
+    source = await GpuEngine.on("source", [near], [0], Shape(), adopted=False)
+    destination = await GpuEngine.on("destination", [beside], [0], Shape(axes=HND), adopted=False)
+    await moved(source, destination, "mapped")
+    await asyncio.gather(source.close(), destination.close())
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["owned", "adopted"])
+async def test_direct_can_be_forced(near, direct, adopted: bool) -> None:
+    source = await GpuEngine.on("source", [near], [0], Shape(), adopted=adopted)
+    destination = await GpuEngine.on("destination", [direct], [FAR], Shape(axes=HND), adopted=False)
+    await moved(source, destination, "direct")
+    (peer,) = await peers(destination)
+    assert peer.ways["mapped"] == "", "it could, it was told not to"
+    await asyncio.gather(source.close(), destination.close())
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+async def test_two_ranks_on_two_gpus_become_one(fleet, near, far) -> None:
+    first = await daemon(fleet, "tp", 0)
+    second = await daemon(fleet, "tp", FAR, roster=first)
+    source = await GpuEngine.on("source", [first, second], [0, FAR], Shape.tp(2), adopted=False)
+    destination = await GpuEngine.on("destination", [far], [FAR], Shape(axes=HND, block_size=64), adopted=False)
+    for _ in range(2):
+        await moved(source, destination, "mapped")
+    await asyncio.gather(source.close(), destination.close())
+
+
+async def test_what_cannot_be_mapped_goes_direct_and_says_why(fleet, far) -> None:
+    host = await daemon(fleet, "host", None)
+    source = await TestEngine.start("source", [host], Shape())
+    destination = await GpuEngine.on("destination", [far], [FAR], Shape(axes=HND), adopted=False)
+    await moved(source, destination, "direct")
+    (peer,) = await peers(destination)
+    assert "host memory" in peer.ways["mapped"]
+    await asyncio.gather(source.close(), destination.close())
+
+
+async def test_a_forced_way_that_is_impossible_fails_and_says_why(fleet, mapped) -> None:
+    host = await daemon(fleet, "host", None)
+    source = await TestEngine.start("source", [host], Shape())
+    destination = await GpuEngine.on("destination", [mapped], [FAR], Shape(), adopted=False)
+    kv, given = Kv.random(50), source.take(50)
+    source.write(kv, given)
+    await source.publish("forced", given, 50)
+    with pytest.raises(TransferFailed, match="host memory") as caught:
+        await destination.receive("forced", destination.take(50), source=source.source())
+    assert caught.value.code == "way_unavailable"
+    assert caught.value.blocks_safe
+    await asyncio.gather(source.close(), destination.close())
+
+
+def free() -> list[int]:
+    return [gpu.memory()[0] for gpu in GPUS]
+
+
+async def back_to(before: list[int], what: str) -> None:
+    async def is_back() -> bool:
+        gc.collect()
+        return all(now >= then - SLACK for now, then in zip(free(), before, strict=True))
+
+    await until(
+        is_back, f"{what}: {[(then - now) >> 20 for now, then in zip(free(), before, strict=True)]} MiB are gone"
+    )
+
+
+async def test_memory_is_where_it_was_after_many_transfers(near, far) -> None:
+    source = await GpuEngine.on("source", [near], [0], Shape(), adopted=False)
+    destination = await GpuEngine.on("destination", [far], [FAR], Shape(axes=HND), adopted=False)
+    for i in range(220):
+        if i == 20:
+            before, files = free(), [len(os.listdir(f"/proc/{d.process.pid}/fd")) for d in (near, far)]
+        await moved(source, destination, "mapped", 40 + i)
+    await back_to(before, "200 transfers")
+    assert [len(os.listdir(f"/proc/{d.process.pid}/fd")) for d in (near, far)] == files
+    await asyncio.gather(source.close(), destination.close())
+
+
+def engine_process(daemon: DaemonService, engine_id: str, request_id: str) -> subprocess.Popen[str]:
+    command = [sys.executable, gpu_engine.__file__, str(daemon.socket), engine_id, request_id]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+async def test_a_killed_engine_takes_no_memory_with_it(near, far) -> None:
+    """Its adopted memory is mapped by its own daemon and by the reader's: both let go at once."""
+    destination = await GpuEngine.on("destination", [far], [FAR], Shape(), adopted=False)
+    before: list[int] = []
+    for n in range(3):
+        request_id = f"killed-{n}"
+        victim = engine_process(near, f"victim-{n}", request_id)
+        try:
+            assert await asyncio.to_thread(victim.stdout.readline) == "published\n"
+            source = TestEngine(f"victim-{n}", "", Shape(), [near], [], iter(()), iter(()))
+            blocks = Blocks(tuple(range(30)), 1)
+            received = await destination.receive(request_id, blocks, (0, 480), source=source.source())
+            assert received[0].nbytes > 0
+            async with RouterClient(far.url) as router:
+                assert (await router.transfer(received[0].transfer_id)).path == "mapped"
+        finally:
+            victim.kill()
+            victim.wait()
+            victim.stdout.close()
+        if n == 0:
+
+            async def gone() -> bool:
+                async with RouterClient(near.url) as router:
+                    return not [engine for engine in await router.engines() if engine.engine_id.startswith("victim")]
+
+            await until(gone, "the engine is retired")
+            await asyncio.sleep(1)
+            before = free()
+        else:
+            await back_to(before, "a killed engine")
+    assert not [peer for peer in await peers(destination) if peer.engine_id.startswith("victim")]
+    await destination.close()

@@ -1,0 +1,130 @@
+"""Real daemons for these tests, each a process of its own. Those of `pair` are shared: no test may harm them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = (
+    "0"  # these tests start processes beside gRPC's threads; none forks to use gRPC
+)
+
+import grpc
+import httpx
+import pytest
+from fleet import Daemons, open_files, peer_stub, refusal, until
+from pair import Pair
+from ranks import HND, Shape, TestEngine
+from victim import OWN_FAULT, SHAPE, Victim, a_good_transfer
+
+from kvferry.router import RouterClient
+from kvferry.v1 import engine_pb2, engine_pb2_grpc, peer_pb2
+from kvferryd.demo.fleet import Fleet
+
+PREFILL = Shape.tp(2, block_size=16, num_blocks=320)
+DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=240)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def shm() -> Iterator[Path]:
+    """A folder of our own in memory: another test run's daemons clean up theirs only."""
+    folder = Path("/dev/shm") / f"ferry-tests-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncIterator[Daemons]:
+    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
+        yield Daemons(fleet, shm)
+
+
+@pytest.fixture(scope="session")
+async def pair(daemons: Daemons) -> AsyncIterator[Pair]:
+    prefill_daemons, decode_daemons = await asyncio.gather(daemons.start("p", 2), daemons.start("d", 3))
+    prefill, decode = await asyncio.gather(
+        TestEngine.start("prefill", prefill_daemons, PREFILL), TestEngine.start("decode", decode_daemons, DECODE)
+    )
+    routers = [RouterClient(daemon.url) for daemon in (*decode_daemons, *prefill_daemons)]
+    yield Pair(prefill, decode, routers[:3], routers[3:])
+    await asyncio.gather(prefill.close(), decode.close(), *(router.close() for router in routers))
+
+
+@pytest.fixture
+def request_id(request: pytest.FixtureRequest) -> str:
+    """A new one for every test."""
+    return f"{request.node.name}-{uuid.uuid4().hex[:8]}"[-200:]
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def regions(shm: Path, request_id: str) -> Path:
+    """A folder for the memory of one test's daemons."""
+    folder = shm / request_id[-8:]
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="session")
+async def victim(daemons: Daemons, pair: Pair) -> AsyncIterator[Victim]:
+    """One daemon that everything bad is done to."""
+    (daemon,) = await daemons.start("victim")
+    engine = await TestEngine.start("victim", [daemon], SHAPE)
+    async with (
+        RouterClient(daemon.url) as router,
+        httpx.AsyncClient(base_url=daemon.url, trust_env=False) as http,
+        grpc.aio.insecure_channel(f"unix:{daemon.socket}") as channel,
+        peer_stub(daemon) as warm,
+    ):
+        door = engine_pb2_grpc.EngineStub(channel)
+        victim = Victim(engine, daemon, router, http, door, engine.ranks[0].client._session)
+        await a_good_transfer(pair, victim, "first")
+        # Our own connections stay open: they are no leak.
+        await asyncio.gather(
+            router.healthy(),
+            http.get("/healthz"),
+            refusal(door.Abort(engine_pb2.EngineAbortRequest())),
+            refusal(warm.Handshake(peer_pb2.HandshakeRequest())),
+        )
+        victim.open_files = open_files(daemon)
+        yield victim
+    await engine.close()
+
+
+@pytest.fixture
+async def lives_on(victim: Victim) -> AsyncIterator[None]:
+    """After each test the daemon is as it was: nothing is left over, and nothing went wrong inside it."""
+    yield
+    assert victim.daemon.process.poll() is None, victim.daemon.tail()
+    assert await victim.router.leases() == []
+    assert [record for record in await victim.router.transfers() if not record.state.ended] == []
+    assert not [line for line in victim.daemon.log.read_text().splitlines() if OWN_FAULT.search(line)]
+
+
+@pytest.fixture(scope="module")
+async def unharmed(victim: Victim, pair: Pair) -> AsyncIterator[None]:
+    """After each module of bad deeds a good transfer works, and nothing has leaked."""
+    yield
+    await a_good_transfer(pair, victim, f"good-{uuid.uuid4().hex}")
+
+    async def as_before() -> bool:
+        return open_files(victim.daemon) <= victim.open_files
+
+    await until(as_before, f"{open_files(victim.daemon)} open files are {victim.open_files} again")
+    assert [engine.engine_id for engine in await victim.router.engines()] == ["victim"]

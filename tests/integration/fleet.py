@@ -1,0 +1,78 @@
+"""Daemons as processes, the doors to them, and waiting for what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from kvferry.errors import KvferryError
+from kvferry.rpc import error_of
+from kvferry.v1 import peer_pb2_grpc
+from kvferryd.demo.fleet import DaemonService, Fleet
+
+TIMEOUT_S = 20.0
+"""The longest wait of a test for anything."""
+
+
+class Daemons:
+    """Starts daemons of one fleet, all with the flags that tests want."""
+
+    def __init__(self, fleet: Fleet, shm: Path) -> None:
+        self.fleet, self.shm = fleet, shm
+
+    async def start(self, name: str, count: int = 1, *flags: str) -> list[DaemonService]:
+        """The daemons of one engine's ranks, ready to be spoken to."""
+        started = self.fleet.daemons(name, count, flags=["--shm-dir", str(self.shm), *flags])
+        await self.fleet.ready(*started, timeout_s=TIMEOUT_S)
+        return started
+
+    async def start_rank(self, name: str, roster: DaemonService, *flags: str) -> DaemonService:
+        started = self.fleet.daemon(name, roster=roster, flags=["--shm-dir", str(self.shm), *flags])
+        await self.fleet.ready(started, timeout_s=TIMEOUT_S)
+        return started
+
+
+async def until(holds: Callable[[], Awaitable[object]], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Ask again until it holds: for what another process does without telling. Fails with `what` when it never does."""
+    deadline = time.monotonic() + timeout_s
+    while not await holds():
+        assert time.monotonic() < deadline, f"never: {what}"
+        await asyncio.sleep(0.01)
+
+
+async def ended(daemon: DaemonService, number: signal.Signals) -> int:
+    """Signal the daemon and return its exit status."""
+    daemon.signal(number)
+    return await asyncio.to_thread(daemon.process.wait, TIMEOUT_S)
+
+
+@asynccontextmanager
+async def peer_stub(daemon: DaemonService) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
+    """The peer service as another daemon, or something that pretends to be one, would see it."""
+    async with grpc.aio.insecure_channel(daemon.peer) as channel:
+        yield peer_pb2_grpc.PeerStub(channel)
+
+
+async def refusal(call: Awaitable[object]) -> KvferryError:
+    """The error that a raw gRPC call is answered with."""
+    try:
+        answer = await call
+    except grpc.aio.AioRpcError as error:
+        return error_of(error, "the daemon")
+    raise AssertionError(f"it was not refused: {answer}")
+
+
+def open_files(daemon: DaemonService) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def resident_mb(daemon: DaemonService) -> float:
+    pages = int(Path(f"/proc/{daemon.process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)

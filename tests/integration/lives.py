@@ -1,0 +1,57 @@
+"""Engines that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from fleet import TIMEOUT_S
+from ranks import Kv, Shape, TestEngine
+
+from kvferry.router import RouterClient
+from kvferry.schemas import SourceBody
+from kvferryd.demo.fleet import DaemonService
+
+TP1 = Shape.tp(1, num_blocks=16)
+KILLABLE = Path(__file__).parent / "engine_process.py"
+
+
+async def engine_on(stack: AsyncExitStack, engine_id: str, daemon: DaemonService) -> tuple[TestEngine, RouterClient]:
+    router = await stack.enter_async_context(RouterClient(daemon.url))
+    engine = await TestEngine.start(engine_id, [daemon], TP1)
+    stack.push_async_callback(engine.close)
+    return engine, router
+
+
+@asynccontextmanager
+async def killable(
+    daemon: DaemonService, engine_id: str, what: str, request_id: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, KILLABLE, str(daemon.socket), engine_id, f"epoch of {engine_id}", what, request_id, stdout=-1
+    )
+    assert process.stdout
+    try:
+        assert await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S) == b"ready\n"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def published(engine: TestEngine, request_id: str, **more: float) -> tuple[Kv, list]:  # type: ignore[type-arg]
+    kv, blocks = Kv.random(50), engine.take(50)
+    engine.write(kv, blocks)
+    return kv, await engine.publish(request_id, blocks, 50, **more)
+
+
+async def receives(reader: TestEngine, request_id: str, kv: Kv, source: SourceBody) -> None:
+    blocks = reader.take(kv.tokens)
+    expected = reader.snapshot()
+    reader.write_into(expected, kv, blocks)
+    await reader.receive(request_id, blocks, source=source)
+    assert not reader.differences(expected)

@@ -1,0 +1,64 @@
+"""The two engines that most tests move KV between, and what those tests do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleet import until
+from ranks import Blocks, Kv, TestEngine
+
+from kvferry.engine import Lease
+from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody, TransferState
+from kvferryd.demo.fleet import DaemonService
+
+TOKENS = 200
+MANY = 5000
+"""Enough that a read of them takes a good while."""
+
+
+@dataclass
+class Pair:
+    """Prefill with TP2, blocks of 16, NHD; decode with TP3, blocks of 24, HND."""
+
+    prefill: TestEngine
+    decode: TestEngine
+    routers: Sequence[RouterClient]
+    """Of the decode daemons, by rank."""
+    prefill_routers: Sequence[RouterClient]
+
+    @property
+    def daemons(self) -> list[DaemonService]:
+        return [*self.prefill.daemons, *self.decode.daemons]
+
+
+async def prefilled(pair: Pair, request_id: str, tokens: int = TOKENS, **more: Any) -> tuple[Kv, list[Lease]]:
+    """KV in the prefill engine's cache, published."""
+    kv, blocks = Kv.random(tokens), pair.prefill.take(tokens)
+    pair.prefill.write(kv, blocks)
+    return kv, await pair.prefill.publish(request_id, blocks, tokens, **more)
+
+
+async def half_published(pair: Pair, request_id: str) -> Blocks:
+    """The first few of MANY tokens are published: readers wait for the others."""
+    kv, blocks = Kv.random(MANY), pair.prefill.take(MANY)
+    pair.prefill.write(kv, blocks)
+    await pair.prefill.publish(request_id, blocks, 10, more=True)
+    return blocks
+
+
+async def order(pair: Pair, request_id: str, rank: int = 0, **more: Any) -> str:
+    body = OrderBody(request_id=request_id, source=pair.prefill.source(), **more)
+    return (await pair.routers[rank].order(body)).transfer_id
+
+
+async def is_in(router: RouterClient, request_id: str, *states: TransferState) -> bool:
+    return any(record.state in states for record in await router.transfers(request_id))
+
+
+async def all_wait(pair: Pair, request_id: str) -> None:
+    """Until every rank knows of the request."""
+    for router in pair.routers:
+        await until(lambda router=router: is_in(router, request_id, TransferState.WAITING), "the reservation arrives")

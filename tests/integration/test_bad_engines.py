@@ -1,0 +1,180 @@
+"""What must not be done at the engine's door is refused with a reason: sessions, memory, manifests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Daemons, refusal, until
+from ranks import Blocks, describe
+from victim import SHAPE, Victim
+
+from kvferry.engine import EngineClient
+from kvferry.errors import KvferryError
+from kvferry.v1 import engine_pb2, layout_pb2
+from kvferry.wire import manifest_to_proto
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
+
+
+def attach(**change: Any) -> engine_pb2.AttachRequest:
+    told = {"protocol_min": 1, "protocol_max": 1, "engine_id": "bad", "epoch": "1", "rank": 0, "world_size": 1}
+    return engine_pb2.AttachRequest(**told | change)
+
+
+ATTACH: dict[str, tuple[dict[str, Any], str]] = {
+    "a protocol of tomorrow": ({"protocol_min": 99, "protocol_max": 99}, "protocol"),
+    "a protocol backwards": ({"protocol_min": 2, "protocol_max": 1}, "protocol"),
+    "no engine id": ({"engine_id": ""}, "malformed_attach"),
+    "no epoch": ({"epoch": ""}, "malformed_attach"),
+    "an endless engine id": ({"engine_id": "x" * 257}, "malformed_attach"),
+    "a rank that is not there": ({"rank": 1}, "rank_out_of_range"),
+    "no world": ({"world_size": 0}, "rank_out_of_range"),
+    "a world beyond counting": ({"world_size": (1 << 32) - 1}, "rank_out_of_range"),
+    "an engine that is attached": ({"engine_id": "victim", "epoch": "2"}, "engine_attached"),
+}
+
+
+@pytest.mark.parametrize(("change", "code"), ATTACH.values(), ids=ATTACH.keys())
+async def test_an_engine_that_makes_no_sense_is_not_attached(victim: Victim, change: dict[str, Any], code: str) -> None:
+    error = await refusal(victim.engine_door.Attach(attach(**change)).read())
+    assert error.code == code, error
+    assert [engine.engine_id for engine in await victim.router.engines()] == ["victim"]
+
+
+async def test_every_call_asks_for_a_session_that_is_known(victim: Victim) -> None:
+    door = victim.engine_door
+    for call, request in (
+        (door.Allocate, engine_pb2.AllocateRequest(session="x", nbytes=1)),
+        (door.Adopt, engine_pb2.AdoptRequest(session="")),
+        (door.Register, engine_pb2.RegisterRequest()),
+        (door.Publish, engine_pb2.PublishRequest(session="x", request_id="r")),
+        (door.Receive, engine_pb2.ReceiveRequest(session="x", request_id="r")),
+        (door.Abort, engine_pb2.EngineAbortRequest(session="x", request_id="r")),
+    ):
+        assert (await refusal(call(request))).code == "unknown_session"  # type: ignore[operator]
+
+
+@contextlib.asynccontextmanager
+async def newcomer(victim: Victim, epoch: str = "1") -> AsyncIterator[EngineClient]:
+    """An engine beside the victim, attached and not registered."""
+    client = await EngineClient.connect(str(victim.daemon.socket), engine_id="newcomer", epoch=epoch)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+        async def gone() -> bool:
+            return len(await victim.router.engines()) == 1
+
+        await until(gone, "the newcomer is retired")
+
+
+async def test_an_engine_that_has_not_registered_can_neither_publish_nor_receive(victim: Victim) -> None:
+    async with newcomer(victim) as client:
+        blocks = Blocks((1,), 1)
+        for attempt in (client.publish("r", blocks.tables(), 1), client.receive("r", blocks.tables())):
+            with pytest.raises(KvferryError) as refused:
+                await attempt
+            assert refused.value.code == "not_registered"
+
+
+async def test_memory_that_cannot_be_is_not_allocated(victim: Victim, daemons: Daemons) -> None:
+    before = sorted(os.listdir(daemons.shm))
+    async with newcomer(victim) as client:
+        for nbytes, code in ((0, "malformed_region"), (1 << 50, "out_of_memory"), ((1 << 64) - 1, "out_of_memory")):
+            with pytest.raises(KvferryError) as refused:
+                await client.allocate(nbytes)
+            assert refused.value.code == code, (nbytes, refused.value)
+        await client.allocate(4096)
+        with pytest.raises(KvferryError) as refused:
+            await client.allocate(4096)
+        assert refused.value.code == "region_taken"
+
+    async def freed() -> bool:
+        return sorted(os.listdir(daemons.shm)) == before
+
+    await until(freed, "the newcomer's region is gone")
+
+
+async def test_memory_that_is_not_there_is_not_adopted(victim: Victim, tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"x" * 100)
+    async with newcomer(victim) as client:
+        for path, nbytes, offset in (
+            (tmp_path / "missing", 1, 0),
+            (tmp_path, 1, 0),
+            ("", 1, 0),
+            ("a\0b", 1, 0),
+            (tmp_path / "short", 101, 0),
+            (tmp_path / "short", 1, 100),
+            (tmp_path / "short", 1, 1 << 62),
+        ):
+            memory = engine_pb2.Memory(
+                region=0, nbytes=nbytes, file=engine_pb2.SharedFile(path=str(path), offset=offset)
+            )
+            error = await refusal(
+                victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session, memory=memory))
+            )
+            assert error.code == "region_unavailable", (path, error)
+        nothing = engine_pb2.Memory(region=0, file=engine_pb2.SharedFile(path=str(tmp_path / "short")))
+        error = await refusal(
+            victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session, memory=nothing))
+        )
+        assert error.code == "malformed_region"
+        cuda = engine_pb2.Memory(region=0, nbytes=1, cuda=engine_pb2.CudaAllocation(handle=b"x" * 64))
+        error = await refusal(victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session, memory=cuda)))
+        assert error.code == "wrong_memory_kind"
+
+
+Change = Callable[[layout_pb2.Manifest], object]
+MANIFESTS: dict[str, tuple[Change, str]] = {
+    "another engine's": (lambda m: setattr(m, "engine_id", "other"), "session_mismatch"),
+    "another epoch's": (lambda m: setattr(m, "epoch", "2"), "session_mismatch"),
+    "a region that is too small": (lambda m: setattr(m.regions[0], "nbytes", 1), "out_of_region"),
+    "a region larger than allocated": (lambda m: setattr(m.regions[0], "nbytes", 1 << 40), "region_mismatch"),
+    "a region of another kind": (lambda m: setattr(m.regions[0], "kind", 2), "region_mismatch"),
+    "a region that was never allocated": (lambda m: m.regions.add(id=7, kind=1, nbytes=1), "region_mismatch"),
+    "a kind of tomorrow": (lambda m: setattr(m.regions[0], "kind", 9), "malformed_manifest"),
+    "no components": (lambda m: m.ClearField("components"), "malformed_manifest"),
+    "no model": (lambda m: m.ClearField("model"), "malformed_manifest"),
+    "a component twice": (lambda m: m.components.append(m.components[0]), "duplicate"),
+    "an unknown dtype": (lambda m: setattr(m.components[0], "dtype", "float3"), "unknown_dtype"),
+    "overlapping strides": (lambda m: setattr(m.components[0].axes[0], "stride", 1), "overlapping_strides"),
+    "an offset beyond": (lambda m: setattr(m.components[0], "offset", 1 << 40), "out_of_region"),
+    "extents beyond counting": (lambda m: setattr(m.groups[0], "num_blocks", 1 << 63), "malformed_manifest"),
+    "a shard that leaves its axis": (lambda m: setattr(m.components[0].shard, "start", 99), "shard_range"),
+}
+
+
+async def test_a_manifest_that_makes_no_sense_is_refused_and_a_good_one_is_taken_after_it(victim: Victim) -> None:
+    async with newcomer(victim, "manifests") as client:
+        region = await client.allocate(SHAPE.nbytes(0))
+        good = describe("newcomer", "manifests", SHAPE, 0, region)
+        for what, (change, code) in MANIFESTS.items():
+            message = manifest_to_proto(good)
+            change(message)
+            error = await refusal(
+                victim.engine_door.Register(engine_pb2.RegisterRequest(session=client._session, manifest=message))
+            )
+            assert error.code == code, (what, error)
+            assert error.field, what
+        await client.register(good)
+        with pytest.raises(KvferryError) as refused:
+            await client.register(good)
+        assert refused.value.code == "already_registered"
+
+
+async def test_an_epoch_is_registered_once(victim: Victim) -> None:
+    async def start(epoch: str) -> None:
+        async with newcomer(victim, epoch) as client:
+            await client.register(describe("newcomer", epoch, SHAPE, 0, await client.allocate(SHAPE.nbytes(0))))
+
+    await start("once")
+    with pytest.raises(KvferryError) as refused:
+        await start("once")
+    assert refused.value.code == "epoch_reused"
+    await start("twice")

@@ -1,0 +1,173 @@
+"""What makes no sense over REST, or in an order, is refused with a reason, and the daemon lives on."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from fleet import Daemons, ended
+from pair import Pair
+from ranks import Kv, TestEngine
+from victim import NOWHERE, SHAPE, Victim, unused_address
+
+from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.router import DaemonError
+from kvferry.schemas import OrderBody, PeerRequest, SourceBody
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
+
+
+def table(*ids: Any, first_token: Any = 0) -> dict[str, Any]:
+    return {"full": {"block_ids": list(ids), "first_token": first_token}, "state": {"block_ids": [1]}}
+
+
+def order_with(**change: Any) -> dict[str, Any]:
+    source = {"engine_id": "prefill", "address": "127.0.0.1:9"}
+    return {"request_id": "bad", "source": source} | change
+
+
+def wants(tables: Any, token_range: Any = None) -> dict[str, Any]:
+    return order_with(destination={"tables": tables, "token_range": token_range})
+
+
+ORDERS: dict[str, tuple[Any, int, str]] = {
+    "no object": ([], 422, "malformed_request"),
+    "no request id": ({"source": {"engine_id": "p", "address": "h:1"}}, 422, "malformed_request"),
+    "a number for a request id": (order_with(request_id=5), 422, "malformed_request"),
+    "an empty request id": (order_with(request_id=""), 422, "malformed_request"),
+    "an endless request id": (order_with(request_id="x" * 257), 422, "malformed_request"),
+    "a text for a source": (order_with(source="prefill"), 422, "malformed_request"),
+    "an address without a port": (order_with(source={"engine_id": "p", "address": "host"}), 422, "malformed_request"),
+    "a port that is none": (order_with(source={"engine_id": "p", "address": "h:99999"}), 422, "malformed_address"),
+    "an address not allowed": (order_with(source={"engine_id": "p", "address": NOWHERE}), 403, "address_not_allowed"),
+    "an unknown field": (order_with(colour="red"), 422, "malformed_request"),
+    "a negative deadline": (order_with(deadline_ms=-1), 422, "malformed_request"),
+    "a priority that is a text": (order_with(priority="high"), 422, "malformed_request"),
+    "an unknown destination": (order_with(destination={"engine_id": "x", "tables": {}}), 404, "unknown_engine"),
+    "no tables at all": (wants({}), 422, "tables_mismatch"),
+    "a group without a table": (wants({"full": {"block_ids": [1]}}), 422, "tables_mismatch"),
+    "an unknown group": (wants(table(1) | {"swa": {"block_ids": [1]}}), 422, "unknown_group"),
+    "a list for tables": (wants([1, 2]), 422, "malformed_request"),
+    "a list for a table": (wants({"full": [1, 2]}), 422, "malformed_tables"),
+    "a text for a block id": (wants(table("1")), 422, "malformed_tables"),
+    "a fraction for a block id": (wants(table(1.5)), 422, "malformed_tables"),
+    "true for a block id": (wants(table(True)), 422, "malformed_tables"),
+    "a block id beyond 64 bits": (wants(table(1 << 70)), 422, "malformed_tables"),
+    "a negative block id": (wants(table(-1)), 422, "block_id_out_of_range"),
+    "a block id out of range": (wants(table(32)), 422, "block_id_out_of_range"),
+    "a block named twice": (wants(table(1, 2, 1)), 422, "duplicate_block"),
+    "too few blocks for the tokens": (wants(table(1, 2), (0, 33)), 422, "tables_too_short"),
+    "a negative first token": (wants(table(1, first_token=-16)), 422, "malformed_tables"),
+    "a first token that is a text": (wants(table(1, first_token="0")), 422, "malformed_tables"),
+    "a token range backwards": (wants(table(1), (9, 3)), 422, "malformed_tables"),
+    "a token range of one": (wants(table(1), (9,)), 422, "malformed_request"),
+    "a negative token": (wants(table(1), (-1, 3)), 422, "malformed_request"),
+    "tables of some ranks": (wants({"1": table(1)}), 422, "malformed_tables"),
+}
+
+
+@pytest.mark.parametrize(("body", "status", "code"), ORDERS.values(), ids=ORDERS.keys())
+async def test_an_order_that_makes_no_sense_is_refused(victim: Victim, body: Any, status: int, code: str) -> None:
+    answer = await victim.http.post("/v1/transfers", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+RAW: dict[str, tuple[str, str, bytes, int, str]] = {
+    "half a JSON": ("POST", "/v1/transfers", b'{"request_id":', 422, "malformed_json"),
+    "no JSON": ("POST", "/v1/transfers", b"\x00\xff\xfe", 422, "malformed_json"),
+    "a deep JSON": ("POST", "/v1/transfers", b"[" * 200_000, 422, "malformed_json"),
+    "an unknown transfer": ("GET", "/v1/transfers/nothing", b"", 404, "unknown_transfer"),
+    "a wait that is no number": ("GET", "/v1/transfers/nothing?wait=nan", b"", 422, "malformed_request"),
+    "a state that is none": ("GET", "/v1/transfers?state=happy", b"", 422, "malformed_request"),
+    "an abort of nothing": ("DELETE", "/v1/transfers/nothing", b"", 404, "unknown_transfer"),
+    "an unknown lease": ("DELETE", "/v1/leases/nothing", b"", 404, "unknown_lease"),
+    "an unknown peer": ("DELETE", "/v1/peers?engine_id=nobody", b"", 404, "unknown_peer"),
+    "an unknown route": ("GET", "/v2/transfers", b"", 404, "no_such_route"),
+    "a wrong method": ("PUT", "/v1/transfers", b"", 405, "method_not_allowed"),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "code"), RAW.values(), ids=RAW.keys())
+async def test_a_request_that_makes_no_sense_is_refused(
+    victim: Victim, method: str, path: str, body: bytes, status: int, code: str
+) -> None:
+    answer = await victim.http.request(method, path, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text[:300]
+
+
+async def test_an_abort_of_an_unknown_request_ends_nothing(victim: Victim) -> None:
+    ended = await victim.router.abort_request("nothing/of the kind?")
+    assert (ended.transfers_ended, ended.leases_ended) == (0, 0)
+
+
+# the other side of an order
+
+
+async def test_an_address_where_nobody_answers_fails_the_handshake_at_once(victim: Victim, request_id: str) -> None:
+    address = unused_address()
+    with pytest.raises(DaemonError) as refused:
+        await victim.router.prewarm(PeerRequest(engine_id="prefill-b", address=address))
+    assert (refused.value.code, refused.value.status) == ("peer_unreachable", 502)
+    source = SourceBody(engine_id="prefill-b", address=address)
+    with pytest.raises(TransferFailed) as failed:
+        await victim.engine.receive(request_id, victim.engine.take(10), source=source)
+    assert failed.value.code == "peer_unreachable"
+    assert address in failed.value.message
+
+
+async def test_a_port_that_speaks_something_else_fails_the_handshake(victim: Victim, pair: Pair) -> None:
+    rest_port = pair.prefill.daemons[0].url.removeprefix("http://")
+    with pytest.raises(DaemonError) as refused:
+        await victim.router.prewarm(PeerRequest(engine_id="prefill-b", address=rest_port))
+    assert refused.value.code in ("peer_unreachable", "rpc_failed", "protocol")
+
+
+async def test_an_engine_that_the_other_daemon_does_not_have_is_named(victim: Victim, pair: Pair) -> None:
+    with pytest.raises(DaemonError) as refused:
+        await victim.router.prewarm(PeerRequest(engine_id="nobody", address=pair.prefill.address))
+    assert (refused.value.code, refused.value.status) == ("unknown_engine", 404)
+    assert "nobody" in refused.value.message
+
+
+async def test_an_address_that_is_not_allowed_is_not_dialled(victim: Victim, request_id: str) -> None:
+    source = SourceBody(engine_id="prefill", address=NOWHERE)
+    for attempt in (
+        victim.router.order(OrderBody(request_id=request_id, source=source)),
+        victim.router.prewarm(PeerRequest(engine_id="prefill-b", address=NOWHERE)),
+        victim.engine.receive(request_id, victim.engine.take(1), source=source),
+    ):
+        with pytest.raises(KvferryError) as refused:
+            await attempt
+        assert refused.value.code == "address_not_allowed"
+
+
+async def test_an_engine_of_another_model_is_refused_with_both_values(
+    victim: Victim, daemons: Daemons, request_id: str
+) -> None:
+    started = await daemons.start("stranger")
+    stranger = await TestEngine.start("stranger", started, SHAPE, fingerprint="another model")
+    kv, blocks = Kv.random(10), stranger.take(10)
+    stranger.write(kv, blocks)
+    await stranger.publish(request_id, blocks, 10)
+    with pytest.raises(DaemonError) as refused:
+        await victim.router.prewarm(PeerRequest(engine_id="stranger", address=stranger.address))
+    assert refused.value.status == 422
+    with pytest.raises(TransferFailed) as failed:
+        await victim.engine.receive(request_id, victim.engine.take(10), source=stranger.source())
+    for error in (refused.value, failed.value):
+        (why,) = error.refusals
+        assert (why.code, why.destination) == ("fingerprint", "f")
+        assert why.source.startswith("another model")
+    await stranger.close()
+    assert await ended(started[0], signal.SIGTERM) == 0
+
+
+async def test_an_engine_does_not_read_from_itself(victim: Victim, request_id: str) -> None:
+    with pytest.raises(DaemonError) as refused:
+        await victim.router.prewarm(PeerRequest(engine_id="victim", address=victim.daemon.peer))
+    with pytest.raises(TransferFailed) as failed:
+        await victim.engine.receive(request_id, victim.engine.take(40), source=victim.engine.source())
+    assert refused.value.code == failed.value.code == "own_engine"

@@ -1,0 +1,188 @@
+"""What peers, strangers and the command line must not do is refused with a reason, and the daemon lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+from fleet import TIMEOUT_S, Daemons, peer_stub, refusal
+from ranks import Blocks
+from victim import NOWHERE, Victim
+
+from kvferry.schemas import LeaseState
+from kvferry.v1 import engine_pb2, peer_pb2
+from kvferry.wire import tables_to_proto
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
+
+
+def reading(victim: Victim, **change: Any) -> peer_pb2.OpenRequest:
+    told: dict[str, Any] = {
+        "engine_id": "victim",
+        "epoch": victim.engine.epoch,
+        "request_id": "bad",
+        "reader": peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1),
+    }
+    return peer_pb2.OpenRequest(**told | change)
+
+
+async def test_a_peer_of_another_protocol_is_told_both_ranges(victim: Victim) -> None:
+    async with peer_stub(victim.daemon) as stub:
+        for call, request in (
+            (stub.Handshake, peer_pb2.HandshakeRequest(protocol_min=2, protocol_max=9, engine_id="victim")),
+            (stub.Handshake, peer_pb2.HandshakeRequest(engine_id="victim")),
+        ):
+            error = await refusal(call(request))
+            assert error.code == "protocol"
+            assert "this daemon 1 to 1" in error.message
+        joining = peer_pb2.JoinRequest(protocol_min=2, protocol_max=9, engine_id="victim")
+        assert (await refusal(stub.Join(joining).read())).code == "protocol"
+
+
+async def test_a_handshake_with_an_engine_that_is_not_here_is_refused(victim: Victim) -> None:
+    async with peer_stub(victim.daemon) as stub:
+        request = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="nobody")
+        assert (await refusal(stub.Handshake(request))).code == "unknown_engine"
+
+
+OPENS: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown engine": ({"engine_id": "nobody"}, "unknown_engine"),
+    "an old epoch": ({"epoch": "old"}, "stale_epoch"),
+    "no request id": ({"request_id": ""}, "malformed_request_id"),
+    "no reader": ({"reader": peer_pb2.Reader()}, "malformed_reader"),
+    "a reader outside its world": (
+        {"reader": peer_pb2.Reader(engine_id="x", epoch="1", rank=3, world_size=2)},
+        "malformed_reader",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "code"), OPENS.values(), ids=OPENS.keys())
+async def test_a_lease_is_not_opened_for_nonsense(victim: Victim, change: dict[str, Any], code: str) -> None:
+    async with peer_stub(victim.daemon) as stub:
+        assert (await refusal(stub.Open(reading(victim, **change)).read())).code == code
+
+
+async def test_a_lease_is_closed_only_by_who_opened_it(victim: Victim, request_id: str) -> None:
+    client = victim.engine.ranks[0].client
+    await client.publish(request_id, Blocks((1, 2), 1).tables(), 20)
+    opening = reading(victim, request_id=request_id)
+    async with peer_stub(victim.daemon) as stub:
+        stream = stub.Open(opening)
+        update = await stream.read()
+        assert isinstance(update, peer_pb2.LeaseUpdate)
+        assert (await refusal(stub.Open(opening).read())).code == "already_reading"
+        for secret in ("", "guessed"):
+            closing = peer_pb2.CloseRequest(
+                engine_id="victim", epoch=opening.epoch, request_id=request_id, reader=opening.reader,
+                secret=secret, complete=True,
+            )  # fmt: skip
+            assert (await refusal(stub.Close(closing))).code == "wrong_secret"
+        assert [lease.state for lease in await victim.router.leases()] == [LeaseState.PUBLISHED]
+        stream.cancel()
+    await client.abort(request_id)
+
+
+async def test_an_order_between_ranks_is_checked_like_any_other(victim: Victim) -> None:
+    good = engine_pb2.Source(engine_id="prefill", address="127.0.0.1:9")
+    tables = tables_to_proto(Blocks((1, 99), 1).tables())
+    async with peer_stub(victim.daemon) as stub:
+        for change, code in (
+            ({"engine_id": "nobody"}, "unknown_engine"),
+            ({"request_id": ""}, "malformed_request_id"),
+            ({"source": engine_pb2.Source(engine_id="prefill", address=NOWHERE)}, "address_not_allowed"),
+            ({"source": engine_pb2.Source()}, "malformed_address"),
+            ({"tables": tables}, "block_id_out_of_range"),
+            ({"deadline_s": math.nan}, "malformed_seconds"),
+        ):
+            told: dict[str, Any] = {"engine_id": "victim", "request_id": "bad", "source": good} | change
+            assert (await refusal(stub.Order(peer_pb2.OrderRequest(**told)).read())).code == code
+        assert (await refusal(stub.Abort(peer_pb2.AbortRequest(engine_id="nobody", request_id="r")))).code == (
+            "unknown_engine"
+        )
+
+
+GARBAGE = {
+    "noise": os.urandom(4096),
+    "HTTP/1": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+    "HTTP/2 and then noise": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(1000),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+async def test_garbage_on_a_port_harms_nobody(victim: Victim, garbage: bytes) -> None:
+    host, _, port = victim.daemon.peer.rpartition(":")
+    for open_door in (
+        lambda: asyncio.open_connection(host, int(port)),
+        lambda: asyncio.open_connection(host, int(victim.daemon.url.rpartition(":")[2])),
+        lambda: asyncio.open_unix_connection(victim.daemon.socket),
+    ):
+        _, writer = await open_door()
+        writer.write(garbage)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+    assert await victim.router.healthy()
+
+
+async def test_bytes_that_are_no_message_are_refused(victim: Victim) -> None:
+    async with grpc.aio.insecure_channel(victim.daemon.peer) as channel:
+        for method in ("Handshake", "Nothing"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary(f"/kvferry.v1.Peer/{method}")(b"\xff" * 100)
+            assert refused.value.code() is not grpc.StatusCode.OK
+
+
+async def test_a_message_beyond_the_limit_is_refused(victim: Victim) -> None:
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(victim.daemon.peer, options=options) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary("/kvferry.v1.Peer/Handshake")(bytes(65 << 20))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_caller_from_an_address_that_is_not_allowed_learns_nothing(daemons: Daemons, victim: Victim) -> None:
+    (closed,) = await daemons.start("closed", 1, "--allow-peers", "10.9.8.0/24")
+    async with peer_stub(closed) as stub:
+        request = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="x")
+        assert (await refusal(stub.Handshake(request))).code == "address_not_allowed"
+
+
+# the command line and the settings
+
+
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "an address that is none": (["serve", "--rest", "nonsense"], "rest"),
+    "a number that is none": (["serve", "--arena-mb", "many"], "arena_mb"),
+    "a number out of range": (["serve", "--lease-ttl-s", "-1"], "lease_ttl_s"),
+    "a file that is missing": (["serve", "--config", "/nonexistent.toml"], "config"),
+    "half of TLS": (["serve", "--tls-cert", __file__], "tls_key"),
+    "a folder that is none": (["serve", "--shm-dir", "/nonexistent"], "shm_dir"),
+    "an unknown command": (["fly"], "fly"),
+    "a peer that is none": (["peers", "--prewarm", "nonsense"], "nonsense"),
+    "a daemon that is not there": (["status", "--daemon", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    "a state that is none": (["transfers", "--state", "happy"], "happy"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), COMMANDS.values(), ids=COMMANDS.keys())
+async def test_a_command_that_makes_no_sense_exits_2_and_names_what_was_wrong(
+    victim: Victim, arguments: list[str], named: str
+) -> None:
+    if arguments[0] in ("transfers", "peers"):
+        arguments = [*arguments, "--daemon", victim.daemon.url]
+    command = [sys.executable, "-c", "import sys; from kvferryd.cli import main; sys.exit(main())", *arguments]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr

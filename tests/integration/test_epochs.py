@@ -1,0 +1,97 @@
+"""More than one reader, and more than one start of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from fleet import Daemons
+from pair import TOKENS, Pair, prefilled
+from ranks import Kv, Shape, TestEngine
+
+from kvferry.engine import TransferFailed
+from kvferry.schemas import LeaseState, SourceBody
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+async def third(daemons: Daemons) -> AsyncIterator[TestEngine]:
+    """A second decode engine: TP1."""
+    engine = await TestEngine.start("decode-b", await daemons.start("third"), Shape.tp(1, block_size=5))
+    yield engine
+    await engine.close()
+
+
+async def test_a_lease_for_two_readers_is_released_by_the_second(
+    pair: Pair, third: TestEngine, request_id: str
+) -> None:
+    kv, leases = await prefilled(pair, request_id, readers=2)
+    await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
+    (held,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
+    assert held.state is LeaseState.PUBLISHED
+    blocks = third.take(TOKENS)
+    expected = third.snapshot()
+    third.write_into(expected, kv, blocks)
+    await third.receive(request_id, blocks, source=pair.prefill.source())
+    assert not third.differences(expected)
+    assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+
+
+@pytest.fixture
+async def phoenix(daemons: Daemons, request_id: str) -> AsyncIterator[list[TestEngine]]:
+    """Starts of one engine, the last one alive."""
+    starts = [await TestEngine.start("phoenix", await daemons.start(f"phoenix-{request_id[-8:]}"), Shape.tp(1))]
+    yield starts
+    await starts[-1].close()
+
+
+async def start_anew(starts: list[TestEngine]) -> TestEngine:
+    old = starts[-1]
+    await old.close()
+    starts.append(await TestEngine.start(old.engine_id, old.daemons, old.shape))
+    return starts[-1]
+
+
+async def test_nothing_of_an_old_epoch_is_served_and_the_new_one_is_found(
+    pair: Pair, third: TestEngine, phoenix: list[TestEngine], request_id: str
+) -> None:
+    old = phoenix[0]
+    for name in ("known", "left over"):
+        blocks = old.take(50)
+        old.write(Kv.random(50), blocks)
+        await old.publish(f"{request_id}-{name}", blocks, 50)
+    await third.receive(f"{request_id}-known", third.take(50), source=old.source())  # a handshake is kept
+
+    new = await start_anew(phoenix)
+
+    with pytest.raises(TransferFailed) as failed:
+        await third.receive(
+            f"{request_id}-left over", third.take(50), source=SourceBody(**old.source().model_dump()), deadline_s=0.5
+        )
+    assert failed.value.code == "deadline"
+    with pytest.raises(TransferFailed) as failed:
+        await third.receive(f"{request_id}-stale", third.take(50), source=old.source(epoch=old.epoch))
+    assert failed.value.code == "stale_epoch"
+
+    kv, blocks, own = Kv.random(50), new.take(50), third.take(50)
+    new.write(kv, blocks)
+    await new.publish(request_id, blocks, 50)
+    expected = third.snapshot()
+    third.write_into(expected, kv, own)
+    await third.receive(request_id, own, source=new.source(epoch=new.epoch))
+    assert not third.differences(expected)
+
+
+async def test_a_reader_shakes_hands_anew_by_itself_when_its_source_has_started_anew(
+    third: TestEngine, phoenix: list[TestEngine], request_id: str
+) -> None:
+    for turn in range(3):
+        engine = phoenix[-1] if turn == 0 else await start_anew(phoenix)
+        kv, blocks, own = Kv.random(50), engine.take(50), third.take(50)
+        engine.write(kv, blocks)
+        await engine.publish(f"{request_id}-{turn}", blocks, 50)
+        expected = third.snapshot()
+        third.write_into(expected, kv, own)
+        await third.receive(f"{request_id}-{turn}", own, source=engine.source())
+        assert not third.differences(expected)

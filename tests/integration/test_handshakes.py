@@ -1,0 +1,111 @@
+"""What a daemon keeps of its peers, and when it asks them again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+
+import pytest
+from fleet import Daemons, until
+from lives import engine_on
+from pair import is_in
+from ranks import Kv, Shape, TestEngine
+
+from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.router import RouterClient
+from kvferry.schemas import PeerRequest, TransferState
+
+pytestmark = pytest.mark.anyio
+HALF, ALL = 16, 32
+
+
+async def two(
+    daemons: Daemons, stack: AsyncExitStack, name: str, *flags: str
+) -> tuple[TestEngine, TestEngine, RouterClient]:
+    """A source, a reader, and the reader's router."""
+    (theirs,) = await daemons.start(f"{name}-source")
+    (ours,) = await daemons.start(f"{name}-reader", 1, *flags)
+    source, _ = await engine_on(stack, f"{name}-source", theirs)
+    reader, router = await engine_on(stack, f"{name}-reader", ours)
+    return source, reader, router
+
+
+async def published(source: TestEngine, request_id: str) -> None:
+    blocks = source.take(ALL)
+    source.write(Kv.random(ALL), blocks)
+    await source.publish(request_id, blocks, ALL)
+
+
+async def test_a_peer_forgotten_while_it_is_read_is_unloaded_when_nobody_reads_it(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    source, reader, router = await two(daemons, stack, "forgotten")
+    blocks = source.take(ALL)
+    source.write(Kv.random(ALL), blocks)
+    await source.publish("slow", blocks, HALF, more=True)
+    slow = asyncio.create_task(reader.receive("slow", reader.take(ALL), source=source.source()))
+    await until(lambda: is_in(router, "slow", TransferState.READING), "it reads")
+    await router.forget_peer(source.engine_id)
+    await published(source, "other")
+    await reader.receive("other", reader.take(ALL), source=source.source())  # shakes hands anew: the same NIXL agent
+    await source.publish("slow", blocks, ALL)
+    await slow
+    await published(source, "later")
+    await reader.receive("later", reader.take(ALL), source=source.source())
+
+
+async def test_a_handshake_that_fails_leaves_the_connection_to_others(daemons: Daemons, stack: AsyncExitStack) -> None:
+    source, reader, router = await two(daemons, stack, "patient", "--connect-timeout-s", "1")
+    blocks = source.take(ALL)
+    source.write(Kv.random(ALL), blocks)
+    await source.publish("open", blocks, HALF, more=True)
+    receiving = asyncio.create_task(reader.receive("open", reader.take(ALL), source=source.source()))
+    await until(lambda: is_in(router, "open", TransferState.READING), "it reads")
+    source.daemons[0].signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(KvferryError) as refused:
+            await router.prewarm(PeerRequest(engine_id="another", address=source.address))
+    finally:
+        source.daemons[0].signal(signal.SIGCONT)
+    assert refused.value.code == "peer_unreachable"
+    await source.publish("open", blocks, ALL)
+    await receiving
+    await published(source, "later")
+    await reader.receive("later", reader.take(ALL), source=source.source())
+
+
+async def test_an_order_that_names_another_address_is_read_from_there(daemons: Daemons, stack: AsyncExitStack) -> None:
+    source, reader, _ = await two(daemons, stack, "moved")
+    await published(source, "first")
+    await reader.receive("first", reader.take(ALL), source=source.source())
+    source.daemons[0].signal(signal.SIGSTOP)  # its node is gone, and nobody said so
+    try:
+        (elsewhere,) = await daemons.start("moved-elsewhere")
+        replica = await TestEngine.start(source.engine_id, [elsewhere], source.shape)
+        await published(replica, "second")
+        await reader.receive("second", reader.take(ALL), source=replica.source())
+        await replica.close()
+    finally:
+        source.daemons[0].signal(signal.SIGCONT)
+
+
+async def test_source_ranks_that_disagree_fail_the_transfer_and_nothing_else(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    torn = await TestEngine.start("torn", await daemons.start("torn", 2), Shape.tp(2))
+    stack.push_async_callback(torn.close)
+    (ours,) = await daemons.start("torn-reader")
+    reader, router = await engine_on(stack, "torn-reader", ours)
+    blocks = torn.take(48)
+    torn.write(Kv.random(48), blocks)
+    await torn.ranks[0].client.publish("r", blocks.tables(), ALL)
+    await torn.ranks[1].client.publish("r", blocks.tables(), 48, more=True)
+    receiving = asyncio.create_task(reader.receive("r", reader.take(48), source=torn.source()))
+    await until(lambda: is_in(router, "r", TransferState.READING), "it reads")
+    assert await router.healthy()
+    await torn.ranks[1].client.publish("r", blocks.tables(), 48)
+    with pytest.raises(TransferFailed) as failed:
+        await receiving
+    assert failed.value.code == "ranks_disagree"

@@ -1,0 +1,126 @@
+"""Engines that die, and what becomes of what they published, received and held."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, until
+from lives import TP1, engine_on, killable, published, receives
+from pair import Pair, is_in
+from ranks import Kv, TestEngine
+
+from kvferry.engine import TransferFailed
+from kvferry.router import DaemonError, RouterClient
+from kvferry.schemas import OrderBody, SourceBody, TransferState
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_a_killed_engine_published_stays_readable_and_then_its_memory_goes(
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, regions: Path, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("survivor", 1, "--shm-dir", str(regions))
+    router = await stack.enter_async_context(RouterClient(daemon.url))
+    async with killable(daemon, "mortal-a", "publish", request_id) as process:
+        process.kill()
+
+    async def detached() -> bool:
+        return not any(engine.attached for engine in await router.engines())
+
+    await until(detached, "the daemon sees the engine's death")
+    assert [lease.request_id for lease in await router.leases()] == [request_id]
+    assert not (await router.ready()).ready
+    source = SourceBody(engine_id="mortal-a", address=daemon.peer)
+    await receives(pair.decode, request_id, Kv.random(50, seed=1), source)
+
+    async def retired() -> bool:
+        return not await router.engines() and not os.listdir(regions)
+
+    await until(retired, "engine and memory are gone")
+    assert await router.healthy()
+
+
+async def test_a_reader_is_told_at_once_when_an_engine_dies_in_the_middle_of_its_prefill(
+    pair: Pair, daemons: Daemons, request_id: str
+) -> None:
+    unborn = f"{request_id}-unborn"
+    (daemon,) = await daemons.start("halfway")
+    async with killable(daemon, "mortal-b", "publish-partly", request_id) as process:
+        source = SourceBody(engine_id="mortal-b", address=daemon.peer)
+        reading = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(50), source=source))
+        waiting = asyncio.create_task(pair.decode.outcomes(unborn, pair.decode.take(50), source=source))
+
+        async def reads() -> bool:
+            return await is_in(pair.routers[0], request_id, TransferState.READING) and await is_in(
+                pair.routers[0], unborn, TransferState.CONNECTING
+            )
+
+        await until(reads, "all ranks read what there is")
+        process.kill()
+        async with asyncio.timeout(TIMEOUT_S):
+            outcomes = [*await reading, *await waiting]
+    codes = {outcome.code for outcome in outcomes if isinstance(outcome, TransferFailed)}
+    assert len([outcome for outcome in outcomes if isinstance(outcome, TransferFailed)]) == 6
+    assert "lease_ended" in codes
+    assert codes <= {"lease_ended", "rank_failed", "aborted", "torn", "unknown_engine", "stale_epoch"}
+
+
+async def test_what_a_killed_engine_was_to_receive_is_ended(
+    daemons: Daemons, stack: AsyncExitStack, pair: Pair, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("bereft")
+    router = await stack.enter_async_context(RouterClient(daemon.url))
+    async with killable(daemon, "mortal-c", "receive", request_id) as process:
+
+        async def reserved() -> object:
+            return await router.transfers(request_id)
+
+        await until(reserved, "the reservation arrives")
+        process.kill()
+        (record,) = await router.transfers(request_id, wait_s=TIMEOUT_S)
+    assert record.state is TransferState.FAILED
+    assert record.error
+    assert record.error.code == "engine_gone"
+    with pytest.raises(DaemonError) as refused:
+        await router.order(OrderBody(request_id="another", source=pair.prefill.source()))
+    assert refused.value.code == "unknown_engine"
+
+
+async def test_an_engine_that_dies_while_it_registers_leaves_nothing(
+    daemons: Daemons, stack: AsyncExitStack, regions: Path
+) -> None:
+    (daemon,) = await daemons.start("cradle", 1, "--shm-dir", str(regions))
+    _, router = await engine_on(stack, "cradle", daemon)
+    idle = set(os.listdir(regions))
+    for _ in range(3):
+        starting = asyncio.create_task(TestEngine.start("stillborn", [daemon], TP1))
+
+        async def allocated() -> bool:
+            return set(os.listdir(regions)) > idle
+
+        await until(allocated, "it has memory and registers")
+        starting.cancel()
+        await asyncio.wait([starting])
+
+        async def gone() -> bool:
+            return set(os.listdir(regions)) == idle and len(await router.engines()) == 1
+
+        await until(gone, "nothing is left of it")
+
+
+async def test_a_dead_engines_leases_outlive_it_only_as_long_as_their_ttl(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("mourner")
+    engine, router = await engine_on(stack, "mourner", daemon)
+    await published(engine, request_id, ttl_s=0.3)
+    await engine.close()
+
+    async def gone() -> bool:
+        return not await router.leases() and not await router.engines()
+
+    await until(gone, "lease and engine are gone")

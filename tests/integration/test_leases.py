@@ -1,0 +1,114 @@
+"""How long a lease and a transfer may last, and what becomes of a read whose lease did not hold."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fleet import peer_stub, until
+from pair import MANY, TOKENS, Pair, half_published, is_in, order, prefilled
+
+from kvferry.engine import Received, TransferFailed
+from kvferry.schemas import LeaseState, TransferState
+from kvferry.v1 import peer_pb2
+
+pytestmark = pytest.mark.anyio
+
+
+# deadlines, time to live
+
+
+async def test_an_order_whose_reservation_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
+    await prefilled(pair, request_id, ttl_s=1)
+    record = await pair.routers[0].wait(await order(pair, request_id, deadline_ms=100))
+    assert record.state is TransferState.FAILED
+    assert record.error
+    assert (record.error.code, record.error.value) == ("deadline", "100")
+    assert "the engine's reservation" in record.error.message
+
+
+async def test_a_reservation_whose_order_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
+    outcomes = await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), deadline_s=0.1)
+    for outcome in outcomes:
+        assert isinstance(outcome, TransferFailed)
+        assert outcome.code == "deadline"
+        assert "the router's order" in outcome.message
+        assert outcome.blocks_safe
+
+
+async def test_a_reader_whose_publish_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
+    blocks = pair.decode.take(TOKENS)
+    outcomes = await pair.decode.outcomes(request_id, blocks, source=pair.prefill.source(), deadline_s=0.3)
+    deadlines = [each for each in outcomes if isinstance(each, TransferFailed) and each.code == "deadline"]
+    assert deadlines, outcomes
+    assert "publish" in deadlines[0].message
+
+
+async def test_a_lease_that_nobody_reads_expires_and_its_engine_is_told(pair: Pair, request_id: str) -> None:
+    _, leases = await prefilled(pair, request_id, ttl_s=0.2)
+    async with asyncio.timeout(10):
+        assert [await lease.ended() for lease in leases] == [LeaseState.EXPIRED] * 2
+
+
+async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id: str) -> None:
+    _, leases = await prefilled(pair, request_id, ttl_s=0.3)
+    async with peer_stub(pair.prefill.daemons[0]) as stub:
+        stream = stub.Open(open_request(pair, request_id))
+        assert isinstance(await stream.read(), peer_pb2.LeaseUpdate)
+        _, unread = await prefilled(pair, f"{request_id}-unread", ttl_s=0.3)
+        assert await unread[0].ended() is LeaseState.EXPIRED  # by now the other one would have, too
+        (record,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
+        assert (record.readers_open, record.expires_in_ms) == (1, None)
+        stream.cancel()
+    async with asyncio.timeout(10):
+        assert await leases[0].ended() is LeaseState.EXPIRED
+
+
+def open_request(pair: Pair, request_id: str) -> peer_pb2.OpenRequest:
+    reader = peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1)
+    return peer_pb2.OpenRequest(engine_id="prefill", epoch=pair.prefill.epoch, request_id=request_id, reader=reader)
+
+
+# a lease that does not hold
+
+
+async def test_a_reader_of_a_revoked_lease_is_told_that_it_did_not_hold(pair: Pair, request_id: str) -> None:
+    await prefilled(pair, request_id)
+    async with peer_stub(pair.prefill.daemons[0]) as stub:
+        opening = open_request(pair, request_id)
+        update = await stub.Open(opening).read()
+        assert isinstance(update, peer_pb2.LeaseUpdate)
+        assert (await pair.prefill_routers[0].revoke_lease(request_id)).state is LeaseState.REVOKED
+        closing = peer_pb2.CloseRequest(
+            engine_id=opening.engine_id, epoch=opening.epoch, request_id=request_id, reader=opening.reader,
+            secret=update.secret, complete=True,
+        )  # fmt: skip
+        reply = await stub.Close(closing)
+    assert not reply.held
+    assert "revoked" in reply.reason
+
+
+async def test_a_read_is_never_done_when_its_lease_was_revoked_meanwhile(pair: Pair, request_id: str) -> None:
+    source = await half_published(pair, request_id)
+    receiving = asyncio.create_task(
+        pair.decode.outcomes(request_id, pair.decode.take(MANY), source=pair.prefill.source())
+    )
+    await until(lambda: is_in(pair.routers[0], request_id, TransferState.READING), "all ranks read")
+    await pair.prefill.publish(request_id, source, MANY)  # now they have a lot to read
+    await asyncio.gather(*(router.revoke_lease(request_id) for router in pair.prefill_routers))
+    (record,) = await pair.routers[0].transfers(request_id, wait_s=20)
+    assert record.state is TransferState.FAILED
+    assert {share.error.code for share in record.ranks if share.error} & {"torn", "lease_ended"}
+    assert not any(isinstance(outcome, Received) for outcome in await receiving)
+
+
+async def test_a_prefill_that_is_aborted_between_two_chunks_fails_its_reader(pair: Pair, request_id: str) -> None:
+    await half_published(pair, request_id)
+    receiving = asyncio.create_task(
+        pair.decode.outcomes(request_id, pair.decode.take(MANY), source=pair.prefill.source())
+    )
+    await until(lambda: is_in(pair.routers[0], request_id, TransferState.READING), "all ranks read")
+    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
+    for outcome in await receiving:
+        assert isinstance(outcome, TransferFailed)
+        assert outcome.code in ("lease_ended", "rank_failed", "aborted")

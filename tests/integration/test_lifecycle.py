@@ -1,0 +1,164 @@
+"""How daemons come, drain and are killed, and what the others see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, ended, until
+from lives import engine_on, published, receives
+from pair import Pair
+from ranks import Kv
+
+from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.router import DaemonError
+from kvferry.schemas import LeaseState, OrderBody, TransferState
+
+pytestmark = pytest.mark.anyio
+
+
+# drain
+
+
+async def test_sigterm_waits_until_leases_are_read_and_then_exits_0(
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("drain-a", 1, "--drain-timeout-s", "60")
+    engine, router = await engine_on(stack, "drain-a", daemon)
+    kv, leases = await published(engine, request_id)
+    daemon.signal(signal.SIGTERM)
+    await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
+    status = await router.drain_status()
+    assert (status.draining, status.leases, status.drained) == (True, 1, False)
+    assert (await router.ready()).reasons == ["draining"]
+    with pytest.raises(DaemonError) as refused:
+        await router.order(OrderBody(request_id=f"{request_id}-more", source=pair.prefill.source()))
+    assert (refused.value.code, refused.value.status) == ("draining", 503)
+    assert daemon.process.poll() is None
+
+    await receives(pair.decode, request_id, kv, engine.source())
+    assert await leases[0].ended() is LeaseState.RELEASED
+    assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
+    await asyncio.wait_for(engine.ranks[0].client.closed.wait(), TIMEOUT_S)
+    assert not daemon.socket.exists()
+
+
+async def test_a_drain_ends_when_the_last_lease_expires(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("drain-b", 1, "--drain-timeout-s", "60")
+    engine, router = await engine_on(stack, "drain-b", daemon)
+    await published(engine, request_id, ttl_s=0.5)
+    status = await router.drain(wait_s=20)
+    assert (status.leases, status.drained) == (0, True)
+    assert await ended(daemon, signal.SIGTERM) == 0
+
+
+async def test_a_drain_that_is_asked_for_does_not_end_the_daemon(
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("drain-c")
+    engine, router = await engine_on(stack, "drain-c", daemon)
+    kv, _ = await published(engine, request_id)
+    assert not (await router.drain()).drained
+    waiting = asyncio.create_task(router.drain(wait_s=20))
+    await receives(pair.decode, request_id, kv, engine.source())
+    assert (await waiting).drained
+    assert await router.healthy()
+
+
+async def test_a_second_signal_stops_without_waiting_and_leaves_nothing(
+    daemons: Daemons, stack: AsyncExitStack, regions: Path, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("drain-d", 1, "--drain-timeout-s", "60", "--shm-dir", str(regions))
+    engine, _ = await engine_on(stack, "drain-d", daemon)
+    await published(engine, request_id)
+    daemon.signal(signal.SIGTERM)
+    await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
+    assert await ended(daemon, signal.SIGTERM) == 0
+    assert not os.listdir(regions)
+    assert "not drained" in daemon.tail()
+
+
+async def test_a_daemon_that_is_told_to_stop_over_and_over_still_exits_0(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    (daemon,) = await daemons.start("drain-e")
+    await engine_on(stack, "drain-e", daemon)
+    while daemon.process.poll() is None:
+        daemon.signal(signal.SIGTERM)
+        await asyncio.sleep(0.001)
+    assert daemon.process.returncode == 0, daemon.tail()
+
+
+# killed daemons
+
+
+async def test_the_next_start_cleans_up_after_a_killed_daemon(
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, regions: Path, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("killed", 1, "--shm-dir", str(regions))
+    engine, _ = await engine_on(stack, "killed", daemon)
+    _, leases = await published(engine, request_id)
+    (left,) = os.listdir(regions)
+    assert await ended(daemon, signal.SIGKILL) == -signal.SIGKILL
+
+    client = engine.ranks[0].client
+    await asyncio.wait_for(client.closed.wait(), TIMEOUT_S)
+    with pytest.raises(KvferryError):
+        await leases[0].ended()
+    with pytest.raises(KvferryError) as gone:
+        await client.publish("later", engine.take(1).tables(), 1)
+    assert gone.value.code in ("unreachable", "daemon_gone", "rpc_failed")
+    assert daemon.socket.exists()
+    assert os.listdir(regions) == [left]
+
+    (again,) = await daemons.start("killed", 1, "--shm-dir", str(regions))
+    assert again.socket == daemon.socket
+    assert not os.listdir(regions)
+    anew, _ = await engine_on(stack, "killed", again)
+    kv, _ = await published(anew, request_id)
+    await receives(pair.decode, request_id, kv, anew.source())
+
+
+async def test_a_reader_of_a_killed_daemon_fails_cleanly_and_its_blocks_become_safe(
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("killed-source")
+    source, _ = await engine_on(stack, "killed-source", daemon)
+    blocks = source.take(50)
+    source.write(Kv.random(50), blocks)
+    await source.publish(request_id, blocks, 20, more=True)
+    reserved = pair.decode.take(50)
+    reading = asyncio.create_task(pair.decode.outcomes(request_id, reserved, source=source.source()))
+
+    async def reads() -> bool:
+        return any(record.state is TransferState.READING for record in await pair.routers[0].transfers(request_id))
+
+    await until(reads, "all ranks read")
+    await ended(daemon, signal.SIGKILL)
+    for outcome in await reading:
+        assert isinstance(outcome, TransferFailed)
+        assert outcome.code in ("peer_unreachable", "peer_lost", "rank_failed", "aborted"), outcome
+        await asyncio.wait_for(outcome.quiesced(), TIMEOUT_S)
+
+
+# two daemons that want the same
+
+
+@pytest.mark.parametrize("taken", ["rest", "peer", "engine-socket"])
+async def test_a_daemon_says_what_it_cannot_have_and_the_other_lives_on(
+    daemons: Daemons, pair: Pair, taken: str
+) -> None:
+    other = pair.decode.daemons[0]
+    place = {"rest": other.url.removeprefix("http://"), "peer": other.peer, "engine-socket": str(other.socket)}[taken]
+    second = daemons.fleet.daemon(f"second-{taken}", flags=["--shm-dir", str(daemons.shm), f"--{taken}", place])
+    assert await asyncio.to_thread(second.process.wait, TIMEOUT_S) == 2
+    assert place in second.tail()
+    assert await pair.routers[0].healthy()
+    assert other.socket.exists()

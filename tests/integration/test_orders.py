@@ -1,0 +1,217 @@
+"""Orders and questions: the same one again, a different one, waiting for the end, aborting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import pytest
+from fleet import until
+from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled
+from victim import Victim
+
+from kvferry.engine import Received, TransferFailed
+from kvferry.router import DaemonError
+from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferRecord, TransferState
+
+pytestmark = pytest.mark.anyio
+FEW = 60
+
+
+# idempotency and questions
+
+
+async def test_the_same_order_again_is_the_same_transfer(pair: Pair, request_id: str) -> None:
+    await prefilled(pair, request_id)
+    first = await order(pair, request_id)
+    assert await order(pair, request_id) == first
+    await pair.decode.receive(request_id, pair.decode.take(TOKENS))
+    assert (await pair.routers[0].wait(first)).state is TransferState.DONE
+    assert await order(pair, request_id) == first
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "another source": {"source": {"engine_id": "another", "address": "127.0.0.1:9"}},
+    "another epoch": {"source": {"epoch": "another"}},
+    "another priority": {"priority": 7},
+    "another deadline": {"deadline_ms": 12_345},
+    "other blocks": {"destination": {"tables": {"full": {"block_ids": [3, 4]}, "state": {"block_ids": [5]}}}},
+    "other tokens": {"destination": {"token_range": (0, 20)}},
+    "other blocks on another rank": {
+        "destination": {"tables": {"1": {"full": {"block_ids": [7, 8]}, "state": {"block_ids": [5]}}}}
+    },
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT.keys())
+async def test_a_different_order_for_the_same_request_is_refused(
+    pair: Pair, request_id: str, change: dict[str, Any]
+) -> None:
+    blocks: dict[str, Any] = {"full": {"block_ids": [1, 2]}, "state": {"block_ids": [5]}}
+    by_rank = "1" in change.get("destination", {}).get("tables", {})
+    destination = {"tables": {str(rank): blocks for rank in range(3)} if by_rank else blocks, "token_range": (0, 48)}
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "source": pair.prefill.source().model_dump(),
+        "destination": destination,
+    }
+    first = await pair.routers[0].order(OrderBody.model_validate(body))
+    for key, value in change.items():
+        if by_rank:
+            value = {"tables": destination["tables"] | value["tables"], "token_range": (0, 48)}
+        body[key] = {**body[key], **value} if isinstance(value, dict) else value
+    with pytest.raises(DaemonError) as refused:
+        await pair.routers[0].order(OrderBody.model_validate(body))
+    assert (refused.value.code, refused.value.status) == ("order_conflict", 409)
+    assert (await pair.routers[0].abort_transfer(first.transfer_id)).state is TransferState.ABORTED
+
+
+async def test_an_order_may_not_redirect_what_the_engine_reserved(pair: Pair, request_id: str) -> None:
+    blocks, elsewhere = pair.decode.take(TOKENS), pair.decode.take(TOKENS)
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks))
+    await all_wait(pair, request_id)
+    with pytest.raises(DaemonError) as refused:
+        await order(pair, request_id, destination=DestinationBody(tables=elsewhere.json()))
+    assert (refused.value.code, refused.value.status) == ("receive_conflict", 409)
+    await pair.routers[0].abort_request(request_id)
+    for router in pair.routers[1:]:
+        await router.abort_request(request_id)
+    await receiving
+
+
+async def test_a_long_poll_answers_with_the_end(pair: Pair, request_id: str) -> None:
+    transfer_id = await order(pair, request_id)
+    assert not (await pair.routers[0].transfer(transfer_id, wait_s=0.05)).state.ended
+    polls = [
+        asyncio.create_task(pair.routers[0].transfer(transfer_id, wait_s=20)),
+        asyncio.create_task(pair.routers[0].transfers(request_id, wait_s=20)),
+    ]
+    await prefilled(pair, request_id)
+    await pair.decode.receive(request_id, pair.decode.take(TOKENS))
+    one, several = await asyncio.gather(*polls)
+    assert isinstance(one, TransferRecord)
+    assert isinstance(several, list)
+    assert [one.state, *(record.state for record in several)] == [TransferState.DONE] * 2
+
+
+async def test_a_long_poll_waits_for_a_request_that_is_yet_to_come(pair: Pair, request_id: str) -> None:
+    began = time.monotonic()
+    assert await pair.routers[0].transfers(request_id, wait_s=0.3) == []
+    assert time.monotonic() - began > 0.25
+    poll = asyncio.create_task(pair.routers[0].transfers(request_id, wait_s=20))
+    other = f"{request_id}-other"
+    await pair.decode.outcomes(other, pair.decode.take(TOKENS), deadline_s=0.1)
+    await prefilled(pair, request_id)
+    assert not poll.done(), "another request came"
+    await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
+    assert [record.state for record in await poll] == [TransferState.DONE]
+
+
+# aborts
+
+
+@pytest.mark.parametrize("door", ["transfer", "request", "engine"])
+async def test_a_transfer_that_waits_can_be_aborted(pair: Pair, request_id: str, door: str) -> None:
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(TOKENS)))
+    await all_wait(pair, request_id)
+    transfer_id = await order(pair, request_id)
+    await abort(pair, request_id, transfer_id, door)
+    record = await pair.routers[0].wait(transfer_id)
+    assert record.state is TransferState.ABORTED
+    await all_told(await receiving)
+
+
+@pytest.mark.parametrize("door", ["transfer", "request", "engine"])
+async def test_a_transfer_in_the_middle_of_a_read_can_be_aborted(pair: Pair, request_id: str, door: str) -> None:
+    source = await half_published(pair, request_id)
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(MANY)))
+    await all_wait(pair, request_id)
+    transfer_id = await order(pair, request_id)
+    await until(lambda: is_in(pair.routers[0], request_id, TransferState.READING), "all ranks read")
+    await pair.prefill.publish(request_id, source, MANY)  # now they have a lot to read
+    await abort(pair, request_id, transfer_id, door)
+    assert (await pair.routers[0].wait(transfer_id)).state is TransferState.ABORTED
+    await all_told(await receiving)
+
+
+async def abort(pair: Pair, request_id: str, transfer_id: str, door: str) -> None:
+    if door == "transfer":
+        assert (await pair.routers[0].abort_transfer(transfer_id)).state is TransferState.ABORTED
+    elif door == "request":
+        assert (await pair.routers[0].abort_request(request_id)).transfers_ended >= 1
+    else:
+        await pair.decode.ranks[0].client.abort(request_id)
+
+
+async def all_told(outcomes: list[Received | BaseException]) -> None:
+    """Every engine rank was told that it failed, and is told when its blocks are safe."""
+    for outcome in outcomes:
+        assert isinstance(outcome, TransferFailed), outcome
+        assert outcome.code == "aborted", outcome
+        async with asyncio.timeout(20):
+            await outcome.quiesced()
+        assert outcome.blocks_safe
+
+
+async def test_cancelling_a_receive_aborts_the_transfer(pair: Pair, request_id: str) -> None:
+    client = pair.decode.ranks[0].client
+    receiving = asyncio.create_task(client.receive(request_id, pair.decode.take(TOKENS).tables()))
+    await until(lambda: is_in(pair.routers[0], request_id, TransferState.WAITING), "the reservation arrives")
+    receiving.cancel()
+    await asyncio.wait([receiving])
+    assert await is_in(pair.routers[0], request_id, TransferState.ABORTED)
+
+
+async def test_a_request_that_was_cancelled_may_be_received_again_at_once(
+    pair: Pair, victim: Victim, request_id: str
+) -> None:
+    """What is still said of the first transfer is not taken for the second's."""
+    client, source = victim.engine.ranks[0].client, pair.prefill.source()
+    for i in range(8):
+        again, theirs = f"{request_id}-{i}", pair.prefill.take(FEW)
+        await pair.prefill.publish(again, theirs, 10, more=True)
+        first = asyncio.create_task(client.receive(again, victim.engine.take(FEW).tables(), source=source))
+        await until(lambda again=again: is_in(victim.router, again, TransferState.READING), "it reads")
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(client.receive(again, victim.engine.take(FEW).tables(), source=source))
+        await until(lambda again=again: is_in(victim.router, again, TransferState.READING), "it reads again")
+        assert not second.done()
+        await pair.prefill.publish(again, theirs, FEW)
+        assert (await second).tokens == (0, FEW)
+
+
+async def test_an_aborted_request_ends_on_both_sides(pair: Pair, request_id: str) -> None:
+    _, leases = await prefilled(pair, request_id)
+    await order(pair, request_id)
+    for router in pair.routers:
+        await until(lambda router=router: is_in(router, request_id, TransferState.WAITING), "the order arrives")
+    ended = await pair.routers[2].abort_request(request_id)
+    assert [await lease.ended() for lease in leases] == [LeaseState.REVOKED] * 2
+    assert ended.leases_ended + ended.transfers_ended > 0
+    again = await pair.routers[2].abort_request(request_id)
+    assert (again.transfers_ended, again.leases_ended) == (0, 0)
+
+
+async def test_aborting_a_request_at_its_source_revokes_the_lease_on_every_rank(pair: Pair, request_id: str) -> None:
+    _, leases = await prefilled(pair, request_id)
+    assert (await pair.prefill_routers[1].abort_request(request_id)).leases_ended == 2
+    assert [await lease.ended() for lease in leases] == [LeaseState.REVOKED] * 2
+
+
+async def test_an_aborted_request_may_come_again_with_other_blocks(pair: Pair, request_id: str) -> None:
+    for _ in range(3):
+        blocks = pair.decode.take(TOKENS)
+        receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=pair.prefill.source()))
+        await until(lambda: is_in(pair.routers[0], request_id, TransferState.CONNECTING), "it waits for the publish")
+        await pair.decode.ranks[0].client.abort(request_id)
+        await receiving
+    kv, _ = await prefilled(pair, request_id, ttl_s=5)
+    blocks = pair.decode.take(TOKENS)
+    expected = pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    await pair.decode.receive(request_id, blocks, source=pair.prefill.source())
+    assert not pair.decode.differences(expected)

@@ -1,0 +1,101 @@
+"""REST over mutual TLS: only certificates of our authority, and new ones without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from test_rest_daemons import served
+
+from kvferry.router import RouterClient
+from kvferryd.cli import main
+from kvferryd.config import Config
+from kvferryd.ferry import Ferry
+from kvferryd.metrics import Metrics
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with the openssl command")
+
+
+def openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+
+def authority(directory: Path, name: str) -> Path:
+    """A certificate authority; gives its certificate, the key lies beside it."""
+    cert = directory / f"{name}.pem"
+    openssl(
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+        "-subj", f"/CN={name}", "-keyout", str(cert.with_suffix(".key")), "-out", str(cert),
+    )  # fmt: skip
+    return cert
+
+
+def certificate(directory: Path, name: str, ca: Path) -> tuple[Path, Path]:
+    """(certificate, key) for 127.0.0.1, signed by `ca`."""
+    cert, key, request = (directory / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
+    openssl(
+        "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
+        "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(request),
+    )  # fmt: skip
+    openssl(
+        "x509", "-req", "-in", str(request), "-CA", str(ca), "-CAkey", str(ca.with_suffix(".key")), "-days", "1",
+        "-copy_extensions", "copy", "-out", str(cert),
+    )  # fmt: skip
+    return cert, key
+
+
+def client_tls(ca: Path, pair: tuple[Path, Path] | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(ca))
+    if pair is not None:
+        context.load_cert_chain(*pair)
+    return context
+
+
+def subject(port: int, tls: ssl.SSLContext) -> str:
+    async def look() -> str:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
+        peer = writer.get_extra_info("peercert")
+        writer.close()
+        return str(peer["subject"][0][0][1])
+
+    return asyncio.run(look())
+
+
+def test_only_certificates_of_our_authority_are_let_in_and_replaced_ones_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = authority(tmp_path, "ours"), authority(tmp_path, "theirs")
+    cert, key = certificate(tmp_path, "daemon", ours)
+    config = Config(rest="127.0.0.1:0", rest_tls=True, tls_cert=cert, tls_key=key, tls_ca=ours)
+    router = client_tls(ours, certificate(tmp_path, "router", ours))
+    strangers = [client_tls(ours, None), client_tls(ours, certificate(tmp_path, "stranger", theirs))]
+
+    async def run() -> None:
+        async with served(Ferry(config, Metrics())) as port, asyncio.timeout(30):
+            url = f"https://127.0.0.1:{port}"
+            async with RouterClient(url, tls=router) as client:
+                assert await client.healthy()
+            for stranger in strangers:
+                async with httpx.AsyncClient(verify=stranger) as http:
+                    with pytest.raises(httpx.TransportError):
+                        await http.get(f"{url}/healthz")
+
+            monkeypatch.setenv("KVFERRY_TLS_CERT", str(cert))
+            monkeypatch.setenv("KVFERRY_TLS_KEY", str(key))
+            monkeypatch.setenv("KVFERRY_TLS_CA", str(ours))
+            assert await asyncio.to_thread(main, ["transfers", "--daemon", url]) == 0
+
+            assert await asyncio.to_thread(subject, port, router) == "daemon"
+            for new, old in zip(certificate(tmp_path, "renewed", ours), (cert, key), strict=True):
+                os.replace(new, old)
+            assert await asyncio.to_thread(subject, port, router) == "renewed"
+            cert.write_text("torn")
+            assert await asyncio.to_thread(subject, port, router) == "renewed"
+
+    asyncio.run(run())

@@ -1,0 +1,199 @@
+"""How the ranks of one engine find each other, and what readers and routers are told while they have not."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+
+import pytest
+from fleet import Daemons, ended, peer_stub, refusal, until
+from pair import Pair
+from ranks import HND, Blocks, Kv, Rank, Shape, TestEngine, start_rank
+
+from kvferry.engine import TransferFailed
+from kvferry.router import DaemonError, RouterClient
+from kvferry.schemas import OrderBody, PeerRequest, TransferState
+from kvferry.v1 import peer_pb2
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = pytest.mark.anyio
+TP2 = Shape.tp(2, num_blocks=16)
+
+
+@pytest.fixture(scope="module")
+async def two(daemons: Daemons) -> list[DaemonService]:
+    """Daemons of two ranks that wait for each other only shortly."""
+    return await daemons.start("two", 2, "--connect-timeout-s", "1")
+
+
+async def rank_of(stack: AsyncExitStack, engine_id: str, daemon: DaemonService, rank: int, epoch: str = "1") -> Rank:
+    started = await start_rank(engine_id, daemon.socket, TP2, rank, epoch)
+    stack.push_async_callback(started.client.close)
+    return started
+
+
+async def members(daemon: DaemonService, engine_id: str) -> dict[int, str]:
+    async with RouterClient(daemon.url) as router:
+        return next((each.members for each in await router.engines() if each.engine_id == engine_id), {})
+
+
+async def gone(daemon: DaemonService) -> None:
+    """Until no engine of an earlier test is left."""
+    async with RouterClient(daemon.url) as router:
+
+        async def empty() -> bool:
+            return not await router.engines()
+
+        await until(empty, "the engines of the last test are retired")
+
+
+async def test_every_rank_learns_of_all_ranks_from_the_seed(pair: Pair) -> None:
+    for engine in (pair.prefill, pair.decode):
+        everyone = {rank: daemon.peer for rank, daemon in enumerate(engine.daemons)}
+        for daemon in engine.daemons:
+            assert await members(daemon, engine.engine_id) == everyone
+
+
+async def test_a_handshake_waits_for_a_rank_that_joins_late(
+    pair: Pair, two: list[DaemonService], stack: AsyncExitStack, daemons: Daemons
+) -> None:
+    first, second = await daemons.start("late", 2)
+    await rank_of(stack, "late", first, 0)
+    shaking = asyncio.create_task(pair.routers[0].prewarm(PeerRequest(engine_id="late", address=first.peer)))
+    await rank_of(stack, "late", second, 1)
+    assert {(peer.rank, peer.address) for peer in await shaking} == {(0, first.peer), (1, second.peer)}
+    assert await pair.routers[0].forget_peer("late")
+
+
+async def test_a_handshake_names_the_ranks_that_are_missing(
+    pair: Pair, two: list[DaemonService], stack: AsyncExitStack
+) -> None:
+    await rank_of(stack, "half", two[0], 0)
+    with pytest.raises(DaemonError) as refused:
+        await pair.routers[0].prewarm(PeerRequest(engine_id="half", address=two[0].peer))
+    assert refused.value.code == "roster_incomplete"
+    assert "ranks [1] of engine half" in refused.value.message
+    async with RouterClient(two[0].url) as router:
+        readiness = await router.ready()
+    assert not readiness.ready
+    assert "ranks [1]" in readiness.reasons[0]
+
+
+async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_ranks(
+    pair: Pair, two: list[DaemonService], stack: AsyncExitStack, request_id: str
+) -> None:
+    await gone(two[0])
+    rank = await rank_of(stack, "half-decode", two[1], 1)
+    receiving = asyncio.create_task(rank.client.receive(request_id, Blocks((), None).tables()))
+    async with RouterClient(two[1].url) as router:
+
+        async def reserved() -> object:
+            return await router.transfers(request_id)
+
+        await until(reserved, "the reservation arrives")
+        ordered = await router.order(OrderBody(request_id=request_id, source=pair.prefill.source()))
+        record = await router.wait(ordered.transfer_id)
+    assert record.state is TransferState.FAILED
+    (missing,) = [share for share in record.ranks if share.rank == 0]
+    assert missing.error
+    assert missing.error.code == "roster_incomplete"
+    assert "ranks [0]" in missing.error.message
+    with pytest.raises(TransferFailed) as failed:
+        await receiving
+    assert failed.value.code == "rank_failed"
+
+
+async def test_two_engines_may_share_daemons_and_read_from_each_other(
+    two: list[DaemonService], request_id: str
+) -> None:
+    await gone(two[0])
+    one = await TestEngine.start("one", two, TP2)
+    other = await TestEngine.start("other", two, Shape.tp(2, axes=HND, block_size=5, num_blocks=60))
+    try:
+        for source, reader in ((one, other), (other, one)):
+            kv, blocks, reserved = Kv.random(60), source.take(60), reader.take(60)
+            source.write(kv, blocks)
+            await source.publish(request_id, blocks, 60)
+            expected = reader.snapshot()
+            reader.write_into(expected, kv, reserved)
+            await reader.receive(request_id, reserved, source=source.source(1))
+            assert not reader.differences(expected)
+    finally:
+        await one.close()
+        await other.close()
+
+
+async def test_a_rank_that_dies_leaves_and_the_next_start_is_whole_again(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    first, second = await daemons.start("mortal", 2)
+    await rank_of(stack, "mortal", first, 0)
+    await rank_of(stack, "mortal", second, 1)
+
+    async def whole() -> bool:
+        return len(await members(first, "mortal")) == 2
+
+    async def alone() -> bool:
+        return await members(first, "mortal") == {0: first.peer}
+
+    await until(whole, "both ranks have joined")
+    await stack.aclose()
+    await gone(first)
+    await gone(second)
+    await rank_of(stack, "mortal", first, 0, epoch="2")
+    await rank_of(stack, "mortal", second, 1, epoch="2")
+    await until(whole, "both ranks have joined in the next epoch")
+    second.signal(signal.SIGKILL)
+    await until(alone, "the rank of the killed daemon has left")
+    assert await ended(second, signal.SIGKILL) == -signal.SIGKILL
+
+
+async def test_a_rank_has_one_daemon(two: list[DaemonService]) -> None:
+    async with peer_stub(two[0]) as stub:
+        held = stub.Join(joining("raw", 0, "127.0.0.1:1001"))
+        assert isinstance(await held.read(), peer_pb2.Roster)
+        refused = await refusal(stub.Join(joining("raw", 0, "127.0.0.1:1002")).read())
+        assert refused.code == "rank_taken"
+        assert "127.0.0.1:1001" in refused.message
+        held.cancel()
+
+
+async def test_a_rank_that_joins_again_before_its_old_stream_has_ended_stays(two: list[DaemonService]) -> None:
+    async with peer_stub(two[0]) as stub, peer_stub(two[0]) as again:
+        old, watching = stub.Join(joining("raw", 0, "127.0.0.1:1001")), stub.Join(joining("raw", 1, "127.0.0.1:1002"))
+        await old.read()
+        await watching.read()
+        new = again.Join(joining("raw", 0, "127.0.0.1:1001"))
+        await new.read()
+        old.cancel()
+        third = stub.Join(joining("raw", 2, "127.0.0.1:1003"))
+        told = await third.read()
+        assert isinstance(told, peer_pb2.Roster)
+        assert sorted(member.rank for member in told.members) == [0, 1, 2]
+        assert {member.rank for member in (await last_roster(watching)).members} >= {0, 1}
+
+
+async def test_nobody_joins_with_an_address_that_may_not_be_dialled(two: list[DaemonService]) -> None:
+    async with peer_stub(two[0]) as stub:
+        refused = await refusal(stub.Join(joining("raw", 0, "192.0.2.1:7411")).read())
+    assert refused.code == "address_not_allowed"
+
+
+def joining(engine_id: str, rank: int, address: str) -> peer_pb2.JoinRequest:
+    return peer_pb2.JoinRequest(
+        protocol_min=1,
+        protocol_max=1,
+        engine_id=engine_id,
+        member=peer_pb2.Member(rank=rank, address=address, epoch="1"),
+        world_size=3,
+    )
+
+
+async def last_roster(stream: object) -> peer_pb2.Roster:
+    """What a member heard last, when the third had joined."""
+    while True:
+        told = await stream.read()  # type: ignore[attr-defined]
+        assert isinstance(told, peer_pb2.Roster)
+        if any(member.rank == 2 for member in told.members):
+            return told

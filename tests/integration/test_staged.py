@@ -1,0 +1,274 @@
+"""Staged transfers between real daemons, whose arenas are so small that every transfer takes many chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fleet import Daemons, refusal, until
+from hog import hog
+from pair import MANY, TOKENS, Pair
+from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
+from slots import Outcomes, failed, gauge, idle, reading
+
+from kvferry.router import RouterClient
+from kvferry.schemas import LeaseState, TransferState
+from kvferry.v1 import layout_pb2, peer_pb2
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+FLAGS = ("--way", "staged", "--arena-mb", "1")
+"""Four slots of 256 KiB, of which one direction may have three."""
+PREFILL = Shape.tp(2, block_size=16, num_blocks=640)
+DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=480)
+
+
+@pytest.fixture(scope="module")
+async def staged(daemons: Daemons) -> AsyncIterator[Pair]:
+    prefill_daemons, decode_daemons = await asyncio.gather(
+        daemons.start("staged-p", 2, *FLAGS), daemons.start("staged-d", 3, *FLAGS)
+    )
+    prefill, decode = await asyncio.gather(
+        TestEngine.start("staged-prefill", prefill_daemons, PREFILL),
+        TestEngine.start("staged-decode", decode_daemons, DECODE),
+    )
+    routers = [RouterClient(daemon.url) for daemon in (*decode_daemons, *prefill_daemons)]
+    yield Pair(prefill, decode, routers[:3], routers[3:])
+    await asyncio.gather(prefill.close(), decode.close(), *(router.close() for router in routers))
+
+
+@pytest.fixture(autouse=True)
+async def all_slots_are_back(staged: Pair) -> AsyncIterator[None]:
+    yield
+    await idle(staged.daemons)
+
+
+async def moves(source: TestEngine, reader: TestEngine, router: RouterClient, request_id: str, tokens: int) -> str:
+    """Publish, receive, compare every byte; the way it went."""
+    kv, blocks, published = Kv.random(tokens), reader.take(tokens), source.take(tokens)
+    source.write(kv, published)
+    expected = reader.snapshot()
+    reader.write_into(expected, kv, blocks)
+    leases = await source.publish(request_id, published, tokens, metadata=b"first")
+    received = await reader.receive(request_id, blocks, source=source.source())
+    assert not reader.differences(expected)
+    assert [each.metadata for each in received] == [b"first"] * len(received)
+    assert sum(each.nbytes for each in received) == tokens * TOKEN_NBYTES + STATE_NBYTES
+    assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * len(leases)
+    (known,) = await router.transfers(request_id)
+    record = await router.wait(known.transfer_id)
+    assert record.state is TransferState.DONE
+    return record.path
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS, MANY])
+async def test_every_byte_arrives_and_nothing_else_is_touched(staged: Pair, request_id: str, tokens: int) -> None:
+    assert await moves(staged.prefill, staged.decode, staged.routers[0], request_id, tokens) == "staged"
+
+
+async def test_a_later_turn_flows_back(staged: Pair, request_id: str) -> None:
+    router = staged.prefill_routers[0]
+    assert await moves(staged.decode, staged.prefill, router, request_id, 777) == "staged"
+
+
+async def test_a_reader_follows_a_prefill_chunk_by_chunk_and_the_state_comes_last(
+    staged: Pair, request_id: str
+) -> None:
+    kv, blocks, source = Kv.random(MANY), staged.decode.take(MANY), staged.prefill.take(MANY)
+    expected = staged.decode.snapshot()
+    receiving = asyncio.create_task(staged.decode.receive(request_id, blocks, source=staged.prefill.source()))
+    for start, stop in [(0, 50), (50, 51), (51, 3001), (3001, MANY)]:
+        last = stop == MANY
+        staged.prefill.write(kv, source, (start, stop), state=last)
+        await staged.prefill.publish(request_id, source, stop, more=not last)
+        staged.decode.write_into(expected, kv, blocks, (start, stop), state=last)
+
+        async def arrived() -> bool:
+            return not staged.decode.differences(expected)
+
+        await until(arrived, f"tokens {start} to {stop} arrive")
+    assert [each.tokens for each in await receiving] == [(0, MANY)] * 3
+
+
+@pytest.mark.parametrize(("first_token", "start"), [(24, 37), (168, 199), (0, 0)])
+async def test_a_prefix_that_is_cached_is_not_touched(
+    staged: Pair, request_id: str, first_token: int, start: int
+) -> None:
+    kv, source = Kv.random(TOKENS), staged.prefill.take(TOKENS)
+    staged.prefill.write(kv, source)
+    await staged.prefill.publish(request_id, source, TOKENS)
+    blocks = staged.decode.take(TOKENS, first_token)
+    expected = staged.decode.snapshot()
+    staged.decode.write_into(expected, kv, blocks, (start, TOKENS))
+    await staged.decode.receive(request_id, blocks, (start, TOKENS), source=staged.prefill.source())
+    assert not staged.decode.differences(expected)
+
+
+async def test_a_group_that_is_wholly_cached_is_not_moved(staged: Pair, request_id: str) -> None:
+    kv, source = Kv.random(TOKENS), staged.prefill.take(TOKENS)
+    staged.prefill.write(kv, source)
+    await staged.prefill.publish(request_id, source, TOKENS)
+    blocks = staged.decode.take(TOKENS, paged=False)
+    expected = staged.decode.snapshot()
+    staged.decode.write_into(expected, kv, blocks)
+    received = await staged.decode.receive(request_id, blocks, (0, TOKENS), source=staged.prefill.source())
+    assert not staged.decode.differences(expected)
+    assert sum(each.nbytes for each in received) == STATE_NBYTES
+
+
+async def test_sixteen_at_once_both_ways_share_a_few_slots(staged: Pair, request_id: str) -> None:
+    there = [(staged.prefill, staged.decode, 600 - 20 * n, f"{request_id}-there-{n}") for n in range(8)]
+    back = [(staged.decode, staged.prefill, 600 - 20 * n, f"{request_id}-back-{n}") for n in range(8)]
+    written = []
+    for source, reader, tokens, name in there + back:
+        kv, published, reserved = Kv.random(tokens), source.take(tokens), reader.take(tokens)
+        written.append((source, reader, kv, published, reserved, name))
+        source.write(kv, published)
+    expected = {id(engine): engine.snapshot() for engine in (staged.prefill, staged.decode)}
+    for _, reader, kv, _, reserved, _ in written:
+        reader.write_into(expected[id(reader)], kv, reserved)
+    async with asyncio.timeout(60):
+        await asyncio.gather(
+            *(source.publish(name, published, kv.tokens) for source, _, kv, published, _, name in written),
+            *(
+                reader.receive(name, reserved, source=source.source())
+                for source, reader, _, _, reserved, name in written
+            ),
+        )
+    for engine in (staged.prefill, staged.decode):
+        assert not engine.differences(expected[id(engine)])
+
+
+async def test_a_source_without_an_arena_is_read_directly(staged: Pair, pair: Pair, request_id: str) -> None:
+    assert await moves(pair.prefill, staged.decode, staged.routers[0], request_id, TOKENS) == "direct"
+    assert await moves(staged.prefill, pair.decode, pair.routers[0], f"{request_id}-2", TOKENS) == "direct"
+
+
+async def test_transfers_wait_for_slots_that_a_slow_reader_holds_and_metrics_say_so(
+    staged: Pair, request_id: str
+) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http, hogged(staged, request_id):
+        daemon = staged.prefill.daemons[0]
+        assert await gauge(http, daemon, "kvferry_staging_used_bytes") == 3 << 18
+        receiving = asyncio.create_task(moves_all(staged, f"{request_id}-waits"))
+
+        async def queued() -> bool:
+            return await gauge(http, daemon, "kvferry_queue_depth") > 0
+
+        await until(queued, "the transfer queues at the source")
+        assert not receiving.done()
+    assert await receiving == "staged"
+
+
+async def test_what_is_aborted_on_its_way_leaves_no_slot_taken_and_blocks_that_are_safe(
+    staged: Pair, request_id: str
+) -> None:
+    async with hogged(staged, request_id):
+        receiving = await stuck(staged, staged.prefill, f"{request_id}-stuck")
+        await staged.routers[0].abort_request(f"{request_id}-stuck")
+        await failed(receiving, {"aborted", "rank_failed"})
+    await idle(staged.daemons)
+    assert await moves_all(staged, f"{request_id}-good") == "staged"
+
+
+async def test_a_deadline_ends_the_wait_for_a_slot(staged: Pair, request_id: str) -> None:
+    async with hogged(staged, request_id):
+        receiving = await stuck(staged, staged.prefill, f"{request_id}-stuck", deadline_s=0.5)
+        await failed(receiving, {"deadline", "rank_failed", "aborted"})
+
+
+async def test_a_lease_that_is_revoked_while_it_is_packed_never_ends_done(staged: Pair, request_id: str) -> None:
+    async with hogged(staged, request_id):
+        receiving = await stuck(staged, staged.prefill, f"{request_id}-stuck")
+        await staged.prefill_routers[0].revoke_lease(f"{request_id}-stuck")
+    await failed(receiving, {"lease_ended", "torn", "rank_failed", "aborted"})
+
+
+async def test_a_source_that_is_killed_on_the_way_fails_the_transfer_and_takes_no_slot_with_it(
+    staged: Pair, daemons: Daemons, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("staged-mortal", 1, *FLAGS)
+    mortal = await TestEngine.start("staged-mortal", [daemon], Shape.tp(1, num_blocks=640))
+    assert await moves(mortal, staged.decode, staged.routers[0], f"{request_id}-good", TOKENS) == "staged"
+    async with hog(mortal, staged.decode.ranks[0].manifest, request_id, MANY) as greedy, greedy.holding():
+        receiving = await stuck(staged, mortal, f"{request_id}-stuck")
+        daemon.signal(signal.SIGKILL)
+        await failed(receiving, {"peer_unreachable", "peer_lost", "rpc_failed", "rank_failed", "aborted"})
+    await idle(staged.daemons)
+
+
+async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
+    staged: Pair, daemons: Daemons, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("staged-victim", 1, *FLAGS)
+    reader = await TestEngine.start("staged-victim", [daemon], Shape.tp(1, num_blocks=640))
+    kv, source = Kv.random(MANY), staged.prefill.take(MANY)
+    staged.prefill.write(kv, source)
+    await staged.prefill.publish(request_id, source, MANY)
+    receiving = asyncio.create_task(reader.outcomes(request_id, reader.take(MANY), source=staged.prefill.source()))
+    async with RouterClient(daemon.url) as router:
+        await reading(router, request_id)
+    daemon.signal(signal.SIGKILL)
+    await receiving
+    await idle(staged.daemons)
+
+
+@pytest.mark.parametrize(
+    ("code", "fields"),
+    [
+        ("wrong_secret", {"secret": "guessed"}),
+        ("stale_epoch", {"epoch": "another"}),
+        ("unknown_pairing", {"pairing": "another"}),
+        ("lease_version", {"version": 9}),
+        ("malformed_pack", {"chunk_nbytes": 1 << 30}),
+        ("malformed_pack", {"chunk_nbytes": 1}),
+        ("cut_differs", {"chunks": 2}),
+        ("cut_differs", {"nbytes": 2}),
+        ("tokens_unpublished", {"tokens": layout_pb2.TokenRange(start=0, stop=MANY)}),
+        ("malformed_tables", {"tokens": layout_pb2.TokenRange(start=9, stop=1)}),
+        ("lease_ended", {"request_id": "another"}),
+    ],
+)
+async def test_who_asks_for_what_is_not_its_own_is_refused(
+    staged: Pair, request_id: str, code: str, fields: dict[str, object]
+) -> None:
+    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
+        wrong = peer_pb2.PackOpen()
+        wrong.CopyFrom(other.opening)
+        wrong.MergeFrom(peer_pb2.PackOpen(**fields))
+        assert (await refusal(other.said(peer_pb2.PackRequest(open=wrong, want=[0])))).code == code
+
+
+@pytest.mark.parametrize("requests", [{"want": [0, 0]}, {"want": [999]}, {"read": [0]}], ids=str)
+async def test_who_asks_for_what_there_is_not_is_refused(
+    staged: Pair, request_id: str, requests: dict[str, list[int]]
+) -> None:
+    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
+        asked = peer_pb2.PackRequest(open=other.opening, **requests)
+        assert (await refusal(other.said(asked))).code == "malformed_pack"
+
+
+@asynccontextmanager
+async def hogged(pair: Pair, request_id: str) -> AsyncIterator[None]:
+    """All that prefill's rank 0 can pack at once is packed, and nobody reads it."""
+    own = pair.decode.ranks[0].manifest
+    async with hog(pair.prefill, own, f"{request_id}-hog", TOKENS) as greedy, greedy.holding():
+        yield
+
+
+async def stuck(pair: Pair, source: TestEngine, request_id: str, **more: float) -> asyncio.Task[Outcomes]:
+    """A transfer that reads and waits for a slot of the source."""
+    kv, published = Kv.random(MANY), source.take(MANY)
+    source.write(kv, published)
+    await source.publish(request_id, published, MANY)
+    blocks = pair.decode.take(MANY)
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=source.source(), **more))
+    await reading(pair.routers[0], request_id)
+    return receiving
+
+
+async def moves_all(pair: Pair, request_id: str) -> str:
+    return await moves(pair.prefill, pair.decode, pair.routers[0], request_id, TOKENS)

@@ -1,0 +1,48 @@
+"""One daemon that everything bad is done to."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+
+import httpx
+from pair import Pair
+from ranks import Kv, Shape, TestEngine
+
+from kvferry.router import RouterClient
+from kvferry.schemas import LeaseState
+from kvferry.v1 import engine_pb2_grpc
+from kvferryd.demo.fleet import DaemonService
+
+SHAPE = Shape.tp(1, num_blocks=32)
+OWN_FAULT = re.compile(r'"logger": "kvferryd.*Traceback|Traceback.*"logger": "kvferryd|Fatal|never retrieved')
+NOWHERE = "192.0.2.1:7411"
+
+
+@dataclass
+class Victim:
+    engine: TestEngine
+    daemon: DaemonService
+    router: RouterClient
+    http: httpx.AsyncClient
+    engine_door: engine_pb2_grpc.EngineAsyncStub
+    session: str
+    open_files: int = 0
+
+
+async def a_good_transfer(pair: Pair, victim: Victim, request_id: str) -> None:
+    kv, blocks, reserved = Kv.random(50), pair.prefill.take(50), victim.engine.take(50)
+    pair.prefill.write(kv, blocks)
+    leases = await pair.prefill.publish(request_id, blocks, 50)
+    expected = victim.engine.snapshot()
+    victim.engine.write_into(expected, kv, reserved)
+    await victim.engine.receive(request_id, reserved, source=pair.prefill.source())
+    assert not victim.engine.differences(expected)
+    assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+
+
+def unused_address() -> str:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{held.getsockname()[1]}"

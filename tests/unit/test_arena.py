@@ -1,0 +1,206 @@
+"""Slots of the staging arena: who gets one, and that all come back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvferry.errors import KvferryError
+from kvferryd.copy import Batch
+from kvferryd.transfer.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
+from kvferryd.transport import Span
+
+pytestmark = pytest.mark.anyio
+KB64 = 64 << 10
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Memory:
+    array: np.ndarray = field(default_factory=lambda: np.zeros(4 * KB64, dtype=np.uint8))
+    closed: bool = False
+    owned = True
+
+    @property
+    def span(self) -> Span:
+        return Span(self.array.ctypes.data, self.array.nbytes, "host")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Gate:
+    """A copy that goes on until it is let go."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    let_go: threading.Event = field(default_factory=threading.Event)
+    ended: bool = False
+
+    def copy(self, batches: object) -> None:
+        self.begun.set()
+        assert self.let_go.wait(10)
+        self.ended = True
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+async def arena(memory: Memory, gate: Gate) -> AsyncIterator[Arena]:
+    arena = Arena(memory, gate.copy)  # type: ignore[arg-type]
+    yield arena
+    gate.let_go.set()
+    await arena.close()
+    assert memory.closed
+
+
+async def taken(arena: Arena, use: Use, count: int) -> list[Slot]:
+    async with asyncio.timeout(5):
+        return [await arena.take(use) for _ in range(count)]
+
+
+async def started(*waits: asyncio.Task[Slot]) -> None:
+    await asyncio.sleep(0)
+    assert not any(wait.done() for wait in waits)
+
+
+def wait_for(arena: Arena, use: Use) -> asyncio.Task[Slot]:
+    return asyncio.create_task(arena.take(use))
+
+
+def test_a_small_arena_has_smaller_slots_rather_than_fewer() -> None:
+    assert slot_nbytes(Span(0, 512 << 20, "host")) == SLOT_NBYTES["host"]
+    assert slot_nbytes(Span(0, 1 << 20, "host")) == (1 << 20) // FEWEST
+    assert slot_nbytes(Span(0, 512 << 20, "cuda")) == SLOT_NBYTES["cuda"]
+    with pytest.raises(KvferryError, match="no room"):
+        slot_nbytes(Span(0, 8192, "host"))
+
+
+async def test_slots_lie_side_by_side_in_the_arena(arena: Arena, memory: Memory) -> None:
+    slots = await taken(arena, Use.READ, 3) + await taken(arena, Use.PACKED, 1)
+    assert sorted(slot.address - memory.span.address for slot in slots) == [0, KB64, 2 * KB64, 3 * KB64]
+    assert {slot.nbytes for slot in slots} == {KB64}
+
+
+async def test_slots_are_lent_in_the_order_in_which_they_are_asked_for(arena: Arena) -> None:
+    slots = await taken(arena, Use.READ, 3)
+    waits = [wait_for(arena, Use.READ) for _ in range(3)]
+    await started(*waits)
+    assert (arena.waiting, arena.used_nbytes) == (3, 3 * KB64)
+    for slot, wait in zip(slots, waits, strict=True):
+        arena.give_back(slot)
+        async with asyncio.timeout(5):
+            await wait
+        assert arena.used_nbytes == 3 * KB64
+    assert arena.waiting == 0
+
+
+async def test_a_transfer_with_many_asks_does_not_hold_up_another_for_more_than_its_turn(arena: Arena) -> None:
+    slots = await taken(arena, Use.READ, 3)
+    greedy, modest = [wait_for(arena, Use.READ) for _ in range(2)], wait_for(arena, Use.READ)
+    late = wait_for(arena, Use.READ)
+    await started(*greedy, modest, late)
+    for slot in slots:
+        arena.give_back(slot)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*greedy, modest)
+    assert not late.done()
+    late.cancel()
+
+
+async def test_neither_direction_may_take_all_slots(arena: Arena) -> None:
+    await taken(arena, Use.READ, 3)
+    more = wait_for(arena, Use.READ)
+    await started(more)
+    (packed,) = await taken(arena, Use.PACKED, 1)
+    arena.give_back(packed)
+    await started(more)
+    more.cancel()
+
+
+async def test_who_gives_up_waiting_takes_nothing_with_it(arena: Arena) -> None:
+    (first, *_) = await taken(arena, Use.READ, 3)
+    impatient, patient = wait_for(arena, Use.READ), wait_for(arena, Use.READ)
+    await started(impatient, patient)
+    impatient.cancel()
+    await asyncio.gather(impatient, return_exceptions=True)
+    assert arena.waiting == 1
+    arena.give_back(first)
+    async with asyncio.timeout(5):
+        await patient
+
+
+async def test_a_slot_that_was_lent_in_the_moment_of_giving_up_comes_back(arena: Arena) -> None:
+    (first, *_) = await taken(arena, Use.READ, 3)
+    impatient = wait_for(arena, Use.READ)
+    await started(impatient)
+    arena.give_back(first)
+    impatient.cancel()
+    await asyncio.gather(impatient, return_exceptions=True)
+    assert arena.used_nbytes == 2 * KB64
+
+
+async def test_a_slot_comes_back_once(arena: Arena) -> None:
+    (slot,) = await taken(arena, Use.PACKED, 1)
+    arena.give_back(slot)
+    arena.give_back(slot)
+    assert arena.used_nbytes == 0
+    assert len({slot.address for slot in await taken(arena, Use.READ, 3)}) == 3
+
+
+async def test_a_copy_that_has_begun_ends_before_its_caller_does(arena: Arena, gate: Gate) -> None:
+    copying = asyncio.create_task(arena.copy([]))
+    await asyncio.to_thread(gate.begun.wait, 5)
+    copying.cancel()
+    await asyncio.sleep(0.01)
+    copying.cancel()
+    await asyncio.sleep(0.01)
+    assert not copying.done()
+    gate.let_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert gate.ended
+
+
+async def test_closing_waits_for_the_copy_and_tells_those_who_wait(arena: Arena, gate: Gate, memory: Memory) -> None:
+    await taken(arena, Use.READ, 3)
+    waiting = wait_for(arena, Use.READ)
+    copying = asyncio.create_task(arena.copy([]))
+    await asyncio.to_thread(gate.begun.wait, 5)
+    closing = asyncio.create_task(arena.close())
+    with pytest.raises(KvferryError, match="closed"):
+        await waiting
+    assert not memory.closed
+    gate.let_go.set()
+    await asyncio.gather(copying, closing)
+    assert memory.closed
+    with pytest.raises(KvferryError, match="closed"):
+        await arena.take(Use.PACKED)
+
+
+async def test_an_error_of_the_copy_reaches_the_caller(memory: Memory) -> None:
+    def breaks(batches: object) -> None:
+        raise ValueError("broken")
+
+    arena = Arena(memory, breaks)  # type: ignore[arg-type]
+    empty: list[Batch] = []
+    with pytest.raises(ValueError, match="broken"):
+        await arena.copy(empty)
+    await arena.close()

@@ -1,0 +1,147 @@
+"""`kvferry`: help that teaches, errors on stderr, exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.schemas import ErrorBody, SourceBody, TransferRecord, TransferState
+from kvferryd import ask, cli
+from kvferryd.cli import FORWARDED, main
+
+OWN = ("serve", "status", "transfers", "peers", "drain")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*cli.configuration.OPTIONS, "config"):
+        monkeypatch.delenv(f"KVFERRY_{name.upper()}", raising=False)
+    return
+
+
+def run(*argv: str) -> int:
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_help_lists_every_command_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    said = capsys.readouterr().out
+    assert all(command in said for command in (*OWN, *FORWARDED))
+    assert "examples:" in said
+
+
+@pytest.mark.parametrize("command", OWN)
+def test_help_of_each_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_help_needs_nothing_but_the_standard_library_and_ours() -> None:
+    heavy = "{'torch', 'nixl_cu12', 'nixl_cu13', 'fastapi', 'structlog', 'grpc', 'numpy', 'httpx', 'pydantic'}"
+    script = f"import sys; from kvferryd.cli import _parser; _parser(); print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "kvferryd", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("kvferry ")
+
+
+def test_a_wrong_setting_is_told_on_stderr_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--way", "quick") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "kvferry: way from flag --way is none of the choices (way = 'quick') -> write auto, direct, staged or mapped\n"
+    )
+
+
+def test_check_prints_every_setting_and_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--check", "--arena-mb", "9", "--rest", "0.0.0.0:7410") == 0
+    said = capsys.readouterr().out
+    assert [line.split() for line in said.splitlines() if line.startswith("arena_mb")] == [
+        ["arena_mb", "9", "flag", "--arena-mb"]
+    ]
+    assert "note: REST listens on 0.0.0.0:7410 and asks nobody for a token" in said
+
+
+@pytest.mark.parametrize("command", ["status", "transfers", "peers", "drain"])
+def test_a_daemon_that_does_not_answer_exits_2_with_a_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--daemon", "127.0.0.1:9") == 2
+    said = capsys.readouterr().err
+    assert "no daemon answers at http://127.0.0.1:9" in said
+    assert "->" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (("transfers", "--state", "moving"), "--state"),
+        (("peers", "--prewarm", "prefill"), "--prewarm"),
+        (("peers", "--prewarm", "prefill@here"), "--prewarm"),
+        (("status", "--token-file", "/not/there"), "token_file"),
+    ],
+)
+def test_a_bad_argument_exits_2_and_is_named(
+    argv: tuple[str, ...], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv, "--daemon", "127.0.0.1:9") == 2
+    assert field in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.FORWARDED, "bench", cli.Forwarded("needs_nixl", "", "daemon"))
+    assert run("bench") == 2
+    assert "pip install 'kvferry[daemon]'" in capsys.readouterr().err
+
+
+def test_a_forwarded_command_gets_its_own_arguments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "an_other_command.py").write_text("def main(argv):\n    print(argv)\n    return 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.FORWARDED, "explain", cli.Forwarded("an_other_command", "", "daemon"))
+    assert run("explain", "--help", "x") == 5
+    assert capsys.readouterr().out == "['--help', 'x']\n"
+
+
+def test_transfers_are_a_table_with_the_unfinished_first() -> None:
+    source = SourceBody(engine_id="prefill", address="h:1")
+    ended = TransferRecord(
+        transfer_id="1", request_id="old\x1b[2J", engine_id="decode", source=source, state=TransferState.FAILED,
+        error=ErrorBody(code="deadline", message="too late"), created_at=time.time(),
+    )  # fmt: skip
+    live = TransferRecord(
+        transfer_id="2", request_id="new", engine_id="decode", source=source, state=TransferState.READING,
+        bytes=3 << 30, path="staged", phases_ms={"waiting": 1, "reading": 1500}, created_at=time.time() - 1.5,
+    )  # fmt: skip
+    lines = ask.transfer_table([ended, live]).splitlines()
+    assert lines[0].split() == ["STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "ERROR"]
+    assert lines[1].split() == [
+        "reading",
+        "new",
+        "prefill",
+        "decode",
+        "staged",
+        "3.0",
+        "GiB",
+        "2.0",
+        "GiB/s",
+        "1.5",
+        "s",
+    ]
+    assert "deadline: too late" in lines[2]
+    assert "\x1b" not in lines[2]
+
+
+@pytest.mark.parametrize(("nbytes", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB")])
+def test_sizes_are_for_people(nbytes: int, said: str) -> None:
+    assert ask.size(nbytes) == said

@@ -1,0 +1,229 @@
+"""The settings: one table for file, environment and flags, and faults that say what to do."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import KvferryError
+from kvferryd import config as configuration
+from kvferryd.config import Config, ConfigError, load, misspelt, reach, resolve
+from kvferryd.settings import LogFormat, is_loopback, is_wildcard, split_address
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "kvferry.toml"
+
+
+def refused(flags: dict[str, object] | None = None, environment: dict[str, str] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(flags or {}, environment or {})
+    return caught.value
+
+
+def test_without_a_word_the_defaults_are_those_of_the_design() -> None:
+    config = load({}, {})
+    assert (config.rest, config.peer, config.device) == ("127.0.0.1:7410", "127.0.0.1:7411", "cpu")
+    assert config.advertise == config.peer
+    assert config.engine_socket == Path("/run/kvferry/engine.sock")
+    assert config == Config()
+
+
+def test_flags_win_over_the_environment_and_the_environment_over_the_file(file: Path) -> None:
+    file.write_text('arena_mb = 1\nway = "direct"\nhistory = 7\n')
+    environment = {"KVFERRY_CONFIG": str(file), "KVFERRY_ARENA_MB": "2", "KVFERRY_WAY": "staged"}
+    loaded = resolve({"arena_mb": "3"}, environment)
+    assert (loaded.config.arena_mb, loaded.config.way, loaded.config.history) == (3, "staged", 7)
+    assert loaded.origins["arena_mb"] == "flag --arena-mb"
+    assert loaded.origins["way"] == "environment KVFERRY_WAY"
+    assert loaded.origins["history"] == f"file {file}"
+    assert loaded.origins["rest"] == "default"
+
+
+def test_the_flag_config_wins_over_the_variable(file: Path) -> None:
+    file.write_text("history = 7")
+    assert load({"config": str(file)}, {"KVFERRY_CONFIG": "/not/there"}).history == 7
+
+
+def test_an_empty_variable_is_no_word() -> None:
+    assert load({}, {"KVFERRY_ARENA_MB": ""}).arena_mb == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "value"),
+    [
+        ("strict", "yes", True),
+        ("strict", "OFF", False),
+        ("lease_ttl_s", "2.5", 2.5),
+        ("device", "cuda:3", "cuda:3"),
+        ("rest", "[::1]:0", "[::1]:0"),
+        ("log_format", "json", LogFormat.JSON),
+        ("allow_peers", "10.0.0.0/8, worker-*.kv.svc  fd00::/8", ("10.0.0.0/8", "worker-*.kv.svc", "fd00::/8")),
+        ("ucx", "TLS=rc,cuda_ipc UCX_NET_DEVICES=mlx5_0:1", {"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}),
+    ],
+)
+def test_a_variable_holds_text(name: str, raw: str, value: object) -> None:
+    assert getattr(load({}, {f"KVFERRY_{name.upper()}": raw}), name) == value
+
+
+def test_a_file_holds_the_types_of_toml(file: Path) -> None:
+    file.write_text(
+        'strict = true\ndeadline_s = 5\nallow_peers = ["::1", "a.b"]\n[ucx]\nTLS = "tcp"\nRCACHE_ENABLE = true'
+    )
+    config = load({"config": str(file)}, {})
+    assert (config.strict, config.deadline_s, config.allow_peers) == (True, 5.0, ("::1", "a.b"))
+    assert config.ucx == {"TLS": "tcp", "RCACHE_ENABLE": "y"}
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("rest", "7410"),
+        ("rest", "host:70000"),
+        ("rest", "::1:7410"),
+        ("peer", "[nonsense:]:1"),
+        ("advertise", "10.0.0.1:0"),
+        ("advertise", "0.0.0.0:7411"),
+        ("engine_socket", "run/engine.sock"),
+        ("engine_socket", "/" + "x" * 107),
+        ("device", "cuda"),
+        ("device", "gpu:0"),
+        ("arena_mb", "0"),
+        ("arena_mb", "1.5"),
+        ("arena_mb", "512MB"),
+        ("way", "quick"),
+        ("strict", "maybe"),
+        ("allow_peers", "10.0.0.1/8"),
+        ("allow_peers", "10.0.0.1:7411"),
+        ("allow_peers", "10.0.0.300"),
+        ("allow_peers", "a/b c"),
+        ("token_file", "/not/there"),
+        ("log_level", "loud"),
+        ("shm_dir", "/not/there"),
+        ("lease_ttl_s", "nan"),
+        ("lease_ttl_s", "-1"),
+        ("deadline_s", "3601"),
+        ("nixl_threads", "65"),
+        ("ucx", "TLS"),
+        ("ucx", "tls=rc"),
+        ("connect_timeout_s", "soon"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_name_its_origin_and_a_remedy(name: str, raw: str) -> None:
+    error = refused(environment={f"KVFERRY_{name.upper()}": raw})
+    assert error.code == "bad_config"
+    assert error.field == name
+    assert raw[:50] in error.value
+    assert f"environment KVFERRY_{name.upper()}" in str(error)
+    assert error.remedy
+
+
+def test_all_faults_are_told_at_once(file: Path) -> None:
+    file.write_text('arena_mb = "many"\narena = 3')
+    error = refused({"config": str(file), "way": "quick"}, {"KVFERRY_STRICT": "maybe"})
+    assert {setting.field for setting in error.settings} == {"arena_mb", "arena", "way", "strict"}
+    for said in (f"file {file}", "flag --way", "environment KVFERRY_STRICT", "'many'", "did you mean arena_mb?"):
+        assert said in str(error)
+
+
+def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(file: Path) -> None:
+    file.write_text("drain_timeout = 3")
+    error = refused({"config": str(file)})
+    assert (error.field, error.remedy) == ("drain_timeout", "did you mean drain_timeout_s?")
+
+
+@pytest.mark.parametrize("text", ["arena_mb = ", "\udcff"])
+def test_a_file_that_is_no_toml_is_refused(file: Path, text: str) -> None:
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    assert "is not TOML" in str(refused({"config": str(file)}))
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    assert "No such file" in str(refused(environment={"KVFERRY_CONFIG": "/not/there.toml"}))
+
+
+def test_tls_files_go_together(tmp_path: Path) -> None:
+    cert = tmp_path / "cert"
+    cert.write_text("x")
+    error = refused({"tls_cert": str(cert)})
+    assert {setting.field for setting in error.settings} == {"tls_key", "tls_ca"}
+    assert refused({"rest_tls": True}).field == "rest_tls"
+    assert load({"tls_cert": str(cert), "tls_key": str(cert), "tls_ca": str(cert)}, {}).tls
+
+
+def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    assert "is an empty file" in str(refused({"token_file": str(tmp_path / "token")}))
+
+
+def test_listening_everywhere_needs_an_address_to_advertise() -> None:
+    assert refused({"peer": "0.0.0.0:7411"}).field == "advertise"
+    assert load({"peer": "[::]:7411", "advertise": "node-3:7411"}, {}).advertise == "node-3:7411"
+
+
+def test_what_is_open_to_others_is_warned_of() -> None:
+    assert list(Config().warnings()) == []
+    exposed = Config(rest="0.0.0.0:7410", peer="10.0.0.1:7411")
+    assert [warning.split()[0] for warning in exposed.warnings()] == ["REST", "peers"]
+
+
+def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> None:
+    service = ["KVFERRY_SERVICE_HOST", "KVFERRY_PORT", "KVFERRY_PORT_7410_TCP_ADDR", "KVFERRY_SERVICE_PORT_REST"]
+    environment = dict.fromkeys([*service, "KVFERRY_ARENAMB", "KVFERRY_CONFIG", "KVFERRY_REST", "PATH"], "x")
+    assert list(misspelt(environment)) == [("KVFERRY_ARENAMB", "KVFERRY_ARENA_MB")]
+
+
+@pytest.mark.parametrize(
+    ("rest", "url"),
+    [
+        ("", "http://127.0.0.1:7410"),
+        ("0.0.0.0:99", "http://127.0.0.1:99"),
+        ("[::1]:5", "http://[::1]:5"),
+        ("node:1", "http://node:1"),
+    ],
+)
+def test_commands_reach_the_daemon_by_its_own_settings(rest: str, url: str) -> None:
+    assert reach({}, {"KVFERRY_REST": rest, "KVFERRY_DEVICE": "a fault elsewhere"}).url == url
+
+
+def test_commands_refuse_an_address_that_is_none() -> None:
+    with pytest.raises(KvferryError, match="KVFERRY_REST"):
+        reach({}, {"KVFERRY_REST": "here"})
+
+
+def test_addresses() -> None:
+    assert split_address("[fd00::1]:5") == ("fd00::1", 5)
+    assert is_wildcard("[::]:1")
+    assert not is_wildcard("127.0.0.1:1")
+    assert is_loopback("127.3.0.1:1")
+    assert is_loopback("localhost:1")
+    assert not is_loopback("example.org:1")
+
+
+def test_every_field_is_an_option_with_help_and_a_default_that_it_would_accept() -> None:
+    for field in dataclasses.fields(Config):
+        option, default = configuration.OPTIONS[field.name], getattr(Config(), field.name)
+        assert option.help
+        if default is not None and option.kind.write(default):
+            assert option.kind.read(option.kind.write(default)) == default
+
+
+def test_every_setting_has_a_flag_in_both_spellings() -> None:
+    from kvferryd.cli import _parser
+
+    parser: argparse.ArgumentParser = _parser()
+    parsed = parser.parse_args(
+        ["serve", "--arena-mb", "1", "--lease_ttl_s", "2", "--no-strict", "--ucx", "A=1", "--ucx", "B=2"]
+    )
+    config = load(vars(parsed), {})
+    assert (config.arena_mb, config.lease_ttl_s, config.strict, config.ucx) == (1, 2.0, False, {"A": "1", "B": "2"})
+    assert set(configuration.OPTIONS) <= set(vars(parsed))
+
+
+def test_the_manual_lists_every_setting() -> None:
+    manual = Path(__file__).parents[2] / "docs" / "operations.md"
+    assert configuration.markdown_table() in manual.read_text(), "paste kvferryd.config.markdown_table()"

@@ -1,0 +1,178 @@
+"""The strided copy on host memory: against the element oracle, against the plan's runs, and through staging slots."""
+
+from __future__ import annotations
+
+import ctypes.util
+from collections import Counter
+
+import numpy as np
+import pytest
+from caches import HND, array, as_tuples, attention, cache, table
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import SENTINEL, blank, content, filled, needs
+from strategies import Case, cases
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+from kvferryd.copy import Move, cut, host, mapped, moves
+from kvferryd.copy.batch import Batch, Side, Table, packed
+from kvferryd.copy.chunks import ALIGN
+from kvferryd.copy.cuda import piece_words
+from kvferryd.plan import Bound, bind, plan
+
+small = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+class Memory:
+    """Regions that begin at any address, with guards on both sides."""
+
+    def __init__(self, regions: dict[int, bytearray], shift: int = 0) -> None:
+        self.arrays = {}
+        for region, held in regions.items():
+            around = np.full(len(held) + 64, 0xEE, dtype=np.uint8)
+            at = -around.ctypes.data % 16 + shift
+            around[at : at + len(held)] = np.frombuffer(held, dtype=np.uint8)
+            self.arrays[region] = around[at : at + len(held)]
+
+    def addresses(self) -> dict[int, int]:
+        return {region: held.ctypes.data for region, held in self.arrays.items()}
+
+    def bytes(self) -> dict[int, bytes]:
+        return {region: held.base.tobytes() for region, held in self.arrays.items()}
+
+
+def bound_of(case: Case) -> Bound:
+    return bind(plan(case.sources, case.destination), case.source_tables, case.destination_tables, case.tokens)
+
+
+def sources_of(case: Case, shift: int = 0) -> dict[int, Memory]:
+    return {m.rank: Memory(filled(m, case.source_tables.get(m.rank, {})), shift) for m in case.sources}
+
+
+def copied_directly(bound: Bound, sources: dict[int, Memory], destination: Memory) -> None:
+    addresses = {(rank, region): at for rank, m in sources.items() for region, at in m.addresses().items()}
+    host.copy(mapped(moves(bound), addresses, destination.addresses()))
+
+
+def copied_through_slots(wanted: list[Move], sources: dict[int, Memory], destination: Memory, nbytes: int) -> None:
+    for chunk in cut(wanted, nbytes):
+        assert 0 < chunk.nbytes <= nbytes
+        slot = Memory({0: bytearray(chunk.nbytes)})
+        before = slot.arrays[0].base.copy()
+        host.copy(chunk.gather(sources[chunk.source_rank].addresses(), slot.addresses()[0]))
+        assert (slot.arrays[0].base[-16:] == before[-16:]).all(), "a gather left its slot"
+        host.copy(chunk.scatter(slot.addresses()[0], destination.addresses()))
+
+
+@small
+@given(cases(), st.integers(0, 15), st.integers(0, 15))
+def test_every_wanted_element_arrives_and_nothing_else_is_touched(case: Case, here: int, there: int) -> None:
+    expected = blank(case.destination, SENTINEL)
+    for need in needs(case.sources, case.source_tables, case.destination, case.destination_tables, case.tokens):
+        to = need.destination
+        expected[to.region][to.offset : to.offset + to.nbytes] = content(need.coordinate, to.nbytes)
+    destination = Memory(blank(case.destination, SENTINEL), there)
+    copied_directly(bound_of(case), sources_of(case, here), destination)
+    assert destination.bytes() == Memory(expected, there).bytes()
+
+
+@small
+@given(cases())
+def test_moves_carry_the_bytes_of_the_runs(case: Case) -> None:
+    bound = bound_of(case)
+    of_runs = Counter(
+        (run[:2], run[3], run[2] + byte, run[4] + byte) for run in as_tuples(bound) for byte in range(run[5])
+    )
+    of_moves: Counter[object] = Counter()
+    for move in moves(bound):
+        pattern = move.pattern
+        for source, destination in zip(move.source_segments, move.destination_segments, strict=True):
+            for s, d in zip(pattern.source_offsets, pattern.destination_offsets, strict=True):
+                where = (move.source_rank, move.source_region), move.destination_region
+                of_moves.update((*where, int(source + s) + i, int(destination + d) + i) for i in range(pattern.nbytes))
+    assert of_moves == of_runs
+    assert sum(move.nbytes for move in moves(bound)) == bound.nbytes
+
+
+@small
+@given(cases(), st.integers(ALIGN, 3 * ALIGN), st.integers(0, 15))
+def test_through_slots_of_any_size_arrives_what_arrives_directly(case: Case, slot: int, shift: int) -> None:
+    bound, sources = bound_of(case), sources_of(case, shift)
+    direct, staged = (Memory(blank(case.destination, SENTINEL), shift) for _ in range(2))
+    copied_directly(bound, sources, direct)
+    copied_through_slots(moves(bound), sources, staged, slot)
+    assert staged.bytes() == direct.bytes()
+
+
+def test_a_source_that_knows_only_its_own_segments_cuts_alike() -> None:
+    bound = bind_one(cache(*attention()), cache(*attention(order=HND), engine="decode"))
+    whole = moves(bound)
+    half = [Move(m.source_rank, 0, 0, m.pattern, m.source_segments, m.source_segments[:0]) for m in whole]
+    for there, here in zip(cut(half, ALIGN), cut(whole, ALIGN), strict=True):
+        assert [vars_of(piece) for piece in there.pieces] == [vars_of(piece) for piece in here.pieces]
+        assert there.nbytes == here.nbytes
+
+
+def test_segments_of_equal_length_are_one_move_whatever_their_order() -> None:
+    assert len(moves(bind_one(cache(*attention()), cache(*attention(), engine="decode"), (0, 12)))) == 1
+    lengths = [move.pattern.nbytes for move in moves(bind_one(cache(*attention()), cache(*attention()), (2, 14)))]
+    assert lengths == [16, 32], "two partial blocks are one move, whole ones another"
+
+
+def test_a_segment_that_no_slot_holds_is_cut_along_its_rows_and_a_run_within() -> None:
+    rows = cache(*attention(layers=range(40), slot=8))
+    chunks = cut(moves(bind_one(rows, rows)), 1024)
+    assert {chunk.nbytes for chunk in chunks[:-1]} == {1024}
+    long = cache(array("kv", order="block slot dim", block=4, slot=4, dim=1000))
+    pieces = [piece for chunk in cut(moves(bind_one(long, long)), 1024) for piece in chunk.pieces]
+    assert max(piece.move.pattern.nbytes for piece in pieces) == 1024
+    assert sum(piece.nbytes for piece in pieces) == 16 * 1000 * 2
+
+
+def test_runs_longer_than_numpy_is_good_for_are_moved_one_by_one() -> None:
+    nbytes = host.LONG + 3
+    source = np.random.default_rng(0).integers(0, 255, 2 * nbytes, dtype=np.uint8)
+    destination = np.zeros_like(source)
+    swapped = Table.of(np.array([nbytes, 0]))
+    begin, end = (np.array([held.ctypes.data]) for held in (source, destination))
+    host.copy([Batch(nbytes, 2, Side(begin, packed(2, nbytes)), Side(end, swapped))])
+    assert (destination == np.roll(source, nbytes)).all()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "segment", "row", "word"),
+    [(64, 32, 16, 16), (64, 32, 8, 8), (64, 4, 16, 4), (6, 16, 16, 2), (576, 0, 0, 16), (5, 16, 16, 1), (64, 1, 16, 1)],
+)
+def test_a_word_is_as_wide_as_lengths_and_addresses_allow(nbytes: int, segment: int, row: int, word: int) -> None:
+    side = Side(np.array([4096, 4096 + segment]), Table.of(np.array([0, row])))
+    assert Batch(nbytes, 2, side, side).word == word
+
+
+def test_pieces_are_long_and_waste_little() -> None:
+    assert [piece_words(words) for words in (1, 3, 16, 72, 160, 512, 4096)] == [1, 1, 16, 16, 32, 512, 512]
+    for words in range(1, 3000):
+        piece = piece_words(words)
+        assert -(-words // piece) * piece <= 1.125 * words or piece == 1
+
+
+@pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="this machine has a CUDA driver")
+def test_without_a_gpu_everything_imports_and_asking_says_what_is_missing() -> None:
+    from kvferryd.memory.cuda import CudaProvider
+
+    for ask in (lambda: CudaProvider("cuda:0"), lambda: cuda.device("GPU-1")):
+        with pytest.raises(KvferryError, match="libcuda") as caught:
+            ask()
+        assert caught.value.code == "cuda_missing"
+        assert caught.value.remedy
+
+
+def bind_one(source, destination, tokens: tuple[int, int] = (0, 16)) -> Bound:
+    tables = {"full": table(2, 0, 3, 1)} if source.groups[0].block_size == 4 else {"full": table(2, 0)}
+    return bind(plan([source], destination), {0: tables}, tables, tokens)
+
+
+def vars_of(piece) -> tuple[int, ...]:
+    return piece.first, piece.segments, piece.first_row, piece.rows, piece.offset

@@ -1,0 +1,310 @@
+"""The engine client against a daemon whose every word is written here: events that come late, early or never."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry import engine as engine_module
+from kvferry.blocking import BlockingEngineClient
+from kvferry.engine import EngineClient, TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.schemas import LeaseState
+from kvferry.tables import BlockTable
+from kvferry.v1 import engine_pb2, engine_pb2_grpc
+
+pytestmark = pytest.mark.anyio
+TABLES, OTHERS = {"full": BlockTable.of([1, 2])}, {"full": BlockTable.of([3, 4])}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Daemon(engine_pb2_grpc.EngineServicer):
+    """Says what it is told to. Transfers are named t0, t1 and so on, in the order of the receives."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[engine_pb2.Event] = asyncio.Queue()
+        self.heard: list[str] = []
+        self.more = asyncio.Event()
+        self.answers = asyncio.Event()
+        """While it is not set no call is answered."""
+        self.answers.set()
+        self.refuses = False
+
+    async def Attach(self, request: engine_pb2.AttachRequest, context: Any) -> AsyncIterator[engine_pb2.Event]:
+        yield engine_pb2.Event(attached=engine_pb2.Attached(session="s", peer_address="127.0.0.1:1", device="cpu"))
+        while True:
+            yield await self.events.get()
+
+    async def Receive(self, request: engine_pb2.ReceiveRequest, context: Any) -> engine_pb2.ReceiveReply:
+        number = sum(word.startswith("receive") for word in self.heard)
+        await self._hear(f"receive {list(request.tables.groups['full'].block_ids)}", context)
+        return engine_pb2.ReceiveReply(transfer_id=f"t{number}", state="waiting")
+
+    async def Publish(self, request: engine_pb2.PublishRequest, context: Any) -> engine_pb2.PublishReply:
+        await self._hear("publish", context)
+        return engine_pb2.PublishReply(state="published")
+
+    async def Abort(self, request: engine_pb2.EngineAbortRequest, context: Any) -> engine_pb2.EngineAbortReply:
+        await self._hear("abort", context)
+        return engine_pb2.EngineAbortReply()
+
+    async def _hear(self, word: str, context: Any) -> None:
+        self.heard.append(word)
+        self.more.set()
+        await self.answers.wait()
+        if self.refuses:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no")
+
+    async def until(self, *heard: str) -> None:
+        async with asyncio.timeout(10):
+            while self.heard != list(heard):
+                self.more.clear()
+                await self.more.wait()
+
+    def end(self, transfer_id: str, state: str = "done", *, safe: bool = True) -> None:
+        ended = engine_pb2.TransferEnded(request_id="R", transfer_id=transfer_id, state=state, blocks_safe=safe)
+        self.events.put_nowait(engine_pb2.Event(transfer_ended=ended))
+
+    def safe(self, transfer_id: str) -> None:
+        self.events.put_nowait(
+            engine_pb2.Event(blocks_safe=engine_pb2.BlocksSafe(request_id="R", transfer_id=transfer_id))
+        )
+
+    def drain(self) -> None:
+        self.events.put_nowait(engine_pb2.Event(draining=engine_pb2.Draining()))
+
+
+@asynccontextmanager
+async def served(tmp_path: Path) -> AsyncIterator[tuple[Daemon, str]]:
+    daemon, server, path = Daemon(), grpc.aio.server(), str(tmp_path / "s")
+    engine_pb2_grpc.add_EngineServicer_to_server(daemon, server)
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    try:
+        yield daemon, path
+    finally:
+        await server.stop(0)
+
+
+@pytest.fixture
+async def both(tmp_path: Path) -> AsyncIterator[tuple[Daemon, EngineClient]]:
+    async with served(tmp_path) as (daemon, path), await EngineClient.connect(path, engine_id="e", epoch="1") as client:
+        yield daemon, client
+
+
+Both = tuple[Daemon, EngineClient]
+
+
+async def everything_heard(daemon: Daemon, client: EngineClient) -> None:
+    """Events are heard in order: when the client knows of this one it knows of those before."""
+    client.draining.clear()
+    daemon.drain()
+    async with asyncio.timeout(10):
+        await client.draining.wait()
+
+
+async def named(client: EngineClient) -> None:
+    """Until the reply that names the transfer has come."""
+    async with asyncio.timeout(10):
+        while not client._receives["R"].transfer_id:  # noqa: ASYNC110  # nothing else tells
+            await asyncio.sleep(0.001)
+
+
+async def cancelled(task: asyncio.Task[Any], timeout_s: float = 10) -> None:
+    task.cancel()
+    await asyncio.wait([task], timeout=timeout_s)
+    assert task.cancelled()
+
+
+async def test_the_late_end_of_a_cancelled_receive_does_not_settle_the_next(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "LEAVE_S", 0.1)
+    daemon, client = both
+    first = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    await named(client)
+    await cancelled(first)
+    second = asyncio.create_task(client.receive("R", OTHERS))
+    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
+    daemon.end("t0")
+    await everything_heard(daemon, client)
+    await asyncio.sleep(0)
+    assert not second.done()
+    daemon.end("t1")
+    assert (await second).transfer_id == "t1"
+
+
+async def test_an_end_may_come_before_the_reply_that_names_the_transfer(both: Both) -> None:
+    daemon, client = both
+    daemon.answers.clear()
+    receiving = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    for stale in range(100):
+        daemon.end(f"stale-{stale}")
+    daemon.end("t0", "failed", safe=False)
+    daemon.safe("t0")
+    await everything_heard(daemon, client)
+    assert not receiving.done()
+    daemon.answers.set()
+    with pytest.raises(TransferFailed) as failed:
+        await receiving
+    assert failed.value.state == "failed"
+    assert failed.value.blocks_safe
+
+
+async def test_a_cancelled_receive_ends_when_its_blocks_are_safe(both: Both) -> None:
+    daemon, client = both
+    receiving = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    await named(client)
+    receiving.cancel()
+    await daemon.until("receive [1, 2]", "abort")
+    daemon.end("t0", "aborted", safe=False)
+    await everything_heard(daemon, client)
+    receiving.cancel()  # impatience changes nothing for the request
+    again = asyncio.create_task(client.receive("R", OTHERS))
+    await asyncio.sleep(0.05)
+    assert daemon.heard == ["receive [1, 2]", "abort"]
+    daemon.safe("t0")
+    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
+    daemon.end("t1")
+    assert (await again).transfer_id == "t1"
+    assert receiving.cancelled()
+    assert not client._receives
+
+
+async def test_a_receive_that_is_cancelled_before_its_reply_is_aborted_after_it(both: Both) -> None:
+    daemon, client = both
+    daemon.answers.clear()
+    receiving = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    receiving.cancel()
+    await asyncio.sleep(0.05)
+    assert daemon.heard == ["receive [1, 2]"], "an abort would find nothing yet"
+    daemon.answers.set()
+    await daemon.until("receive [1, 2]", "abort")
+    daemon.end("t0", "aborted")
+    await asyncio.wait([receiving], timeout=10)
+    assert receiving.cancelled()
+
+
+async def test_a_daemon_that_says_nothing_holds_a_cancelled_receive_only_so_long(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "LEAVE_S", 0.1)
+    daemon, client = both
+    daemon.answers.clear()
+    receiving = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    began = time.monotonic()
+    await cancelled(receiving)
+    assert time.monotonic() - began < 2
+    assert not client._receives
+
+
+async def test_a_refused_publish_leaves_nothing(both: Both) -> None:
+    daemon, client = both
+    daemon.refuses = True
+    with pytest.raises(KvferryError):
+        await client.publish("R", TABLES, 5)
+    assert not client._leases
+    daemon.refuses = False
+    lease = await client.publish("R", TABLES, 5, more=True)
+    daemon.refuses = True
+    with pytest.raises(KvferryError):
+        await client.publish("R", TABLES, 4)
+    assert client._leases == {"R": lease}, "what was published before is still held"
+    ended = engine_pb2.LeaseEnded(request_id="R", state="released")
+    daemon.events.put_nowait(engine_pb2.Event(lease_ended=ended))
+    assert await lease.ended() is LeaseState.RELEASED
+
+
+CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {
+    "allocate": lambda client: client.allocate(1),
+    "publish": lambda client: client.publish("R", TABLES, 5),
+    "receive": lambda client: client.receive("R", TABLES),
+    "abort": lambda client: client.abort("R"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+async def test_a_call_after_close_says_that_the_session_is_closed(
+    both: Both, call: Callable[[EngineClient], Awaitable[object]]
+) -> None:
+    _, client = both
+    await client.close()
+    with pytest.raises(KvferryError) as refused:
+        await call(client)
+    assert refused.value.code == "session_closed"
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_who_waits_at_close_hears_that_the_session_is_closed(both: Both, answered: bool) -> None:
+    daemon, client = both
+    lease = await client.publish("L", TABLES, 5)
+    if not answered:
+        daemon.answers.clear()
+    receiving = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("publish", "receive [1, 2]")
+    others = [asyncio.create_task(client.abort("R"))] if not answered else []
+    await asyncio.sleep(0.05)
+    await client.close()
+    for waiting in (receiving, lease.ended(), *others):
+        with pytest.raises(KvferryError) as told:
+            await waiting
+        assert told.value.code == "session_closed", waiting
+
+
+async def test_a_caller_that_is_cancelled_while_the_session_closes_is_cancelled(both: Both) -> None:
+    daemon, client = both
+    daemon.answers.clear()
+    calling = asyncio.create_task(client.abort("R"))
+    await daemon.until("abort")
+    closing = asyncio.create_task(client.close())
+    await cancelled(calling)
+    await closing
+
+
+async def test_threads_hear_the_same(tmp_path: Path) -> None:
+    async with served(tmp_path) as (daemon, path):
+        with ThreadPoolExecutor() as threads:
+
+            async def off(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+                return await asyncio.get_running_loop().run_in_executor(threads, lambda: call(*args, **more))
+
+            client = await off(BlockingEngineClient.connect, path, engine_id="e", epoch="1")
+            first = client.receive("R", TABLES)
+            await daemon.until("receive [1, 2]")
+            first.cancel()
+            second = client.receive("R", OTHERS)  # at once, as nothing tells when a cancelled future is through
+            await daemon.until("receive [1, 2]", "abort")
+            daemon.end("t0", "aborted")
+            await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
+            daemon.answers.clear()
+            calling = asyncio.create_task(off(client.abort, "Q"))
+            await daemon.until("receive [1, 2]", "abort", "receive [3, 4]", "abort")
+            began = time.monotonic()
+            await off(client.close)
+            assert time.monotonic() - began < 2
+            for waiting in (asyncio.wrap_future(second), calling):
+                with pytest.raises(KvferryError) as told:
+                    async with asyncio.timeout(5):
+                        await waiting
+                assert told.value.code == "session_closed"
+            for call in (client.abort, lambda request_id: client.receive(request_id, TABLES)):
+                with pytest.raises(KvferryError) as told:
+                    await off(call, "R")
+                assert told.value.code == "session_closed"

@@ -1,0 +1,315 @@
+"""The rules of leases, on an event loop and without a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import LeaseState
+from kvferry.tables import BlockTable
+from kvferryd.transfer.lease import Lease, Leases, ReaderId
+
+pytestmark = pytest.mark.anyio
+TABLES = {"full": BlockTable.of([4, 7])}
+READER = ReaderId("decode", "1", 0, 1)
+LONG_S, NOW_S = 60.0, 0.001
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def ended() -> list[Lease]:
+    return []
+
+
+@pytest.fixture
+async def leases(ended: list[Lease]) -> Leases:
+    return Leases("prefill", "1", ended.append, 8)
+
+
+Publish = Callable[..., Lease]
+
+
+@pytest.fixture
+def publish(leases: Leases) -> Publish:
+    def publish(request_id: str = "r", num_tokens: int = 8, **more: Any) -> Lease:
+        told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "readers": 1} | more
+        return leases.publish(request_id, num_tokens=num_tokens, **told)
+
+    return publish
+
+
+def read(leases: Leases, who: ReaderId, lease: Lease, *, complete: bool = True) -> tuple[bool, str]:
+    with leases.reading(lease, who) as secret:
+        return leases.close(lease.request_id, who, secret, complete)
+
+
+async def lasting(wait: Any) -> Any:
+    async with asyncio.timeout(5):
+        return await wait
+
+
+# release
+
+
+async def test_a_lease_is_released_by_its_reader(leases: Leases, publish: Publish, ended: list[Lease]) -> None:
+    lease = publish()
+    assert read(leases, READER, lease) == (True, "")
+    assert lease.state is LeaseState.RELEASED
+    assert ended == [lease]
+    assert len(leases) == 0
+
+
+async def test_all_ranks_of_a_reader_must_have_read(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    for rank in range(3):
+        assert lease.state is LeaseState.PUBLISHED
+        assert read(leases, ReaderId("decode", "1", rank, 3), lease)[0]
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_ranks_of_two_epochs_do_not_make_one_reader(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    read(leases, ReaderId("decode", "1", 0, 2), lease)
+    read(leases, ReaderId("decode", "2", 1, 2), lease)
+    assert lease.state is LeaseState.PUBLISHED
+
+
+async def test_a_lease_for_two_engines_is_released_by_the_second(leases: Leases, publish: Publish) -> None:
+    lease = publish(readers=2)
+    read(leases, READER, lease)
+    read(leases, READER, lease)  # the same one again counts once
+    assert lease.state is LeaseState.PUBLISHED
+    read(leases, ReaderId("decode-b", "1", 0, 1), lease)
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_reader_that_gave_up_has_not_read(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    read(leases, READER, lease, complete=False)
+    assert lease.state is LeaseState.PUBLISHED
+    read(leases, READER, lease)
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_rank_with_nothing_to_read_here_counts_without_opening(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    assert leases.close("r", READER, "", True) == (True, "")
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_rank_with_nothing_to_read_may_close_before_the_publish(leases: Leases, publish: Publish) -> None:
+    leases.close("r", READER, "", True)
+    assert publish().state is LeaseState.RELEASED
+
+
+async def test_closing_again_is_the_same_answer(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    with leases.reading(lease, READER) as secret:
+        assert leases.close("r", READER, secret, True)[0]
+        assert leases.close("r", READER, secret, True)[0]
+
+
+async def test_a_wrong_secret_closes_nothing(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    with leases.reading(lease, READER):
+        for secret in ("wrong", ""):
+            with pytest.raises(KvferryError) as refused:
+                leases.close("r", READER, secret, True)
+            assert refused.value.code == "wrong_secret"
+    assert lease.state is LeaseState.PUBLISHED
+
+
+async def test_a_reader_opens_once_at_a_time(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    with leases.reading(lease, READER):
+        with pytest.raises(KvferryError) as refused, leases.reading(lease, READER):
+            pass
+        assert refused.value.code == "already_reading"
+        assert lease.live_readers == 1
+
+
+# time to live
+
+
+async def test_a_lease_that_nobody_reads_expires(publish: Publish, leases: Leases) -> None:
+    lease = publish(ttl_s=NOW_S)
+    await lasting(leases.ended(lease))
+    assert lease.state is LeaseState.EXPIRED
+    assert "nobody read it" in lease.reason
+
+
+async def test_a_lease_with_a_live_reader_does_not_expire(publish: Publish, leases: Leases) -> None:
+    read_one, unread = publish("read", ttl_s=NOW_S), publish("unread", ttl_s=2 * NOW_S)
+    with leases.reading(read_one, READER):
+        await lasting(leases.ended(unread))
+        assert read_one.state is LeaseState.PUBLISHED
+        assert read_one.record().expires_in_ms is None
+    assert read_one.state is LeaseState.EXPIRED  # its time had passed long ago
+
+
+async def test_every_publish_starts_the_time_to_live_anew(publish: Publish, leases: Leases) -> None:
+    lease, other = publish(ttl_s=0.05, more=True), publish("other", ttl_s=0.05)
+    while not other.state.ended:
+        publish(num_tokens=lease.num_tokens + 1, ttl_s=0.05, more=True)
+        await asyncio.sleep(0.005)
+    assert lease.state is LeaseState.PUBLISHING
+
+
+# progressive
+
+
+async def test_followers_see_every_publish_and_then_the_end(publish: Publish, leases: Leases) -> None:
+    lease = publish(num_tokens=4, more=True)
+    follower = leases.follow(lease)
+    assert (await lasting(anext(follower)), lease.num_tokens, lease.more) == (1, 4, True)
+    publish(num_tokens=6, more=True)
+    publish(num_tokens=8)
+    assert (await lasting(anext(follower)), lease.num_tokens, lease.more) == (3, 8, False)
+    with pytest.raises(StopAsyncIteration):
+        await lasting(anext(follower))
+
+
+async def test_what_is_still_being_published_is_not_released(publish: Publish, leases: Leases) -> None:
+    lease = publish(num_tokens=4, more=True)
+    read(leases, READER, lease)
+    assert lease.state is LeaseState.PUBLISHING
+    publish(num_tokens=8)
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_follower_is_told_when_the_lease_ends_before_the_last_publish(publish: Publish, leases: Leases) -> None:
+    follower = leases.follow(publish(more=True))
+    await lasting(anext(follower))
+    leases.revoke("r", "aborted")
+    with pytest.raises(KvferryError, match="revoked: aborted") as told:
+        await lasting(anext(follower))
+    assert told.value.code == "lease_ended"
+
+
+async def test_published_tokens_are_not_taken_back(publish: Publish) -> None:
+    publish(num_tokens=8, more=True)
+    with pytest.raises(KvferryError) as refused:
+        publish(num_tokens=7, more=True)
+    assert refused.value.code == "published_less"
+
+
+async def test_the_same_publish_again_changes_nothing(publish: Publish) -> None:
+    lease = publish()
+    assert publish() is lease
+    assert lease.version == 1
+    for different in ({"num_tokens": 7}, {"metadata": b"x"}, {"more": True}, {"tables": {"full": BlockTable.of([4])}}):
+        with pytest.raises(KvferryError) as refused:
+            publish(**different)
+        assert refused.value.code == "already_published"
+
+
+# revocation, waiting
+
+
+async def test_a_reader_of_a_revoked_lease_learns_that_it_did_not_hold(publish: Publish, leases: Leases) -> None:
+    lease = publish()
+    with leases.reading(lease, READER) as secret:
+        assert leases.revoke("r", "aborted")
+        held, reason = leases.close("r", READER, secret, True)
+    assert not held
+    assert "aborted" in reason
+    assert not leases.revoke("r", "again")
+
+
+async def test_a_reader_that_comes_late_is_told_at_once(publish: Publish, leases: Leases) -> None:
+    publish()
+    leases.revoke("r", "aborted")
+    with pytest.raises(KvferryError) as told:
+        await lasting(leases.find("r"))
+    assert told.value.code == "lease_ended"
+
+
+async def test_a_released_lease_does_not_hold_for_another_reader(publish: Publish, leases: Leases) -> None:
+    lease = publish()
+    other = ReaderId("other", "1", 0, 1)
+    with leases.reading(lease, other) as secret:
+        read(leases, READER, lease)
+        assert lease.state is LeaseState.RELEASED
+        assert leases.close("r", other, secret, True)[0] is False
+
+
+async def test_a_reader_may_come_before_the_publish(publish: Publish, leases: Leases) -> None:
+    waiting = [asyncio.create_task(leases.find("r")) for _ in range(2)]
+    await asyncio.sleep(0)
+    lease = publish()
+    assert await lasting(asyncio.gather(*waiting)) == [lease, lease]
+
+
+async def test_a_reader_that_waits_is_told_when_the_request_is_aborted(leases: Leases) -> None:
+    waiting = asyncio.create_task(leases.find("r"))
+    await asyncio.sleep(0)
+    leases.revoke("r", "aborted")
+    with pytest.raises(KvferryError, match="aborted"):
+        await lasting(waiting)
+
+
+async def test_readers_that_give_up_waiting_leave_nothing_behind(publish: Publish, leases: Leases) -> None:
+    for n in range(3 * leases.limit):
+        waiting = asyncio.create_task(leases.find(f"never-{n}"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    last = asyncio.create_task(leases.find("r"))
+    await asyncio.sleep(0)
+    publish()
+    assert (await lasting(last)).request_id == "r"
+
+
+async def test_leases_and_waiting_readers_are_bounded(publish: Publish, leases: Leases) -> None:
+    for n in range(leases.limit):
+        publish(f"r{n}")
+    with pytest.raises(KvferryError) as refused:
+        publish("one more")
+    assert refused.value.code == "full"
+    waiting = [asyncio.create_task(leases.find(f"never-{n}")) for n in range(leases.limit)]
+    await asyncio.sleep(0)
+    with pytest.raises(KvferryError) as refused:
+        await lasting(leases.find("one more"))
+    assert refused.value.code == "full"
+    for task in waiting:
+        task.cancel()
+
+
+async def test_the_end_of_a_registration_ends_everything(publish: Publish, leases: Leases, ended: list[Lease]) -> None:
+    whole, partly = publish("whole"), publish("partly", more=True)
+    waiting = asyncio.create_task(leases.find("awaited"))
+    await asyncio.sleep(0)
+    leases.revoke_all("started anew")
+    assert [lease.state for lease in (whole, partly)] == [LeaseState.REVOKED] * 2
+    assert ended == [whole, partly]
+    for wait in (waiting, leases.find("awaited"), leases.find("later")):
+        with pytest.raises(KvferryError, match="started anew"):
+            await lasting(wait)
+
+
+async def test_what_a_dead_engine_published_whole_stays_and_the_rest_ends(publish: Publish, leases: Leases) -> None:
+    whole, partly = publish("whole"), publish("partly", more=True)
+    waiting = asyncio.create_task(leases.find("awaited"))
+    await asyncio.sleep(0)
+    leases.revoke_unfinished("the engine is gone")
+    assert (whole.state, partly.state) == (LeaseState.PUBLISHED, LeaseState.REVOKED)
+    assert await lasting(leases.find("whole")) is whole
+    for wait in (waiting, leases.find("later")):
+        with pytest.raises(KvferryError, match="the engine is gone"):
+            await lasting(wait)
+
+
+async def test_a_request_may_be_published_again_after_its_lease_ended(publish: Publish, leases: Leases) -> None:
+    publish()
+    leases.revoke("r", "preempted")
+    again = publish()
+    assert await lasting(leases.find("r")) is again
+    assert again.state is LeaseState.PUBLISHED

@@ -1,0 +1,69 @@
+"""What is counted, under which labels, and that labels stay few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvferry.schemas import ErrorBody, LeaseState, TransferRecord, TransferState
+from kvferryd.metrics import Few, Metrics, Stats, markdown_table
+
+
+def text(metrics: Metrics, stats: Stats | None = None) -> str:
+    return metrics.exposition(stats or Stats(), ready=True)[0].decode()
+
+
+def record(state: TransferState, error: ErrorBody | None = None) -> TransferRecord:
+    return TransferRecord(
+        transfer_id="1", request_id="r", engine_id="decode", state=state, bytes=1 << 20, descriptors=3, path="staged",
+        transport="UCX", phases_ms={"reading": 20.0, "total": 21.0}, error=error,
+    )  # fmt: skip
+
+
+def test_a_done_transfer_is_counted_with_its_bytes_and_phases() -> None:
+    metrics = Metrics()
+    metrics.transfer_ended(record(TransferState.DONE), "prefill")
+    said = text(metrics)
+    labels = 'path="staged",peer_engine="prefill",'
+    assert f'kvferry_transfers_ended_total{{{labels}state="done",transport="UCX"}} 1.0' in said
+    assert f'kvferry_read_bytes_total{{{labels}transport="UCX"}} 1.048576e+06' in said
+    assert 'kvferry_transfer_phase_seconds_bucket{le="0.025",path="staged",phase="reading"} 1.0' in said
+
+
+def test_a_failed_transfer_is_counted_by_code_and_its_bytes_are_not() -> None:
+    metrics = Metrics()
+    metrics.transfer_ended(record(TransferState.FAILED, ErrorBody(code="deadline", message="")), "")
+    said = text(metrics)
+    assert 'kvferry_transfer_failures_total{code="deadline",peer_engine="none"} 1.0' in said
+    assert "kvferry_read_bytes_total{" not in said
+
+
+def test_gauges_are_sampled_and_every_state_is_there() -> None:
+    stats = Stats(leases={LeaseState.PUBLISHED: 4}, owned_nbytes=7, draining=True)
+    said = text(Metrics(), stats)
+    for line in (
+        'kvferry_leases{state="published"} 4.0',
+        'kvferry_leases{state="revoked"} 0.0',
+        'kvferry_region_bytes{ownership="owned"} 7.0',
+        "kvferry_draining 1.0",
+        "kvferry_ready 1.0",
+    ):
+        assert line in said.splitlines()
+
+
+def test_two_daemons_fit_into_one_process() -> None:
+    first, second = Metrics(), Metrics()
+    first.handshake("ok", 0.1)
+    first.lease_ended(LeaseState.EXPIRED)
+    first.order_refused("full")
+    assert 'kvferry_handshakes_total{outcome="ok"} 1.0' in text(first)
+    assert "kvferry_handshakes_total{" not in text(second)
+
+
+def test_a_label_takes_only_so_many_values() -> None:
+    few = Few(2)
+    assert [few(value) for value in ("a", "b", "c", "", "a")] == ["a", "b", "other", "none", "a"]
+
+
+def test_the_manual_lists_every_metric() -> None:
+    manual = Path(__file__).parents[2] / "docs" / "operations.md"
+    assert markdown_table() in manual.read_text(), "paste kvferryd.metrics.markdown_table()"

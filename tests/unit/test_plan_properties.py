@@ -1,0 +1,96 @@
+"""The planner's invariant against the slow oracle, over engines drawn at random."""
+
+import pytest
+from caches import as_tuples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import NotHeld, mergeable, needs, verify
+from strategies import Case, cases
+
+from kvferry.errors import KvferryError
+from kvferry.tables import BlockTable
+from kvferryd.plan import bind, plan
+
+small = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def answer(case: Case) -> tuple[object, ...]:
+    """The case as `verify` and `needs` take it."""
+    return case.sources, case.source_tables, case.destination, case.destination_tables, case.tokens
+
+
+@small
+@given(cases())
+def test_every_wanted_element_is_written_once_from_the_right_place_and_nothing_else_is(case: Case) -> None:
+    bound = bound_of(case)
+    runs = as_tuples(bound)
+    verify(*answer(case), runs)
+    assert bound.nbytes == sum(run[5] for run in runs)
+
+
+@small
+@given(cases())
+def test_runs_are_maximal(case: Case) -> None:
+    assert mergeable(as_tuples(bound_of(case))) == []
+
+
+@small
+@given(cases())
+def test_the_same_question_has_the_same_answer_and_names_the_ranks_it_reads(case: Case) -> None:
+    chosen = plan(case.sources, case.destination)
+    again = plan(case.sources, case.destination)
+    assert chosen.reads_from == again.reads_from
+    runs = as_tuples(bind(chosen, case.source_tables, case.destination_tables, case.tokens))
+    assert runs == as_tuples(bind(again, case.source_tables, case.destination_tables, case.tokens))
+    assert {run[0] for run in runs} <= set(chosen.reads_from) <= {source.rank for source in case.sources}
+
+
+@small
+@given(cases(), st.data())
+def test_tables_that_lack_blocks_are_refused_or_answered_rightly(case: Case, data: st.DataObject) -> None:
+    tables = [*case.source_tables.values(), case.destination_tables]
+    cut = data.draw(st.sampled_from(tables))
+    name = data.draw(st.sampled_from(sorted(cut)))
+    ids = cut[name].block_ids[: data.draw(st.integers(0, len(cut[name].block_ids)))]
+    cut[name] = BlockTable.of(ids, cut[name].first_token + data.draw(st.integers(0, 3)))
+    try:
+        needs(*answer(case))
+    except NotHeld:
+        with pytest.raises(KvferryError):
+            bound_of(case)
+        return
+    try:
+        runs = as_tuples(bound_of(case))
+    except KvferryError:
+        return  # a replica that was not chosen would have held it
+    verify(*answer(case), runs)
+
+
+@small
+@given(cases(), st.data())
+def test_a_range_moved_in_two_parts_writes_what_it_writes_in_one(case: Case, data: st.DataObject) -> None:
+    first, last = case.tokens
+    chosen, middle = plan(case.sources, case.destination), data.draw(st.integers(first, last))
+
+    def written(tokens: tuple[int, int], states: bool = True) -> dict[tuple[int, int], tuple[int, int, int]]:
+        bound = bind(chosen, case.source_tables, case.destination_tables, tokens, states=states)
+        return {
+            (to, destination + byte): (rank, region, source + byte)
+            for rank, region, source, to, destination, nbytes in as_tuples(bound)
+            for byte in range(nbytes)
+        }
+
+    whole = written((first, last))
+    try:
+        head = written((first, middle), states=False)
+    except KvferryError:
+        return  # the window's tokens of an earlier end are gone by now
+    tail = written((middle, last))
+    assert not set(head) & set(tail)
+    assert head | tail == whole
+
+
+def bound_of(case: Case):
+    return bind(plan(case.sources, case.destination), case.source_tables, case.destination_tables, case.tokens)

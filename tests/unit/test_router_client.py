@@ -1,0 +1,243 @@
+"""The router's client: its calls against a real daemon, its errors against answers byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvferry.errors import KvferryError, Refusal
+from kvferry.manifest import Manifest
+from kvferry.router import DaemonError, RouterClient
+from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferState
+from kvferryd.demo.fleet import DaemonService, Fleet
+
+ORDER = OrderBody(request_id="r/1 ä", source=SourceBody(engine_id="prefill", address="127.0.0.1:9"))
+RECORD = {"transfer_id": "t", "request_id": "r", "engine_id": "e", "state": "reading"}
+
+
+def manifest(heads: int = 2) -> Manifest:
+    axes = [("block", 4, heads * 32), ("slot", 2, heads * 16), ("head", heads, 16), ("dim", 8, 2)]
+    return Manifest.from_dict(
+        {
+            "engine_id": "e",
+            "epoch": "1",
+            "model": {"name": "m", "fingerprint": "f"},
+            "regions": [{"id": 0, "kind": "host", "nbytes": 4096}],
+            "groups": [{"name": "full", "block_size": 2, "num_blocks": 4}],
+            "components": [
+                {
+                    "group": "full", "layer": 0, "name": "k", "dtype": "float16", "region": 0, "offset": 0,
+                    "axes": [{"name": name, "extent": extent, "stride": stride} for name, extent, stride in axes],
+                    "shard": {"axis": "head", "start": 0, "total": heads},
+                }
+            ],
+        }
+    )  # fmt: skip
+
+
+# against a real daemon
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonService]:
+    fleet = Fleet()
+    try:
+        service = fleet.daemon("alone")
+        asyncio.run(fleet.ready(service, timeout_s=30))
+        yield service
+    finally:
+        fleet.close()
+
+
+def ask(daemon: DaemonService, question: Callable[[RouterClient], Awaitable[Any]]) -> Any:
+    async def asked() -> Any:
+        async with RouterClient(daemon.url) as client:
+            return await question(client)
+
+    return asyncio.run(asked())
+
+
+def test_a_daemon_tells_what_it_is(daemon: DaemonService) -> None:
+    assert ask(daemon, RouterClient.healthy) is True
+    assert ask(daemon, RouterClient.info).peer == daemon.peer
+    readiness = ask(daemon, RouterClient.ready)
+    assert (readiness.ready, len(readiness.reasons) > 0) == (False, True)
+    assert ask(daemon, RouterClient.drain_status).draining is False
+
+
+def test_an_idle_daemon_has_nothing_to_list(daemon: DaemonService) -> None:
+    for question in (RouterClient.transfers, RouterClient.leases, RouterClient.peers, RouterClient.engines):
+        assert ask(daemon, question) == []
+    assert ask(daemon, lambda client: client.transfers("r", TransferState.DONE, wait_s=0.1)) == []
+
+
+@pytest.mark.parametrize(
+    ("question", "code", "status"),
+    [
+        (lambda client: client.transfer("no such one"), "unknown_transfer", 404),
+        (lambda client: client.wait("none", timeout_s=1), "unknown_transfer", 404),
+        (lambda client: client.abort_transfer("none"), "unknown_transfer", 404),
+        (lambda client: client.revoke_lease("no/such one"), "unknown_lease", 404),
+        (lambda client: client.forget_peer("none"), "unknown_peer", 404),
+        (lambda client: client.order(ORDER), "unknown_engine", 404),
+        (lambda client: client.prewarm(PeerRequest(engine_id="x", address="192.0.2.1:9")), "unknown_engine", 404),
+    ],
+)
+def test_what_a_daemon_refuses_arrives_with_its_code_and_remedy(
+    question: Callable[[RouterClient], Awaitable[Any]], code: str, status: int, daemon: DaemonService
+) -> None:
+    with pytest.raises(DaemonError) as raised:
+        ask(daemon, question)
+    assert (raised.value.code, raised.value.status) == (code, status)
+
+
+def test_aborting_what_is_not_there_is_no_error(daemon: DaemonService) -> None:
+    result = ask(daemon, lambda client: client.abort_request("r/1 ä"))
+    assert (result.transfers_ended, result.leases_ended) == (0, 0)
+
+
+def test_explain_tells_a_plan_or_raises_the_refusals(daemon: DaemonService) -> None:
+    explanation = ask(daemon, lambda client: client.explain([manifest()], manifest()))
+    assert explanation.run_bytes
+    with pytest.raises(KvferryError) as raised:
+        ask(daemon, lambda client: client.explain([manifest(heads=2)], manifest(heads=4)))
+    assert raised.value.refusals[0].component == "0.k"
+
+
+def test_a_drained_daemon_says_so(daemon: DaemonService) -> None:
+    """The last of this file to use the daemon: it takes no more orders."""
+    assert ask(daemon, lambda client: client.drain(wait_s=1)).drained is True
+    assert ask(daemon, RouterClient.ready).ready is False
+
+
+# against answers byte by byte
+
+
+@asynccontextmanager
+async def answering(*answers: bytes, hold: bool = False) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """One canned answer per connection; an empty one closes it. Yields the URL and the requests as they come."""
+    left, requests = list(answers), list[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
+        requests.append(head + await reader.readexactly(length))
+        if hold:
+            await reader.read()
+        writer.write(left.pop(0) if left else b"")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", requests
+
+
+def http(status: int, body: object, headers: str = "") -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status} X\r\n{headers}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+async def failure(*answers: bytes, hold: bool = False, timeout_s: float = 5.0) -> DaemonError:
+    async with answering(*answers, hold=hold) as (url, _), RouterClient(url, timeout_s=timeout_s) as client:
+        with pytest.raises(DaemonError) as raised:
+            await client.order(ORDER)
+        return raised.value
+
+
+def test_a_problem_becomes_an_error_with_all_its_fields() -> None:
+    refusal = {"code": "dtype", "component": "3.k", "source": "float16", "destination": "bfloat16"}
+    problem = {
+        "title": "Too Many Requests", "status": 429, "detail": "no slot is free", "code": "full", "field": "f",
+        "value": "v", "remedy": "wait", "refusals": [refusal], "of_a_newer_daemon": 1,
+    }  # fmt: skip
+    error = asyncio.run(failure(http(429, problem, "retry-after: 2\r\n")))
+    assert (error.code, error.message, error.field, error.value, error.remedy) == (
+        "full", "no slot is free", "f", "v", "wait",
+    )  # fmt: skip
+    assert (error.status, error.retry_after_s) == (429, 2.0)
+    assert error.refusals == (Refusal("dtype", "3.k", "float16", "bfloat16"),)
+
+
+@pytest.mark.parametrize("status", [200, 202, 404, 500])
+@pytest.mark.parametrize("body", [b"<html>nginx</html>", b"", b"[]", b'{"transfer_id": 3}', b"[" * 50_000])
+def test_an_answer_that_is_not_a_daemons_is_called_that(status: int, body: bytes) -> None:
+    error = asyncio.run(failure(http(status, body)))
+    assert (error.code, error.status) == ("malformed_answer", status)
+    assert error.remedy
+
+
+def test_nobody_there_is_daemon_unreachable() -> None:
+    async def nobody() -> DaemonError:
+        async with answering() as (url, _):
+            pass
+        async with RouterClient(url, timeout_s=2) as client:
+            assert await client.healthy() is False
+            with pytest.raises(DaemonError) as raised:
+                await client.order(ORDER)
+            return raised.value
+
+    error = asyncio.run(nobody())
+    assert (error.code, error.status) == ("daemon_unreachable", 0)
+    assert "kvferry serve" in error.remedy
+
+
+def test_a_daemon_that_hangs_is_given_up_after_the_timeout() -> None:
+    assert asyncio.run(failure(hold=True, timeout_s=0.2)).code == "daemon_timeout"
+
+
+def test_a_call_lost_on_a_closing_connection_is_sent_once_more() -> None:
+    async def lost(*answers: bytes) -> tuple[str, int]:
+        async with answering(*answers) as (url, requests), RouterClient(url, timeout_s=5) as client:
+            try:
+                return (await client.order(ORDER)).transfer_id, len(requests)
+            except DaemonError as error:
+                return error.code, len(requests)
+
+    assert asyncio.run(lost(b"", http(202, {"transfer_id": "t", "state": "waiting"}))) == ("t", 2)
+    assert asyncio.run(lost(b"", b"", b"")) == ("daemon_unreachable", 2)
+
+
+def test_an_order_carries_token_trace_and_body() -> None:
+    async def order() -> bytes:
+        accepted = http(202, {"transfer_id": "t", "state": "waiting"})
+        async with answering(accepted) as (url, requests), RouterClient(url, token="secret") as client:
+            ordered = await client.order(ORDER, traceparent="00-ab-cd-01")
+            assert (ordered.transfer_id, ordered.state) == ("t", TransferState.WAITING)
+            return requests[0]
+
+    head, _, body = asyncio.run(order()).partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/transfers HTTP/1.1")
+    assert b"\r\nauthorization: bearer secret" in head.lower()
+    assert b"\r\ntraceparent: 00-ab-cd-01" in head.lower()
+    assert json.loads(body) == {
+        "request_id": "r/1 ä", "priority": 0, "source": {"engine_id": "prefill", "address": "127.0.0.1:9"},
+    }  # fmt: skip
+
+
+def test_wait_polls_until_the_end_or_the_timeout() -> None:
+    async def waited(*states: str, timeout_s: float) -> tuple[TransferState, list[bytes]]:
+        answers = [http(200, RECORD | {"state": state}) for state in states]
+        async with answering(*answers) as (url, requests), RouterClient(url) as client:
+            record = await client.wait("t", timeout_s=timeout_s)
+            return record.state, requests
+
+    state, requests = asyncio.run(waited("reading", "verifying", "done", timeout_s=45))
+    assert (state, len(requests)) == (TransferState.DONE, 3)
+    assert requests[0].startswith(b"GET /v1/transfers/t?wait=30.000 ")
+    state, requests = asyncio.run(waited("reading", timeout_s=0))
+    assert (state, len(requests)) == (TransferState.READING, 1)
+
+
+def test_a_shared_pool_is_left_to_its_owner() -> None:
+    async def shared() -> None:
+        async with answering(http(200, {"status": "ok"})) as (url, _), RouterClient(url) as owner:
+            async with RouterClient(url, http=owner._http):
+                pass
+            assert await owner.healthy() is True
+
+    asyncio.run(shared())

@@ -1,0 +1,82 @@
+"""The two state machines: every legal move, and that every other one raises."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import LeaseState as L
+from kvferry.schemas import TransferState as T
+from kvferryd.config import Config
+from kvferryd.engines import Engine
+from kvferryd.metrics import Metrics
+from kvferryd.peers.peers import Peers
+from kvferryd.transfer.states import LEASE, TRANSFER, IllegalMove, Machine
+from kvferryd.transfer.transfer import Transfer
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+LEGAL_TRANSFER = {
+    (T.WAITING, T.CONNECTING), (T.CONNECTING, T.READING), (T.READING, T.VERIFYING), (T.VERIFYING, T.DONE),
+    *((state, end) for state in (T.WAITING, T.CONNECTING, T.READING, T.VERIFYING) for end in (T.FAILED, T.ABORTED)),
+}  # fmt: skip
+LEGAL_LEASE = {
+    (L.PUBLISHING, L.PUBLISHING), (L.PUBLISHING, L.PUBLISHED), (L.PUBLISHED, L.RELEASED),
+    *((state, end) for state in (L.PUBLISHING, L.PUBLISHED) for end in (L.EXPIRED, L.REVOKED)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("start", "to"), list(itertools.product(T, T)))
+def test_a_transfer_moves_as_the_design_says_and_no_other_way(start: T, to: T) -> None:
+    machine: Machine[T] = Machine(TRANSFER, start)
+    if (start, to) in LEGAL_TRANSFER:
+        machine.move(to)
+        assert machine.state is to
+    else:
+        with pytest.raises(IllegalMove, match=f"{start.value} -> {to.value}"):
+            machine.move(to)
+        assert machine.state is start
+
+
+@pytest.mark.parametrize(("start", "to"), list(itertools.product(L, L)))
+def test_a_lease_moves_as_the_design_says_and_no_other_way(start: L, to: L) -> None:
+    machine: Machine[L] = Machine(LEASE, start)
+    if (start, to) in LEGAL_LEASE:
+        machine.move(to)
+        assert machine.state is to
+    else:
+        with pytest.raises(IllegalMove, match=f"{start.value} -> {to.value}"):
+            machine.move(to)
+        assert machine.state is start
+
+
+@pytest.mark.parametrize(("table", "states"), [(TRANSFER, T), (LEASE, L)])
+def test_a_state_has_ended_when_no_move_is_left(table: object, states: type[T] | type[L]) -> None:
+    for state in states:
+        assert Machine(table, state).ended is state.ended  # type: ignore[arg-type]
+
+
+def test_done_is_reached_through_verifying_only() -> None:
+    assert [state for state, moves in TRANSFER.items() if T.DONE in moves] == [T.VERIFYING]
+
+
+@pytest.mark.anyio
+async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> None:
+    config, metrics = Config(), Metrics()
+    engine = Engine("decode", "1", 0, 1, config, lambda lease: None)
+    ended: list[Transfer] = []
+    transfer = Transfer(
+        engine, "r", Peers(config, "instance", metrics), 60.0, 1.0, ended.append, lambda work: work.close()
+    )
+    transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
+    async with asyncio.timeout(5):
+        await transfer.ended.wait()
+    await asyncio.sleep(0)  # its owner is told after its engine
+    assert (transfer.state, ended, transfer.quiet.is_set()) == (T.ABORTED, [transfer], True)

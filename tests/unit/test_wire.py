@@ -1,0 +1,157 @@
+"""Manifests, tables and problems as protobuf messages and back."""
+
+import pytest
+from caches import array, attention, cache, table
+from hypothesis import given
+from strategies import Case, cases
+from test_plan_properties import small
+
+from kvferry.errors import KvferryError, Refusal
+from kvferry.manifest import Manifest, ManifestError
+from kvferry.tables import MAX_BLOCKS
+from kvferry.v1 import layout_pb2 as pb
+from kvferry.wire import (
+    MAX_PROBLEM_BYTES,
+    manifest_from_proto,
+    manifest_to_proto,
+    problem_from_proto,
+    problem_to_proto,
+    tables_from_proto,
+    tables_to_proto,
+)
+
+
+@small
+@given(cases())
+def test_manifests_and_tables_survive_the_wire(case: Case) -> None:
+    for manifest in (*case.sources, case.destination):
+        sent = manifest_to_proto(manifest).SerializeToString()
+        assert manifest_from_proto(pb.Manifest.FromString(sent)) == manifest
+    for tables in (*case.source_tables.values(), case.destination_tables):
+        sent = tables_to_proto(tables).SerializeToString()
+        assert tables_from_proto(pb.Tables.FromString(sent)) == tables
+
+
+def sound() -> Manifest:
+    state = array("ssm", order="block dim", block=3, dim=2, group="state")
+    return cache(*attention(), state, rank=1, of=2, windows={"full": 6}, token_shard=(1, 2, 16))
+
+
+def message() -> pb.Manifest:
+    return manifest_to_proto(sound())
+
+
+def test_every_field_survives() -> None:
+    manifest = sound().model_copy(update={"parallel": {"tp": 2, "pp": 1}})
+    assert manifest_from_proto(manifest_to_proto(manifest)) == manifest
+
+
+def test_a_window_and_a_shard_that_are_absent_stay_absent() -> None:
+    back = manifest_from_proto(manifest_to_proto(cache(array(block=2, slot=2, head=1, dim=1))))
+    assert back.groups[0].window is None
+    assert back.components[0].shard is None
+
+
+def refused(sent: pb.Manifest) -> ManifestError:
+    with pytest.raises(ManifestError) as caught:
+        manifest_from_proto(sent)
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", [0, 3, 99])
+def test_an_unspecified_or_unknown_memory_kind_is_refused(kind: int) -> None:
+    sent = message()
+    sent.regions[0].kind = kind  # type: ignore[assignment]
+    assert refused(sent).field == "regions[0].kind"
+
+
+@pytest.mark.parametrize("kind", [0, 3, 99])
+def test_an_unspecified_or_unknown_group_kind_is_refused(kind: int) -> None:
+    sent = message()
+    sent.groups[0].kind = kind  # type: ignore[assignment]
+    error = refused(sent)
+    assert (error.code, error.field) == ("malformed_manifest", "groups[full].kind")
+    assert "paged" in error.remedy
+
+
+def test_an_empty_message_is_refused() -> None:
+    assert refused(pb.Manifest()).code == "malformed_manifest"
+
+
+def test_a_group_without_a_token_shard_holds_every_token() -> None:
+    sent = manifest_to_proto(cache(*attention()))
+    sent.groups[0].ClearField("token_shard")
+    assert manifest_from_proto(sent).groups[0].token_shard.size == 1
+
+
+def test_a_token_shard_that_is_there_has_to_be_complete() -> None:
+    sent = message()
+    sent.groups[0].token_shard.ClearField("interleave")
+    assert refused(sent).field == "groups.0.token_shard.interleave"
+
+
+def test_a_window_of_zero_is_refused_rather_than_taken_for_none() -> None:
+    sent = message()
+    sent.groups[0].window = 0
+    assert refused(sent).field == "groups.0.window"
+
+
+def test_rules_hold_on_the_wire_too() -> None:
+    sent = message()
+    sent.regions[0].nbytes = 10
+    error = refused(sent)
+    assert (error.code, error.component) == ("out_of_region", "0.k")
+    sent = message()
+    sent.components[0].axes[0].stride = 2**64 - 1
+    assert refused(sent).field == "components.0.axes.0.stride"
+
+
+@pytest.mark.parametrize(
+    "update", [{"rank": 2**32, "world_size": 2**32 + 1}, {"parallel": {"tp": -1}}, {"parallel": {"tp": 2**32}}]
+)
+def test_a_number_that_does_not_fit_the_wire_is_refused_before_it_is_sent(update: dict) -> None:
+    with pytest.raises(ManifestError) as caught:
+        manifest_to_proto(sound().model_copy(update=update))
+    assert caught.value.code == "malformed_manifest"
+
+
+def test_tables_from_the_wire_are_checked() -> None:
+    with pytest.raises(KvferryError) as caught:
+        tables_from_proto(pb.Tables(groups={"full": pb.BlockTable(block_ids=[1], first_token=-1)}))
+    assert (caught.value.code, caught.value.field) == ("malformed_tables", "tables.full.first_token")
+    with pytest.raises(KvferryError, match="full"):
+        tables_from_proto(pb.Tables(groups={"full": pb.BlockTable(block_ids=[0] * (MAX_BLOCKS + 1))}))
+
+
+def test_an_empty_table_stays_a_table() -> None:
+    assert tables_from_proto(tables_to_proto({"full": table(first_token=8)})) == {"full": table(first_token=8)}
+
+
+def test_a_problem_survives_the_wire() -> None:
+    refusal = Refusal("dtype", "0.k", "bfloat16", "float16")
+    sent = KvferryError("refused", "no", field="f", value=3, remedy="do", refusals=(refusal,))
+    back = problem_from_proto(pb.Problem.FromString(problem_to_proto(sent).SerializeToString()))
+    assert (back.code, back.message, back.field, back.value, back.remedy) == ("refused", "no", "f", "3", "do")
+    assert back.refusals == (refusal,)
+    assert str(back) == str(sent)
+
+
+def test_a_problem_without_a_code_is_internal() -> None:
+    back = problem_from_proto(pb.Problem())
+    assert back.code == "internal"
+    assert back.message
+
+
+def test_text_that_is_not_unicode_is_told_as_well() -> None:
+    assert problem_to_proto(KvferryError("malformed", "bad", value="\ud800")).value == "\\ud800"
+    with pytest.raises(KvferryError) as caught:
+        tables_to_proto({"\ud800": table(1)})
+    assert caught.value.code == "malformed_tables"
+
+
+def test_very_many_refusals_still_fit_into_metadata() -> None:
+    many = tuple(Refusal("dtype", f"{layer}.k", "bfloat16", "float16") for layer in range(2000))
+    sent = problem_to_proto(KvferryError("refused", "2000 reasons" * 1000, refusals=many))
+    assert sent.ByteSize() <= MAX_PROBLEM_BYTES
+    assert len(sent.refusals) > 100
+    assert problem_from_proto(sent).refusals == many[: len(sent.refusals)]
