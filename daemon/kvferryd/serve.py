@@ -29,6 +29,7 @@ from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
 
 log = logs.get(__name__)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 32 << 20
@@ -65,9 +66,10 @@ async def _serve(config: Config) -> int:
         (now if stopping.is_set() else stopping).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
+    for number in SIGNALS:  # not loop.add_signal_handler: the loop puts the default, death, back when it closes
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(signalled))
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(_ignore_signals)  # a late one must not make a death of a clean stop
         metrics = Metrics()
         ferry = Ferry(config, metrics)
         await stack.enter_async_context(_peer_server(ferry))
@@ -99,11 +101,13 @@ async def _serve(config: Config) -> int:
                 remedy="another process has the port, or the address is not this host's",
             )
         await _drain(ferry, now)
-    for number in (signal.SIGTERM, signal.SIGINT):  # a late signal must not make a death of a clean stop
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN)
     log.info("stopped")
     return 0
+
+
+def _ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _drain(ferry: Ferry, now: asyncio.Event) -> None:

@@ -27,14 +27,20 @@ class Daemons:
     def __init__(self, fleet: Fleet, shm: Path) -> None:
         self.fleet, self.shm = fleet, shm
 
+    def memory_of(self, name: str) -> Path:
+        """Where the daemons of that name keep their regions: others come and go in folders of their own."""
+        folder = self.shm / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
     async def start(self, name: str, count: int = 1, *flags: str) -> list[DaemonService]:
         """The daemons of one engine's ranks, ready to be spoken to."""
-        started = self.fleet.daemons(name, count, flags=["--shm-dir", str(self.shm), *flags])
+        started = self.fleet.daemons(name, count, flags=["--shm-dir", str(self.memory_of(name)), *flags])
         await self.fleet.ready(*started, timeout_s=TIMEOUT_S)
         return started
 
     async def start_rank(self, name: str, roster: DaemonService, *flags: str) -> DaemonService:
-        started = self.fleet.daemon(name, roster=roster, flags=["--shm-dir", str(self.shm), *flags])
+        started = self.fleet.daemon(name, roster=roster, flags=["--shm-dir", str(self.memory_of(name)), *flags])
         await self.fleet.ready(started, timeout_s=TIMEOUT_S)
         return started
 

@@ -84,7 +84,7 @@ async def test_an_engine_that_has_not_registered_can_neither_publish_nor_receive
 
 
 async def test_memory_that_cannot_be_is_not_allocated(victim: Victim, daemons: Daemons) -> None:
-    before = sorted(os.listdir(daemons.shm))
+    before = sorted(os.listdir(daemons.memory_of("victim")))
     async with newcomer(victim) as client:
         for nbytes, code in ((0, "malformed_region"), (1 << 50, "out_of_memory"), ((1 << 64) - 1, "out_of_memory")):
             with pytest.raises(KvferryError) as refused:
@@ -96,7 +96,7 @@ async def test_memory_that_cannot_be_is_not_allocated(victim: Victim, daemons: D
         assert refused.value.code == "region_taken"
 
     async def freed() -> bool:
-        return sorted(os.listdir(daemons.shm)) == before
+        return sorted(os.listdir(daemons.memory_of("victim"))) == before
 
     await until(freed, "the newcomer's region is gone")
 

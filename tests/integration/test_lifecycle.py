@@ -157,7 +157,7 @@ async def test_a_daemon_says_what_it_cannot_have_and_the_other_lives_on(
 ) -> None:
     other = pair.decode.daemons[0]
     place = {"rest": other.url.removeprefix("http://"), "peer": other.peer, "engine-socket": str(other.socket)}[taken]
-    second = daemons.fleet.daemon(f"second-{taken}", flags=["--shm-dir", str(daemons.shm), f"--{taken}", place])
+    second = daemons.fleet.daemon(f"second-{taken}", flags=[f"--{taken}", place])
     assert await asyncio.to_thread(second.process.wait, TIMEOUT_S) == 2
     assert place in second.tail()
     assert await pair.routers[0].healthy()
