@@ -13,7 +13,7 @@ import structlog
 from kvferry.errors import KvferryError
 from kvferry.schemas import ErrorBody, RankTransfer, TransferState
 from kvferry.tables import Tables
-from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
+from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.engines import Engine
 from kvferryd.peers.peers import PeerEngine, Peers
@@ -207,13 +207,13 @@ class Transfer:
             assert agent is not None
             await together(view.verify(agent) for view in read)
         except BaseException as error:
-            self._spawn(close_all(read, False, self._timeout_s))
+            close_all(read, complete=False)
             if isinstance(error, KvferryError) and error.code in STALE:
                 self._spawn(self._peers.forget(self.engine, peer))
             raise
         else:
             # Ranks that had nothing to be read count us as a reader that is through as well.
-            self._spawn(close_all([*read, *others], True, self._timeout_s))
+            close_all([*read, *others], complete=True)
         finally:
             self._spawn(self._settle(peer))
 
@@ -221,20 +221,13 @@ class Transfer:
         """Shake hands if need be and open the lease on every rank that is read; once more if the peer was stale."""
         self._waits_for = f"the handshake with {order.address}"
         peer = await self._peers.get(self.engine, order.engine_id, order.address, order.epoch)
-        reader = peer_pb2.Reader(
-            engine_id=self.engine.engine_id,
-            epoch=self.engine.epoch,
-            rank=self.engine.rank,
-            world_size=self.engine.world_size,
-        )
-        read, others = views(peer, self.request_id, reader)
+        read, others = views(peer, self.request_id)
         peer.users += 1
         self._waits_for = f"the publish of engine {order.engine_id}"
         try:
             await together(view.advance() for view in read)
         except BaseException as error:
-            for view in read:
-                view.cancel()
+            close_all(read, complete=False)
             stale = isinstance(error, KvferryError) and error.code in STALE
             if stale:
                 await self._peers.forget(self.engine, peer)
