@@ -23,7 +23,7 @@ from kvferryd.transfer.flight import Flight
 from kvferryd.transfer.share import Wanted, shapes
 from kvferryd.transfer.states import TRANSFER, Machine
 from kvferryd.transfer.together import together
-from kvferryd.transfer.view import LeaseView, close_all, views
+from kvferryd.transfer.view import LeaseView, close_all, give_up, views
 
 log = structlog.get_logger()
 TRANSPORT = direct.TRANSPORT
@@ -207,13 +207,13 @@ class Transfer:
             assert agent is not None
             await together(view.verify(agent) for view in read)
         except BaseException as error:
-            close_all(read, complete=False)
+            give_up(read)
             if isinstance(error, KvferryError) and error.code in STALE:
                 self._spawn(self._peers.forget(self.engine, peer))
             raise
         else:
-            # Ranks that had nothing to be read count us as a reader that is through as well.
-            close_all([*read, *others], complete=True)
+            # Ranks that had nothing to be read count us as a reader that is through as well. The engine is told first.
+            asyncio.get_running_loop().call_soon(close_all, [*read, *others])
         finally:
             self._spawn(self._settle(peer))
 
@@ -227,7 +227,7 @@ class Transfer:
         try:
             await together(view.advance() for view in read)
         except BaseException as error:
-            close_all(read, complete=False)
+            give_up(read)
             stale = isinstance(error, KvferryError) and error.code in STALE
             if stale:
                 await self._peers.forget(self.engine, peer)
@@ -281,8 +281,8 @@ class Transfer:
                         choice.path, bound, self.engine, regions, peer, priority, self._reads, terms
                     )
                 self.nbytes += bound.nbytes
-                for copy, segments in bound.pairs:
-                    peer.ranks[copy.source_rank].bytes_read += copy.bytes_per_token * int(segments.tokens.sum())
+                for rank, nbytes in bound.nbytes_by_rank.items():
+                    peer.ranks[rank].bytes_read += nbytes
                 at = max(at, until)
             if last:
                 break

@@ -76,6 +76,12 @@ def views(peer: PeerEngine, request_id: str) -> tuple[list[LeaseView], list[Leas
     return [every[rank] for rank in read], [view for rank, view in every.items() if rank not in read]
 
 
-def close_all(every: Iterable[LeaseView], *, complete: bool) -> None:
+def close_all(every: Iterable[LeaseView]) -> None:
+    """All that was wanted has been read."""
     for view in every:
-        view.close(complete=complete)
+        view.close(complete=True)
+
+
+def give_up(every: Iterable[LeaseView]) -> None:
+    for view in every:
+        view.close(complete=False)
