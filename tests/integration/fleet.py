@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -93,10 +94,11 @@ class ByHand:
         self._opening: peer_pb2.ReadOpening | None = opening
 
     async def say(self, **request: Any) -> None:
-        if self._opening is not None:
-            opening, self._opening = self._opening, None
-            await self.call.write(peer_pb2.ReadRequest(opening=opening))
-        await self.call.write(peer_pb2.ReadRequest(**request))
+        with contextlib.suppress(asyncio.InvalidStateError):  # refused meanwhile: `read` tells why
+            if self._opening is not None:
+                opening, self._opening = self._opening, None
+                await self.call.write(peer_pb2.ReadRequest(opening=opening))
+            await self.call.write(peer_pb2.ReadRequest(**request))
 
     async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:
         await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))

@@ -423,6 +423,7 @@ class ReadReply(google.protobuf.message.Message):
     READING_FIELD_NUMBER: builtins.int
     UPDATE_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    ANNOUNCED_FIELD_NUMBER: builtins.int
     reading: builtins.int
     @property
     def update(self) -> Global___LeaseUpdate: ...
@@ -430,18 +431,47 @@ class ReadReply(google.protobuf.message.Message):
     def problem(self) -> kvferry.v1.layout_pb2.Problem:
         """the reading is over"""
 
+    @property
+    def announced(self) -> Global___Announcement: ...
     def __init__(
         self,
         *,
         reading: builtins.int = ...,
         update: Global___LeaseUpdate | None = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        announced: Global___Announcement | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kind", b"kind", "problem", b"problem", "update", b"update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "problem", b"problem", "reading", b"reading", "update", b"update"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem"] | None: ...
+    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "problem", b"problem", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "problem", b"problem", "reading", b"reading", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced"] | None: ...
 
 Global___ReadReply: typing_extensions.TypeAlias = ReadReply
+
+@typing.final
+class Announcement(google.protobuf.message.Message):
+    """A lease that was published whole. Unasked, and maybe out of date: a reader that goes by it opens the lease as well,
+    and has read nothing unless the seal is whole afterwards.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def update(self) -> Global___LeaseUpdate:
+        """without a secret"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        update: Global___LeaseUpdate | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "update", b"update"]) -> None: ...
+
+Global___Announcement: typing_extensions.TypeAlias = Announcement
 
 @typing.final
 class LeaseUpdate(google.protobuf.message.Message):

@@ -103,7 +103,8 @@ class PeerServicer(object):
 
     def Read(self, request_iterator, context):
         """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
-        liveness, and a lease is opened in one message each way.
+        liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
+        that a reader need not wait for the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

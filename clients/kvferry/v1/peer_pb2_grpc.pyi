@@ -239,7 +239,8 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
 
     Read: _PeerReadType
     """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
-    liveness, and a lease is opened in one message each way.
+    liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
+    that a reader need not wait for the answer.
     """
 
     Pair: _PeerPairType
@@ -325,7 +326,8 @@ class PeerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.ReadReply], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.ReadReply]]:
         """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
-        liveness, and a lease is opened in one message each way.
+        liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
+        that a reader need not wait for the answer.
         """
 
     @abc.abstractmethod

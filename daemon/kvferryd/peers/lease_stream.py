@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import TypeAlias
 
@@ -15,14 +16,18 @@ from kvferry.wire import problem_from_proto
 from kvferryd.peers.channels import asking
 
 CLOSE_S = 1.0
+ANNOUNCED = 256
+"""Leases kept that were announced and not opened: the last ones."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
 
 
 class Reading:
     """One lease as its source tells of it. `close` it, whatever came of it."""
 
-    def __init__(self, stream: _Stream, number: int, request_id: str) -> None:
+    def __init__(self, stream: _Stream, number: int, request_id: str, announced: peer_pb2.LeaseUpdate | None) -> None:
         self._stream, self._number, self._request_id = stream, number, request_id
+        self.announced = announced
+        """What the source said before it was asked. The first `update` says it again, or what holds instead."""
         self._said: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
 
     async def update(self) -> peer_pb2.LeaseUpdate:
@@ -73,13 +78,14 @@ class _Stream:
         self._to_say.put_nowait(peer_pb2.ReadRequest(opening=opening))
         self._numbers = itertools.count(1)
         self._readings: dict[int, Reading] = {}
+        self._announced: OrderedDict[str, peer_pb2.LeaseUpdate] = OrderedDict()
         self.over = False
         self._call: _Call = stub.Read(self._requests())
         self._listening = asyncio.create_task(self._listen(), name=f"leases-of-{address}")
 
     def open(self, request_id: str) -> Reading:
         number = next(self._numbers)
-        reading = self._readings[number] = Reading(self, number, request_id)
+        reading = self._readings[number] = Reading(self, number, request_id, self._announced.pop(request_id, None))
         self._to_say.put_nowait(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=number, request_id=request_id)))
         return reading
 
@@ -113,6 +119,11 @@ class _Stream:
             self._readings.clear()
 
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
+        if reply.HasField("announced"):
+            self._announced[reply.announced.request_id] = reply.announced.update
+            if len(self._announced) > ANNOUNCED:
+                self._announced.popitem(last=False)
+            return
         reading = self._readings.get(reply.reading)
         if reading is not None:
             reading.hear(reply.update if reply.HasField("update") else problem_from_proto(reply.problem))

@@ -19,6 +19,8 @@ from kvferryd.transfer.seal import Seal, Seals
 from kvferryd.transfer.states import LEASE, Machine
 from kvferryd.transfer.versions import Versions
 
+ANNOUNCED_TO = 4
+"""A source with more readers than that announces nothing: most would hear of leases that are for others."""
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader is told at once instead of waiting for a publish."""
 
@@ -125,6 +127,8 @@ class Leases:
     on_end: Callable[[Lease], None]
     limit: int
     seals: Seals = field(init=False)
+    audience: set[Callable[[Lease], None]] = field(default_factory=set)
+    """Readers to whom a lease is announced when it is published whole at once."""
     _live: dict[str, Lease] = field(default_factory=dict)
     _ended: OrderedDict[str, Lease] = field(default_factory=OrderedDict)
     _timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
@@ -202,6 +206,9 @@ class Leases:
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
             awaited.lease.set_result(lease)
+        elif lease.version == 1 and not more and len(self.audience) <= ANNOUNCED_TO:
+            for announce in self.audience:
+                announce(lease)
         self._settle(lease)
         return lease
 

@@ -26,8 +26,9 @@ class _Reading:
 class Readings:
     """`run` it beside sending what is `said`; `close` it when the stream ends: from then on nothing is read."""
 
-    def __init__(self, leases: Leases, who: ReaderId) -> None:
-        self._leases, self._who = leases, who
+    def __init__(self, leases: Leases, who: ReaderId, *, announcing: bool) -> None:
+        """announcing: the reader may hear of leases that it did not ask for."""
+        self._leases, self._who, self._announcing = leases, who, announcing
         self._open: dict[int, _Reading] = {}
         self.said: asyncio.Queue[peer_pb2.ReadReply | None] = asyncio.Queue()
 
@@ -38,6 +39,8 @@ class Readings:
         """
         listening = asyncio.create_task(self._listen(requests))
         retiring = asyncio.create_task(retired.wait())
+        if self._announcing:
+            self._leases.audience.add(self.announce)
         try:
             await asyncio.wait([listening, retiring], return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
@@ -45,8 +48,14 @@ class Readings:
             else:
                 await self._all_ended()
         finally:
+            self._leases.audience.discard(self.announce)
             listening.cancel()
             retiring.cancel()
+
+    def announce(self, lease: Lease) -> None:
+        """Tell of a lease that the reader may want next."""
+        told = peer_pb2.Announcement(request_id=lease.request_id, update=_update(lease, ""))
+        self.said.put_nowait(peer_pb2.ReadReply(announced=told))
 
     async def _listen(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
         async for request in requests:

@@ -26,12 +26,27 @@ class LeaseView:
         self._secret = ""
         self._seal = (0, 0)
         self._reading: Reading | None = None
+        self.announced = False
+        """It goes by an announcement: `confirm` waits for the answer."""
 
     async def advance(self) -> None:
         """The next thing the source says: the first time its lease, later more tokens. The caller bounds the wait."""
         if self._reading is None:
             self._reading = self.source.leases.open(self._request_id)
-        update = await self._reading.update()
+            if self._reading.announced is not None:
+                self.announced = True
+                self._apply(self._reading.announced)
+                return
+        self._apply(await self._reading.update())
+
+    async def confirm(self) -> None:
+        """Have the source's own answer, if this goes by an announcement so far. The caller bounds the wait."""
+        if self.announced:
+            assert self._reading is not None
+            self._apply(await self._reading.update())
+            self.announced = False
+
+    def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
         self.tables, self.num_tokens = tables_from_proto(update.tables, "source tables"), update.num_tokens
         self.more, self.metadata, self._secret = update.more, update.metadata, update.secret
         self._seal = (update.seal_address, update.seal)
