@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
+from kvferry.fences import Fence, Fences
+from kvferry.handover import hand_over
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, open_cuda_region, open_file_region
 from kvferry.outcomes import Lease, Received, Receiving, TransferFailed
@@ -31,6 +34,9 @@ from kvferry.schemas import LeaseState, SourceBody
 from kvferry.tables import Tables
 from kvferry.v1 import engine_pb2, engine_pb2_grpc, layout_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["EngineClient", "Lease", "Received", "TransferFailed"]
 
@@ -56,6 +62,9 @@ class EngineClient:
         self._closing = False
         self._over: KvferryError | None = None
         """Why there is no session any more."""
+        self._opening = asyncio.Lock()
+        self.fences: Fences | None = None
+        """Once `open_fences` has returned."""
         self.peer_address = ""
         self.device = ""
         self.closed = asyncio.Event()
@@ -150,6 +159,9 @@ class EngineClient:
                     device_uuid=exported.device_uuid,
                 )
             )
+        elif shared.file >= 0:
+            ticket = await self._hand_over([shared.file])
+            memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
         else:
             memory.file.CopyFrom(engine_pb2.SharedFile(path=shared.path, offset=shared.offset))
         await self._call(self._stub.Adopt, engine_pb2.AdoptRequest(session=self._session, memory=memory))
@@ -161,6 +173,52 @@ class EngineClient:
         )
         return tuple(reply.notes)
 
+    async def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
+        """A point in a CUDA stream, behind the last write of KV: give it to `publish` as `after`, and wait for nothing.
+
+        stream: torch's, or a cudaStream_t of this process's GPU number `device`. Raises KvferryError: `fence_on_host`,
+        `stream_capturing`, `too_many_fences`, and what `hand_over` raises at the first time.
+        """
+        return (self.fences or await self.open_fences()).after(stream, device)
+
+    async def open_fences(self) -> Fences:
+        """Share the page that fences are made of with the daemon; the first `fence` does so. Idempotent."""
+        if self.device == "cpu":
+            raise KvferryError(
+                "fence_on_host",
+                "this engine's memory is host memory, which no stream writes",
+                field="stream",
+                value=self.device,
+                remedy="publish when the writes have returned, without `after`",
+            )
+        async with self._opening:
+            if self.fences is None:
+                fences = Fences()
+                try:
+                    ticket = await self._hand_over([fences.file])
+                    await self._call(
+                        self._stub.OpenFences, engine_pb2.OpenFencesRequest(session=self._session, ticket=ticket)
+                    )
+                except BaseException:
+                    fences.close()
+                    raise
+                fences.handed()
+                self.fences = fences
+            return self.fences
+
+    async def _hand_over(self, files: Sequence[int]) -> str:
+        """On a thread, with descriptors of its own: a caller that is cancelled may close the files at once."""
+        copies = [os.dup(file) for file in files]
+
+        def handed() -> str:
+            try:
+                return hand_over(self._socket, self._session, copies)
+            finally:
+                for copy in copies:
+                    os.close(copy)
+
+        return await asyncio.shield(asyncio.create_task(asyncio.to_thread(handed)))
+
     async def publish(
         self,
         request_id: str,
@@ -171,8 +229,13 @@ class EngineClient:
         metadata: bytes = b"",
         ttl_s: float = 0.0,
         readers: int = 0,
+        after: Fence | None = None,
     ) -> Lease:
         """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
+
+        That is a promise: synchronise the stream that writes it first, or give its `fence` as `after`; then readers see
+        nothing of this publish, and of later ones, before the fence is reached. When it is not reached within the
+        daemon's fence_timeout_s the lease is revoked, and `ended()` raises `fence_timeout`.
 
         more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
         handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine.
@@ -192,6 +255,7 @@ class EngineClient:
                     metadata=metadata,
                     ttl_s=ttl_s,
                     readers=readers,
+                    after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
                 ),
             )
         except BaseException:
@@ -289,6 +353,8 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
         await self._channel.close()
+        if self.fences is not None:
+            self.fences.close()
         self._gone(_closed())
 
     async def __aenter__(self) -> EngineClient:
@@ -341,7 +407,11 @@ class EngineClient:
             case "lease_ended":
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():
-                    lease._ended.set_result(LeaseState(event.lease_ended.state))
+                    if event.lease_ended.HasField("problem"):
+                        lease._ended.set_exception(problem_from_proto(event.lease_ended.problem))
+                        lease._ended.exception()  # retrieved: nobody may be waiting
+                    else:
+                        lease._ended.set_result(LeaseState(event.lease_ended.state))
             case "draining":
                 self.draining.set()
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.handover import check_sealed, sealed_file
 from kvferry.torch_pool import torch_pool
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ __all__ = [
     "CudaRegion",
     "SharedRegion",
     "cuda_memory",
+    "memfd_region",
     "open_cuda_region",
     "open_file_region",
+    "open_handed_region",
     "torch_pool",
 ]
 
@@ -43,6 +46,8 @@ class SharedRegion:
     path: str
     offset: int
     _map: mmap.mmap = field(repr=False)
+    file: int = -1
+    """A descriptor of memory that has no path; it is handed to the daemon instead."""
 
     @property
     def address(self) -> int:
@@ -61,6 +66,9 @@ class SharedRegion:
 
     def close(self) -> None:
         """Unmap, as soon as no array or tensor uses the mapping any more. Idempotent."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
         with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
             self._map.close()
 
@@ -87,6 +95,29 @@ def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -
     finally:
         os.close(fd)
     return SharedRegion(region, "host", nbytes, path, offset, mapped)
+
+
+def memfd_region(nbytes: int, region: int = 0) -> SharedRegion:
+    """New zeroed host memory of this process, to hand over with `EngineClient.adopt`: it needs no folder that both see.
+
+    Raises KvferryError (`out_of_memory`).
+    """
+    file = sealed_file("kvferry-region", nbytes)
+    return SharedRegion(region, "host", nbytes, "", 0, mmap.mmap(file, nbytes), file)
+
+
+def open_handed_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+    """Map `nbytes` bytes at `offset` of a file that another process handed over, and that nobody can make smaller.
+
+    The caller may close the descriptor then. Raises KvferryError (`region_unavailable`).
+    """
+    check_sealed(file, offset + nbytes)
+    page = offset - offset % mmap.PAGESIZE
+    try:
+        mapped = mmap.mmap(file, offset - page + nbytes, offset=page)
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unavailable("handed over", str(error)) from None
+    return SharedRegion(region, "host", nbytes, "", offset, mapped)
 
 
 def _unavailable(path: str, why: str) -> KvferryError:

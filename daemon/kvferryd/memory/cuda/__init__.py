@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry import cuda
@@ -120,7 +121,7 @@ class CudaProvider:
             self.device.free(address)
             raise
 
-    def adopt(self, memory: engine_pb2.Memory) -> AdoptedRegion:
+    def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> AdoptedRegion:
         """Map memory that the engine owns. Raises KvferryError."""
         if memory.WhichOneof("kind") != "cuda":
             raise KvferryError(
