@@ -103,8 +103,14 @@ class BlockingEngineClient:
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
-        fences = self.client.fences or self._call(self.client.open_fences())
-        return fences.after(stream, device)
+        if self.client.fences is None:
+            self.open_fences(device if isinstance(stream, int) else stream.device.index)
+        assert self.client.fences is not None
+        return self.client.fences.after(stream, device)
+
+    def open_fences(self, device: int = 0) -> None:
+        """As `EngineClient.open_fences`."""
+        self._call(self.client.open_fences(device))
 
     def publish(
         self,

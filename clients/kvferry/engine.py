@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from kvferry import __version__
+from kvferry import __version__, cuda
 from kvferry.errors import KvferryError
 from kvferry.fences import Fence, Fences
 from kvferry.handover import hand_over
@@ -179,10 +179,16 @@ class EngineClient:
         stream: torch's, or a cudaStream_t of this process's GPU number `device`. Raises KvferryError: `fence_on_host`,
         `stream_capturing`, `too_many_fences`, and what `hand_over` raises at the first time.
         """
-        return (self.fences or await self.open_fences()).after(stream, device)
+        if self.fences is None:
+            await self.open_fences(device if isinstance(stream, int) else stream.device.index)
+        assert self.fences is not None
+        return self.fences.after(stream, device)
 
-    async def open_fences(self) -> Fences:
-        """Share the page that fences are made of with the daemon; the first `fence` does so. Idempotent."""
+    async def open_fences(self, device: int = 0) -> Fences:
+        """Share the page that fences are made of with the daemon, and let this process's GPU number `device` write it.
+
+        The first `fence` does so; do it before, as it takes milliseconds and may wait for work on the GPU. Idempotent.
+        """
         if self.device == "cpu":
             raise KvferryError(
                 "fence_on_host",
@@ -195,6 +201,7 @@ class EngineClient:
             if self.fences is None:
                 fences = Fences()
                 try:
+                    await asyncio.to_thread(fences.register, cuda.devices()[device])
                     ticket = await self._hand_over([fences.file])
                     await self._call(
                         self._stub.OpenFences, engine_pb2.OpenFencesRequest(session=self._session, ticket=ticket)

@@ -57,24 +57,33 @@ class Fences:
     def after(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """A fence that is reached when all that the stream was given until now is done and visible to everybody.
 
-        Takes microseconds and waits for nothing. stream: torch's, or a cudaStream_t of this process's GPU number
-        `device`; not one whose work is being captured into a graph. Raises KvferryError: `stream_capturing`,
-        `too_many_fences`, `cuda_missing`, `cuda_failed`.
+        Takes microseconds and waits for nothing, once the page is registered. stream: torch's, or a cudaStream_t of this
+        process's GPU number `device`; not one whose work is being captured into a graph. Raises KvferryError:
+        `stream_capturing`, `too_many_fences`, `cuda_missing`, `cuda_failed`.
         """
         if isinstance(stream, int):
             gpu, handle = cuda.devices()[device], stream
         else:
             gpu, handle = cuda.devices()[stream.device.index], stream.cuda_stream
+        registered = self.register(gpu)
         with self._lock:
-            if self._registered is None:
-                self._registered = gpu.register(int(self.words.ctypes.data), NBYTES)
             fence = self._take()
             try:
-                gpu.write_word(handle, self._registered.address + 8 * fence.word, fence.value)
+                gpu.write_word(handle, registered.address + 8 * fence.word, fence.value)
             except BaseException:
                 self._given[fence.word] = self.words[fence.word]
                 raise
         return fence
+
+    def register(self, gpu: cuda.Device) -> cuda.Registered:
+        """Let every GPU write to the page; `gpu` is one that this process uses anyhow. It may wait for work under way.
+
+        Idempotent. Raises KvferryError (`cuda_failed`).
+        """
+        with self._lock:
+            if self._registered is None:
+                self._registered = gpu.register(int(self.words.ctypes.data), NBYTES)
+            return self._registered
 
     def take(self) -> Fence:
         """A fence that the caller will reach with `reach`, for an engine whose writers are not streams."""
