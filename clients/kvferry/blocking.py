@@ -21,7 +21,7 @@ from kvferry.engine import EngineClient, Lease, Received
 from kvferry.errors import KvferryError
 from kvferry.fences import Fence
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
 from kvferry.schemas import LeaseState, SourceBody
 from kvferry.tables import Tables
 
@@ -95,7 +95,7 @@ class BlockingEngineClient:
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
         return self._call(self.client.allocate(nbytes, region))
 
-    def adopt(self, shared: SharedRegion | CudaMemory) -> None:
+    def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         self._call(self.client.adopt(shared))
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:

@@ -21,6 +21,18 @@ class Uuid(ctypes.Structure):
     _fields_ = (("bytes", c_ubyte * 16),)
 
 
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", Location), ("flags", c_int))
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -44,6 +56,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
+    "cuMemRetainAllocationHandle": (POINTER(c_uint64), c_void_p),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(Access), c_size_t),
+    "cuMemRelease": (c_uint64,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
@@ -66,6 +87,8 @@ _REMEDIES = {
     "cuStreamWriteValue64_v2": "give a stream of the GPU that was named, or synchronise it and publish without a fence",
     "cuIpcOpenMemHandle_v2": "its exporter must live, be another process of this host, and its GPU reach this one",
     "cuIpcGetMemHandle": "only memory from cuMemAlloc or cudaMalloc can be exported, and only outside WSL",
+    "cuMemImportFromShareableHandle": "hand over descriptors of memory of this GPU, and let this process see it",
+    "cuMemMap": "hand over the sizes that the allocations really have (kvferry.cuda_vmm.export)",
     "cuPointerGetAttribute": "give an address inside memory of this GPU",
     "cuMemGetAddressRange_v2": "give an address inside memory of this GPU",
 }

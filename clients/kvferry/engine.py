@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from kvferry import __version__, cuda
+from kvferry import __version__, cuda, cuda_vmm
 from kvferry.errors import KvferryError
 from kvferry.fences import Fence, Fences
 from kvferry.handover import hand_over
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, open_cuda_region, open_file_region
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, open_cuda_region, open_file_region
 from kvferry.outcomes import Lease, Received, Receiving, TransferFailed
 from kvferry.rpc import MESSAGE_OPTIONS, PROTOCOL_MAX, PROTOCOL_MIN, error_of
 from kvferry.schemas import LeaseState, SourceBody
@@ -143,8 +143,9 @@ class EngineClient:
             )
         return open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset)
 
-    async def adopt(self, shared: SharedRegion | CudaMemory) -> None:
-        """Hand over memory that this engine allocated and goes on owning: a shared file, or `cuda_memory(...)`.
+    async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
+        """Hand over memory that this engine allocated and goes on owning: a shared file, `memfd_region(...)`, or
+        `cuda_memory(...)`.
 
         The daemon gives it back when the session ends; until then it must not be freed.
         """
@@ -159,6 +160,8 @@ class EngineClient:
                     device_uuid=exported.device_uuid,
                 )
             )
+        elif isinstance(shared, VmmMemory):
+            memory.vmm.CopyFrom(await self._hand_over_vmm(shared))
         elif shared.file >= 0:
             ticket = await self._hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
@@ -212,6 +215,16 @@ class EngineClient:
                 fences.handed()
                 self.fences = fences
             return self.fences
+
+    async def _hand_over_vmm(self, shared: VmmMemory) -> engine_pb2.CudaAllocations:
+        allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
+        try:
+            ticket = await self._hand_over(allocations.files)
+        finally:
+            allocations.close()
+        return engine_pb2.CudaAllocations(
+            ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
+        )
 
     async def _hand_over(self, files: Sequence[int]) -> str:
         """On a thread, with descriptors of its own: a caller that is cancelled may close the files at once."""

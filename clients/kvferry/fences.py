@@ -57,9 +57,9 @@ class Fences:
     def after(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """A fence that is reached when all that the stream was given until now is done and visible to everybody.
 
-        Takes microseconds and waits for nothing, once the page is registered. stream: torch's, or a cudaStream_t of this
-        process's GPU number `device`; not one whose work is being captured into a graph. Raises KvferryError:
-        `stream_capturing`, `too_many_fences`, `cuda_missing`, `cuda_failed`.
+        Takes microseconds and waits for nothing, once the page is registered. stream: torch's, or a cudaStream_t of
+        this process's GPU number `device`, on which nothing is being captured. Raises KvferryError: `stream_capturing`,
+        `too_many_fences`, `cuda_missing`, `cuda_failed`.
         """
         if isinstance(stream, int):
             gpu, handle = cuda.devices()[device], stream

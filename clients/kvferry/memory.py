@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import cuda
+from kvferry.cuda_vmm import POSIX_FD
 from kvferry.errors import KvferryError
 from kvferry.handover import check_sealed, sealed_file
 from kvferry.torch_pool import torch_pool
@@ -24,6 +25,7 @@ __all__ = [
     "CudaMemory",
     "CudaRegion",
     "SharedRegion",
+    "VmmMemory",
     "cuda_memory",
     "memfd_region",
     "open_cuda_region",
@@ -188,10 +190,10 @@ def open_cuda_region(
     Raises KvferryError: `cuda_missing`, `unknown_gpu`, `region_out_of_bounds`, `cuda_ipc_failed`.
     """
     device = cuda.device(device_uuid)
-    _check_inside(offset, nbytes, allocation_nbytes, "was said to have")
+    check_inside(offset, nbytes, allocation_nbytes, "was said to have")
     mapping = device.open(handle)
     try:
-        _check_inside(offset, nbytes, mapping.nbytes, "has")
+        check_inside(offset, nbytes, mapping.nbytes, "has")
     except KvferryError:
         mapping.close()
         raise
@@ -209,10 +211,25 @@ class CudaMemory:
     kind: str = "cuda"
 
 
-def cuda_memory(memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0, device: int = 0) -> CudaMemory:
+@dataclass(frozen=True, slots=True)
+class VmmMemory:
+    """The same for VMM-backed memory (cuMemCreate, torch's expandable_segments): `EngineClient.adopt` hands over a file
+    descriptor for each of its allocations. As a source it is slow to read directly, and no peer can map it."""
+
+    id: int
+    nbytes: int
+    address: int
+    device: cuda.Device
+    kind: str = "cuda"
+
+
+def cuda_memory(
+    memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0, device: int = 0
+) -> CudaMemory | VmmMemory:
     """Describe a contiguous CUDA tensor, or `nbytes` bytes from an address on this process's GPU number `device`.
 
-    Raises KvferryError: `not_contiguous`, `not_exportable` (VMM memory), `region_out_of_bounds`, `cuda_missing`, ...
+    Raises KvferryError: `not_contiguous`, `not_exportable` (VMM memory not made to be shared by file descriptor),
+    `region_out_of_bounds`, `cuda_missing`, ...
     """
     if isinstance(memory, int):
         address = memory
@@ -226,12 +243,24 @@ def cuda_memory(memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0,
                 remedy="hand over the tensor that was allocated, not a view, or its address and nbytes",
             )
         address, nbytes, device = memory.data_ptr(), memory.nbytes, memory.device.index
-    exported = cuda.devices()[device].export(address)
-    _check_inside(exported.offset, nbytes, exported.allocation_nbytes, "has")
+    gpu = cuda.devices()[device]
+    found = gpu.attributes(address)
+    if not found.legacy_ipc:
+        if found.handle_types & POSIX_FD:
+            return VmmMemory(region, nbytes, address, gpu)
+        raise KvferryError(
+            "not_exportable",
+            "the memory is VMM-backed and was not made to be shared as a file descriptor",
+            field="handle_types",
+            value=found.handle_types,
+            remedy="make it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, or in the daemon's memory (torch_pool)",
+        )
+    exported = gpu.export(address)
+    check_inside(exported.offset, nbytes, exported.allocation_nbytes, "has")
     return CudaMemory(region, nbytes, address, exported)
 
 
-def _check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
+def check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
     if offset < 0 or nbytes <= 0 or offset + nbytes > allocation_nbytes:
         raise KvferryError(
             "region_out_of_bounds",

@@ -99,6 +99,12 @@ async def _rank(
         region = await client.allocate(mirror.nbytes)
         tensor = region.tensor()
         assert tensor.device.index == gpu
+    return await registered(client, engine_id, epoch, shape, rank, mirror, tensor)
+
+
+async def registered(
+    client: EngineClient, engine_id: str, epoch: str, shape: Shape, rank: int, mirror: Mirror, tensor: torch.Tensor
+) -> GpuRank:
     described = describe(engine_id, epoch, shape, rank, mirror).model_dump()
     described["regions"][0]["kind"] = "cuda"
     manifest = Manifest.from_dict(described)

@@ -47,10 +47,13 @@ class Region(Protocol):
     """Registered KV-cache memory. `owned`: allocated here; otherwise adopted from an engine.
 
     slow_source: why a peer should not read it directly, in words; empty where nothing is against it.
+    unmappable: why a peer cannot map it, likewise.
     """
 
     @property
     def slow_source(self) -> str: ...
+    @property
+    def unmappable(self) -> str: ...
     @property
     def span(self) -> Span: ...
     @property

@@ -29,6 +29,10 @@ class HostRegion:
         return ""
 
     @property
+    def unmappable(self) -> str:
+        return "it is host memory"
+
+    @property
     def owned(self) -> bool:
         return self.lock is not None
 
