@@ -107,7 +107,7 @@ class Device:
                 "the memory is VMM-backed (cuMemCreate, expandable_segments, a sleep-mode pool): it has no IPC handle",
                 field="address",
                 value=hex(address),
-                remedy="describe it with kvferry.memory.cuda_memory, or allocate it in the daemon's memory (torch_pool)",
+                remedy="describe it with kvferry.memory.cuda_memory, or allocate through the daemon (torch_pool)",
             )
         handle = IpcHandle()
         with self:
