@@ -204,7 +204,7 @@ class EngineClient:
             if self.fences is None:
                 fences = Fences()
                 try:
-                    await asyncio.to_thread(fences.register, cuda.devices()[device])
+                    await asyncio.to_thread(fences.register, cuda.device(f"cuda:{device}"))
                     ticket = await self._hand_over([fences.file])
                     await self._call(
                         self._stub.OpenFences, engine_pb2.OpenFencesRequest(session=self._session, ticket=ticket)

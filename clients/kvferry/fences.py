@@ -6,6 +6,7 @@ its earlier work is done, and the daemon shows what was published `after` the fe
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -62,9 +63,9 @@ class Fences:
         `too_many_fences`, `cuda_missing`, `cuda_failed`.
         """
         if isinstance(stream, int):
-            gpu, handle = cuda.devices()[device], stream
+            gpu, handle = cuda.device(f"cuda:{device}"), stream
         else:
-            gpu, handle = cuda.devices()[stream.device.index], stream.cuda_stream
+            gpu, handle = cuda.device(f"cuda:{stream.device.index}"), stream.cuda_stream
         registered = self.register(gpu)
         with self._lock:
             fence = self._take()
@@ -120,7 +121,8 @@ class Fences:
             if self.pending:
                 _kept.append(self)
             elif self._registered is not None:
-                self._registered.close()
+                with contextlib.suppress(KvferryError):  # a broken context: the process keeps what it holds
+                    self._registered.close()
                 self._registered = None
 
 
