@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from kvferry import __version__, cuda, cuda_vmm
 from kvferry.errors import KvferryError
@@ -58,6 +60,9 @@ class EngineClient:
         self._receives: dict[str, Receiving] = {}
         self._unsafe: dict[str, asyncio.Future[None]] = {}
         self._session = ""
+        self._commands: asyncio.Queue[engine_pb2.Command | None] = asyncio.Queue()
+        self._answers: dict[int, asyncio.Future[engine_pb2.Answer]] = {}
+        self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
         self._closing = False
         self._over: KvferryError | None = None
@@ -100,19 +105,17 @@ class EngineClient:
         return client
 
     async def _attach(self, engine_id: str, epoch: str, rank: int, world_size: int) -> None:
-        events = self._stub.Attach(
-            engine_pb2.AttachRequest(
-                protocol_min=PROTOCOL_MIN,
-                protocol_max=PROTOCOL_MAX,
-                client=f"kvferry/{__version__}",
-                engine_id=engine_id,
-                epoch=epoch,
-                rank=rank,
-                world_size=world_size,
-            ),
-            wait_for_ready=True,
+        attach = engine_pb2.AttachRequest(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            client=f"kvferry/{__version__}",
+            engine_id=engine_id,
+            epoch=epoch,
+            rank=rank,
+            world_size=world_size,
         )
-        stream = aiter(events)
+        self._commands.put_nowait(engine_pb2.Command(attach=attach))
+        stream = aiter(self._stub.Attach(self._to_say(), wait_for_ready=True))
         try:
             attached = (await anext(stream)).attached
         except grpc.aio.AioRpcError as error:
@@ -264,10 +267,8 @@ class EngineClient:
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
         try:
-            await self._call(
-                self._stub.Publish,
-                engine_pb2.PublishRequest(
-                    session=self._session,
+            await self._command(
+                publish=engine_pb2.PublishRequest(
                     request_id=request_id,
                     tables=tables_to_proto(tables),
                     num_tokens=num_tokens,
@@ -276,7 +277,7 @@ class EngineClient:
                     ttl_s=ttl_s,
                     readers=readers,
                     after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
-                ),
+                )
             )
         except BaseException:
             if known is None and self._leases.get(request_id) is lease:
@@ -303,11 +304,7 @@ class EngineClient:
         When this call is cancelled it aborts the transfer, and ends when the blocks are safe, at most 5 s later.
         """
         request = engine_pb2.ReceiveRequest(
-            session=self._session,
-            request_id=request_id,
-            tables=tables_to_proto(tables),
-            deadline_s=deadline_s,
-            priority=priority,
+            request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority
         )
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
@@ -325,10 +322,10 @@ class EngineClient:
                     remedy="wait for it, or abort it first",
                 )
             await asyncio.wait([before.leaving])
+        replying = self._say(receive=request)
         receiving = self._receives[request_id] = Receiving(asyncio.get_running_loop().create_future())
-        replying = asyncio.create_task(self._call(self._stub.Receive, request))
         try:
-            receiving.named((await asyncio.shield(replying)).transfer_id)
+            receiving.named((await self._answer(replying)).receive.transfer_id)
             event, quiesced = await asyncio.shield(receiving.ended)
         except asyncio.CancelledError:
             receiving.leaving = asyncio.create_task(self._leave(request_id, receiving, replying))
@@ -343,14 +340,13 @@ class EngineClient:
             request_id, event.transfer_id, event.nbytes, (event.tokens.start, event.tokens.stop), event.metadata
         )
 
-    async def _leave(
-        self, request_id: str, receiving: Receiving, replying: asyncio.Task[engine_pb2.ReceiveReply]
-    ) -> None:
+    async def _leave(self, request_id: str, receiving: Receiving, replying: asyncio.Future[engine_pb2.Answer]) -> None:
         """End the transfer of a receive that was cancelled. Until then the request is not received again."""
         try:
             with contextlib.suppress(KvferryError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
-                    receiving.named((await replying).transfer_id)  # an abort before that would find nothing
+                    # An abort before that would find nothing.
+                    receiving.named((await self._answer(replying)).receive.transfer_id)
                     if not receiving.ended.done():
                         await self.abort(request_id)
                     _, quiesced = await receiving.ended
@@ -360,7 +356,7 @@ class EngineClient:
 
     async def abort(self, request_id: str) -> None:
         """End the request's transfer and revoke its lease on this rank. Idempotent."""
-        await self._call(self._stub.Abort, engine_pb2.EngineAbortRequest(session=self._session, request_id=request_id))
+        await self._command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
 
     async def close(self) -> None:
         """End the session. Leases on daemon-owned memory stay readable until they are read or expire.
@@ -398,6 +394,29 @@ class EngineClient:
                 raise
             raise _closed() from None
 
+    async def _command(self, **command: Message) -> engine_pb2.Answer:
+        return await self._answer(self._say(**command))
+
+    def _say(self, **command: Message) -> asyncio.Future[engine_pb2.Answer]:
+        """Put a command on the stream; the future is its answer. Raises KvferryError when there is no session."""
+        if self._over is not None:
+            raise self._over
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._commands.put_nowait(engine_pb2.Command(id=number, **command))  # type: ignore[arg-type]
+        return answer
+
+    async def _answer(self, answering: asyncio.Future[engine_pb2.Answer]) -> engine_pb2.Answer:
+        """Raises KvferryError with what the daemon says is wrong. The command stands even if this is cancelled."""
+        answer = await asyncio.shield(answering)
+        if answer.HasField("problem"):
+            raise problem_from_proto(answer.problem)
+        return answer
+
+    async def _to_say(self) -> AsyncIterator[engine_pb2.Command]:
+        while (command := await self._commands.get()) is not None:
+            yield command
+
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
         why = KvferryError(
             "daemon_gone",
@@ -416,6 +435,10 @@ class EngineClient:
 
     def _handle(self, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):
+            case "answer":
+                answering = self._answers.pop(event.answer.id, None)
+                if answering is not None:
+                    answering.set_result(event.answer)
             case "transfer_ended":
                 receiving = self._receives.get(event.transfer_ended.request_id)
                 if receiving is not None:
@@ -450,6 +473,7 @@ class EngineClient:
             *(receiving.ended for receiving in self._receives.values()),
             *self._unsafe.values(),
             *(lease._ended for lease in self._leases.values()),
+            *self._answers.values(),
         ]
         for future in waiting:
             if not future.done():
@@ -457,6 +481,8 @@ class EngineClient:
                 future.exception()  # retrieved: nobody may be waiting
         self._leases.clear()
         self._unsafe.clear()
+        self._answers.clear()
+        self._commands.put_nowait(None)
 
 
 def _closed() -> KvferryError:

@@ -348,7 +348,7 @@ class Ferry:
     async def _before_retire(self, engine: Engine, why: str) -> None:
         self.jobs.abort_engine(engine, why)
         await self.roster.leave(engine)
-        self.peers_known.forget_engine(engine)
+        await self.peers_known.forget_engine(engine)
 
 
 def _check_ways(config: Config) -> None:

@@ -93,13 +93,13 @@ async def victim(daemons: Daemons, pair: Pair) -> AsyncIterator[Victim]:
         peer_stub(daemon) as warm,
     ):
         door = engine_pb2_grpc.EngineStub(channel)
-        victim = Victim(engine, daemon, router, http, door, engine.ranks[0].client._session)
+        victim = Victim(engine, daemon, router, http, door)
         await a_good_transfer(pair, victim, "first")
         # Our own connections stay open: they are no leak.
         await asyncio.gather(
             router.healthy(),
             http.get("/healthz"),
-            refusal(door.Abort(engine_pb2.EngineAbortRequest())),
+            refusal(door.Register(engine_pb2.RegisterRequest())),
             refusal(warm.Handshake(peer_pb2.HandshakeRequest())),
         )
         victim.open_files = open_files(daemon)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
-from kvferry.v1 import peer_pb2_grpc
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 TIMEOUT_S = 20.0
@@ -82,3 +84,24 @@ def open_files(daemon: DaemonService) -> int:
 def resident_mb(daemon: DaemonService) -> float:
     pages = int(Path(f"/proc/{daemon.process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
+
+
+class ByHand:
+    """A reader that says what a test wants; `opening` names whom it reads."""
+
+    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, opening: peer_pb2.ReadOpening) -> None:
+        self.call = stub.Read()
+        self._opening: peer_pb2.ReadOpening | None = opening
+
+    async def say(self, **request: Any) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):  # refused meanwhile: `read` tells why
+            if self._opening is not None:
+                opening, self._opening = self._opening, None
+                await self.call.write(peer_pb2.ReadRequest(opening=opening))
+            await self.call.write(peer_pb2.ReadRequest(**request))
+
+    async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:
+        await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))
+        reply = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
+        assert isinstance(reply, peer_pb2.ReadReply)
+        return reply

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
-from fleet import TIMEOUT_S, peer_stub
+from fleet import TIMEOUT_S, ByHand, peer_stub
 from ranks import Kv, TestEngine
 
 from kvferry.manifest import Manifest
@@ -65,11 +65,8 @@ async def hog(source: TestEngine, own: Manifest, request_id: str, tokens: int) -
     manifests = [rank.manifest for rank in source.ranks]
     async with peer_stub(source.daemons[0]) as stub:
         reader = peer_pb2.Reader(engine_id="hog", epoch="1", rank=0, world_size=1)
-        stream = stub.Open(
-            peer_pb2.OpenRequest(engine_id=source.engine_id, epoch=source.epoch, request_id=request_id, reader=reader)
-        )
-        lease = await stream.read()
-        assert isinstance(lease, peer_pb2.LeaseUpdate)
+        by_hand = ByHand(stub, peer_pb2.ReadOpening(engine_id=source.engine_id, epoch=source.epoch, reader=reader))
+        lease = (await by_hand.open(request_id)).update
         paired = await stub.Pair(
             peer_pb2.PairRequest(
                 engine_id=source.engine_id,
@@ -94,7 +91,7 @@ async def hog(source: TestEngine, own: Manifest, request_id: str, tokens: int) -
         try:
             yield Hog(stub, opening)
         finally:
-            stream.cancel()
+            by_hand.call.cancel()
 
 
 def wants(opening: peer_pb2.PackOpen, sources: Sequence[Manifest], own: Manifest, tables: Tables, tokens: int) -> None:

@@ -21,9 +21,10 @@ from kvferry.wire import manifest_to_proto
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
 
 
-def attach(**change: Any) -> engine_pb2.AttachRequest:
+async def attach(**change: Any) -> AsyncIterator[engine_pb2.Command]:
+    """The commands of an engine that attaches and says nothing more."""
     told = {"protocol_min": 1, "protocol_max": 1, "engine_id": "bad", "epoch": "1", "rank": 0, "world_size": 1}
-    return engine_pb2.AttachRequest(**told | change)
+    yield engine_pb2.Command(attach=engine_pb2.AttachRequest(**told | change))
 
 
 ATTACH: dict[str, tuple[dict[str, Any], str]] = {
@@ -52,11 +53,23 @@ async def test_every_call_asks_for_a_session_that_is_known(victim: Victim) -> No
         (door.Allocate, engine_pb2.AllocateRequest(session="x", nbytes=1)),
         (door.Adopt, engine_pb2.AdoptRequest(session="")),
         (door.Register, engine_pb2.RegisterRequest()),
-        (door.Publish, engine_pb2.PublishRequest(session="x", request_id="r")),
-        (door.Receive, engine_pb2.ReceiveRequest(session="x", request_id="r")),
-        (door.Abort, engine_pb2.EngineAbortRequest(session="x", request_id="r")),
     ):
         assert (await refusal(call(request))).code == "unknown_session"  # type: ignore[operator]
+
+
+async def test_a_stream_that_does_not_begin_with_attach_is_ended(victim: Victim) -> None:
+    async def commands() -> AsyncIterator[engine_pb2.Command]:
+        yield engine_pb2.Command(publish=engine_pb2.PublishRequest(request_id="r"))
+
+    assert (await refusal(victim.engine_door.Attach(commands()).read())).code == "malformed_stream"
+
+
+async def test_a_command_that_is_none_is_refused_and_the_session_goes_on(victim: Victim) -> None:
+    client = victim.engine.ranks[0].client
+    with pytest.raises(KvferryError) as refused:
+        await client._command()
+    assert refused.value.code == "malformed_command"
+    await client.abort("nothing of that name")
 
 
 @contextlib.asynccontextmanager

@@ -12,25 +12,24 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import TIMEOUT_S, Daemons, peer_stub, refusal
+from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal
 from ranks import Blocks
 from victim import NOWHERE, Victim
 
 from kvferry.schemas import LeaseState
-from kvferry.v1 import engine_pb2, peer_pb2
+from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
 
 
-def reading(victim: Victim, **change: Any) -> peer_pb2.OpenRequest:
+def reader_of(victim: Victim, stub: peer_pb2_grpc.PeerAsyncStub, **change: Any) -> ByHand:
     told: dict[str, Any] = {
         "engine_id": "victim",
         "epoch": victim.engine.epoch,
-        "request_id": "bad",
         "reader": peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1),
     }
-    return peer_pb2.OpenRequest(**told | change)
+    return ByHand(stub, peer_pb2.ReadOpening(**told | change))
 
 
 async def test_a_peer_of_another_protocol_is_told_both_ranges(victim: Victim) -> None:
@@ -55,7 +54,6 @@ async def test_a_handshake_with_an_engine_that_is_not_here_is_refused(victim: Vi
 OPENS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown engine": ({"engine_id": "nobody"}, "unknown_engine"),
     "an old epoch": ({"epoch": "old"}, "stale_epoch"),
-    "no request id": ({"request_id": ""}, "malformed_request_id"),
     "no reader": ({"reader": peer_pb2.Reader()}, "malformed_reader"),
     "a reader outside its world": (
         {"reader": peer_pb2.Reader(engine_id="x", epoch="1", rank=3, world_size=2)},
@@ -67,26 +65,40 @@ OPENS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("change", "code"), OPENS.values(), ids=OPENS.keys())
 async def test_a_lease_is_not_opened_for_nonsense(victim: Victim, change: dict[str, Any], code: str) -> None:
     async with peer_stub(victim.daemon) as stub:
-        assert (await refusal(stub.Open(reading(victim, **change)).read())).code == code
+        reader = reader_of(victim, stub, **change)
+        assert (await refusal(reader.open("bad"))).code == code
+
+
+async def test_a_reader_that_makes_no_sense_is_told_so(victim: Victim, request_id: str) -> None:
+    async with peer_stub(victim.daemon) as stub:
+        assert (await reader_of(victim, stub).open("")).problem.code == "malformed_request_id"
+        for said in ({}, {"opening": peer_pb2.ReadOpening()}):
+            reader = reader_of(victim, stub)
+            await reader.say(**said)
+            assert (await refusal(reader.call.read())).code == "malformed_read"
+        reader = reader_of(victim, stub)
+        for _ in range(2):
+            await reader.say(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id))
+        assert (await refusal(reader.call.read())).code == "malformed_read"
+        silent = stub.Read()
+        await silent.write(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id)))
+        assert (await refusal(silent.read())).code == "malformed_stream"
 
 
 async def test_a_lease_is_closed_only_by_who_opened_it(victim: Victim, request_id: str) -> None:
     client = victim.engine.ranks[0].client
     await client.publish(request_id, Blocks((1, 2), 1).tables(), 20)
-    opening = reading(victim, request_id=request_id)
     async with peer_stub(victim.daemon) as stub:
-        stream = stub.Open(opening)
-        update = await stream.read()
-        assert isinstance(update, peer_pb2.LeaseUpdate)
-        assert (await refusal(stub.Open(opening).read())).code == "already_reading"
-        for secret in ("", "guessed"):
-            closing = peer_pb2.CloseRequest(
-                engine_id="victim", epoch=opening.epoch, request_id=request_id, reader=opening.reader,
-                secret=secret, complete=True,
-            )  # fmt: skip
-            assert (await refusal(stub.Close(closing))).code == "wrong_secret"
+        reader, other = reader_of(victim, stub), reader_of(victim, stub)
+        assert (await reader.open(request_id)).update.num_tokens == 20
+        assert (await other.open(request_id)).problem.code == "already_reading"
+        await other.say(close=peer_pb2.LeaseClose(reading=9, request_id=request_id, complete=True))
+        reply = await other.call.read()
+        assert isinstance(reply, peer_pb2.ReadReply)
+        assert reply.problem.code == "wrong_secret"
         assert [lease.state for lease in await victim.router.leases()] == [LeaseState.PUBLISHED]
-        stream.cancel()
+        reader.call.cancel()
+        other.call.cancel()
     await client.abort(request_id)
 
 

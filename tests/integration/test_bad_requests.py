@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from fleet import refusal, until
+from fleet import until
 from pair import Pair
 from ranks import Blocks
 from victim import Victim
@@ -41,12 +41,19 @@ PUBLISHES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("change", "code"), PUBLISHES.values(), ids=PUBLISHES.keys())
 async def test_a_publish_that_makes_no_sense_is_refused(victim: Victim, change: dict[str, Any], code: str) -> None:
-    error = await refusal(victim.engine_door.Publish(publishing(victim, **change)))
+    error = await refused_command(victim, publish=publishing(**change))
     assert error.code == code, error
 
 
+async def refused_command(victim: Victim, **command: Any) -> KvferryError:
+    """What the daemon says to a command that no client of ours would send."""
+    with pytest.raises(KvferryError) as refused:
+        await victim.engine.ranks[0].client._command(**command)
+    return refused.value
+
+
 def publishing(
-    victim: Victim, *, ids: list[int] | None = None, first_token: int = 0, group: str = "", **more: Any
+    *, ids: list[int] | None = None, first_token: int = 0, group: str = "", **more: Any
 ) -> engine_pb2.PublishRequest:
     tables = {
         "full": layout_pb2.BlockTable(block_ids=[1, 2] if ids is None else ids, first_token=first_token),
@@ -54,15 +61,15 @@ def publishing(
     }
     if group:
         tables[group] = layout_pb2.BlockTable()
-    told = {"session": victim.session, "request_id": "bad", "num_tokens": 20} | more
+    told = {"request_id": "bad", "num_tokens": 20} | more
     return engine_pb2.PublishRequest(tables=layout_pb2.Tables(groups=tables), **told)
 
 
 async def test_a_refusal_is_heard_however_much_was_wrong(victim: Victim) -> None:
-    request = publishing(victim)
+    request = publishing()
     for n in range(2000):
         request.tables.groups[f"{n}-{'x' * 90}"].first_token = 0
-    error = await refusal(victim.engine_door.Publish(request))
+    error = await refused_command(victim, publish=request)
     assert error.code == "unknown_group", error
 
 
@@ -110,10 +117,8 @@ async def test_a_request_reserves_one_set_of_blocks(victim: Victim, request_id: 
         return await victim.router.transfers(request_id)
 
     await until(reserved, "the reservation arrives")
-    request = engine_pb2.ReceiveRequest(
-        session=victim.session, request_id=request_id, tables=tables_to_proto(engine.take(20).tables())
-    )
-    assert (await refusal(victim.engine_door.Receive(request))).code == "receive_conflict"
+    request = engine_pb2.ReceiveRequest(request_id=request_id, tables=tables_to_proto(engine.take(20).tables()))
+    assert (await refused_command(victim, receive=request)).code == "receive_conflict"
     with pytest.raises(KvferryError) as refused:
         await engine.receive(request_id, engine.take(20))
     assert refused.value.code == "receive_pending"

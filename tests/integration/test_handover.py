@@ -34,8 +34,13 @@ def door(victim: Victim) -> str:
     return str(victim.daemon.socket)
 
 
+def own(victim: Victim) -> str:
+    """The session of the victim's engine."""
+    return victim.engine.ranks[0].client._session
+
+
 async def given(victim: Victim, files: list[int], session: str = "") -> str:
-    return await asyncio.to_thread(hand_over, door(victim), session or victim.session, files)
+    return await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
 
 
 async def files_are_closed(victim: Victim, before: int, timeout_s: float = HELD_S + TIMEOUT_S) -> None:
@@ -47,7 +52,7 @@ async def files_are_closed(victim: Victim, before: int, timeout_s: float = HELD_
 
 def adopt(victim: Victim, ticket: str, session: str = "", nbytes: int = 4096):
     memory = engine_pb2.Memory(region=9, nbytes=nbytes, handed=engine_pb2.HandedFile(ticket=ticket))
-    return victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=session or victim.session, memory=memory))
+    return victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=session or own(victim), memory=memory))
 
 
 async def test_the_socket_is_for_its_own_user_only(victim: Victim) -> None:
@@ -85,12 +90,12 @@ async def test_a_ticket_is_for_one_session_and_one_call(victim: Victim) -> None:
 async def test_what_is_no_handover_is_refused_and_its_files_closed(victim: Victim) -> None:
     before = open_files(victim.daemon)
     file = sealed_file("test", 4096)
-    handover = engine_pb2.Handover(session=victim.session, files=1)
+    handover = engine_pb2.Handover(session=own(victim), files=1)
     said = {
         "malformed_handover": [
             b"\xff" * 64,
-            framed(engine_pb2.Handover(session=victim.session, files=2)),
-            framed(engine_pb2.Handover(session=victim.session)),
+            framed(engine_pb2.Handover(session=own(victim), files=2)),
+            framed(engine_pb2.Handover(session=own(victim))),
             framed(handover) + b"more",
             (6).to_bytes(4, "big") + b"\xff" * 6,
         ],
@@ -119,7 +124,7 @@ def answer(victim: Victim, message: bytes, files: list[int]) -> engine_pb2.Hando
 async def test_too_many_files_are_refused_and_closed(victim: Victim) -> None:
     before = open_files(victim.daemon)
     file = sealed_file("test", 4096)
-    message = framed(engine_pb2.Handover(session=victim.session, files=MAX_FILES + 1))
+    message = framed(engine_pb2.Handover(session=own(victim), files=MAX_FILES + 1))
     reply = await asyncio.to_thread(answer, victim, message, [file] * (MAX_FILES + 1))
     assert reply.problem.code == "too_many_files"
     await given(victim, [file] * MAX_FILES)
@@ -136,7 +141,7 @@ async def test_too_many_files_are_refused_and_closed(victim: Victim) -> None:
 async def test_one_that_says_nothing_or_half_of_it_is_not_waited_for(victim: Victim) -> None:
     before = open_files(victim.daemon)
     file = sealed_file("test", 4096)
-    message = framed(engine_pb2.Handover(session=victim.session, files=1))
+    message = framed(engine_pb2.Handover(session=own(victim), files=1))
     idlers = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for idler in idlers:  # more than are served at once
         idler.settimeout(10)
@@ -161,7 +166,7 @@ async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim
         "print(hand_over(sys.argv[1], sys.argv[2], [sealed_file('x', 4096)] * 5), flush=True); time.sleep(60)"
     )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, door(victim), victim.session, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", script, door(victim), own(victim), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout
     assert await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S)

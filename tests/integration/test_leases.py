@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet import peer_stub, until
+from fleet import ByHand, peer_stub, until
 from pair import MANY, TOKENS, Pair, half_published, is_in, order, prefilled
 
 from kvferry.engine import Received, TransferFailed
 from kvferry.schemas import LeaseState, TransferState
-from kvferry.v1 import peer_pb2
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
 
 pytestmark = pytest.mark.anyio
 
@@ -53,39 +53,38 @@ async def test_a_lease_that_nobody_reads_expires_and_its_engine_is_told(pair: Pa
 async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id: str) -> None:
     _, leases = await prefilled(pair, request_id, ttl_s=0.3)
     async with peer_stub(pair.prefill.daemons[0]) as stub:
-        stream = stub.Open(open_request(pair, request_id))
-        assert isinstance(await stream.read(), peer_pb2.LeaseUpdate)
+        reader = by_hand(stub, pair)
+        assert (await reader.open(request_id)).update.num_tokens == TOKENS
         _, unread = await prefilled(pair, f"{request_id}-unread", ttl_s=0.3)
         assert await unread[0].ended() is LeaseState.EXPIRED  # by now the other one would have, too
         (record,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
         assert (record.readers_open, record.expires_in_ms) == (1, None)
-        stream.cancel()
+        reader.call.cancel()
     async with asyncio.timeout(10):
         assert await leases[0].ended() is LeaseState.EXPIRED
 
 
-def open_request(pair: Pair, request_id: str) -> peer_pb2.OpenRequest:
+def by_hand(stub: peer_pb2_grpc.PeerAsyncStub, pair: Pair) -> ByHand:
     reader = peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1)
-    return peer_pb2.OpenRequest(engine_id="prefill", epoch=pair.prefill.epoch, request_id=request_id, reader=reader)
+    return ByHand(stub, peer_pb2.ReadOpening(engine_id="prefill", epoch=pair.prefill.epoch, reader=reader))
 
 
 # a lease that does not hold
 
 
-async def test_a_reader_of_a_revoked_lease_is_told_that_it_did_not_hold(pair: Pair, request_id: str) -> None:
-    await prefilled(pair, request_id)
+async def test_a_revoked_lease_stays_so_whatever_its_reader_says(pair: Pair, request_id: str) -> None:
+    _, leases = await prefilled(pair, request_id)
     async with peer_stub(pair.prefill.daemons[0]) as stub:
-        opening = open_request(pair, request_id)
-        update = await stub.Open(opening).read()
-        assert isinstance(update, peer_pb2.LeaseUpdate)
+        reader = by_hand(stub, pair)
+        assert (await reader.open(request_id)).update.num_tokens == TOKENS
         assert (await pair.prefill_routers[0].revoke_lease(request_id)).state is LeaseState.REVOKED
-        closing = peer_pb2.CloseRequest(
-            engine_id=opening.engine_id, epoch=opening.epoch, request_id=request_id, reader=opening.reader,
-            secret=update.secret, complete=True,
-        )  # fmt: skip
-        reply = await stub.Close(closing)
-    assert not reply.held
-    assert "revoked" in reply.reason
+        await reader.say(close=peer_pb2.LeaseClose(reading=1, request_id=request_id, complete=True))
+        again = (await reader.open(request_id, reading=2)).problem
+        reader.call.cancel()
+    assert again.code == "lease_ended"
+    assert "revoked" in again.message
+    assert await leases[0].ended() is LeaseState.REVOKED
+    await pair.prefill_routers[0].abort_request(request_id)
 
 
 async def test_a_read_is_never_done_when_its_lease_was_revoked_meanwhile(pair: Pair, request_id: str) -> None:

@@ -27,7 +27,6 @@ class Victim:
     router: RouterClient
     http: httpx.AsyncClient
     engine_door: engine_pb2_grpc.EngineAsyncStub
-    session: str
     open_files: int = 0
 
 

@@ -236,6 +236,21 @@ async def test_publishes_are_seen_in_their_order(page: Fences, watch: watched.Fe
     assert (lease.version, lease.num_tokens) == (3, 8)
 
 
+async def test_a_lease_is_announced_when_its_fence_is_reached(
+    page: Fences, watch: watched.Fences, leases: Leases
+) -> None:
+    announced: list[int] = []
+    leases.audience.add(lambda lease: announced.append(lease.num_tokens))
+    fence = page.take()
+    lease = publish(leases, after=watch.reached(fence, LONG_S))
+    await quiet()
+    assert announced == []
+    page.reach(fence)
+    while lease.more:
+        await lasting(lease.changed())
+    assert announced == [8]
+
+
 async def test_a_fence_that_is_never_reached_ends_the_lease(
     page: Fences, watch: watched.Fences, leases: Leases, ended: list[Lease]
 ) -> None:

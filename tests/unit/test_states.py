@@ -25,6 +25,7 @@ def anyio_backend() -> str:
 
 LEGAL_TRANSFER = {
     (T.WAITING, T.CONNECTING), (T.CONNECTING, T.READING), (T.READING, T.VERIFYING), (T.VERIFYING, T.DONE),
+    (T.READING, T.CONNECTING), (T.VERIFYING, T.CONNECTING),
     *((state, end) for state in (T.WAITING, T.CONNECTING, T.READING, T.VERIFYING) for end in (T.FAILED, T.ABORTED)),
 }  # fmt: skip
 LEGAL_LEASE = {

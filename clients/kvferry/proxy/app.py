@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -30,6 +31,8 @@ OURS = HOP_BY_HOP | {
     "accept-encoding", "content-length", "content-type", "expect", "host", "x-prefiller-host-port", "x-request-id",
 }  # fmt: skip
 """Request headers that the proxy answers for itself on both legs."""
+ENDING_S = 0.5
+"""How long a request waits for one of the same id that may just be ending."""
 
 
 class Proxy:
@@ -39,7 +42,8 @@ class Proxy:
         self.options = options
         self.prefills = Ring(options.prefill)
         self.decodes = Ring(options.decode)
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, asyncio.Event] = {}
+        """By request id: set when the request is over."""
         # No proxy of the environment between us and engines; every leg has its own deadline around reads and writes.
         self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=options.connect_timeout_s, pool=options.connect_timeout_s),
@@ -63,7 +67,7 @@ class Proxy:
             request_id = _request_id(request)
             body = read_body(await _content(request, self.options.max_body_bytes))
             prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
-            if request_id in self._in_flight:
+            if not await self._over(request_id):
                 raise KvferryError(
                     "request_in_flight",
                     f"a request with X-Request-Id {request_id[:80]} is under way",
@@ -78,8 +82,16 @@ class Proxy:
             return Response(status_code=499)
         asked = Asked(request.url.path, body, self._headers(request, request_id), request_id)
         exchange = Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons)
-        self._in_flight.add(request_id)
+        self._in_flight[request_id] = asyncio.Event()
         return Relay(exchange, self)
+
+    async def _over(self, request_id: str) -> bool:
+        """Whether no request of that id is under way. A client with its whole answer may be a moment ahead."""
+        running = self._in_flight.get(request_id)
+        if running is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(running.wait(), ENDING_S)
+        return request_id not in self._in_flight
 
     def finish(self, exchange: Exchange, answer: Answer) -> None:
         """The client has its answer or is gone: say so in the log, free what is left."""
@@ -91,7 +103,7 @@ class Proxy:
             f" error={exchange.error.code}: {exchange.error}" if exchange.error else "",
         )  # fmt: skip
         if exchange.clean:
-            self._in_flight.discard(exchange.asked.request_id)
+            self._in_flight.pop(exchange.asked.request_id).set()
         else:
             self.daemons.in_background(self._clean_up(exchange))
 
@@ -100,7 +112,7 @@ class Proxy:
         try:
             await exchange.clean_up()
         finally:
-            self._in_flight.discard(exchange.asked.request_id)
+            self._in_flight.pop(exchange.asked.request_id).set()
 
     async def models(self, request: Request) -> Response:
         """/v1/models of the first decode engine that answers."""

@@ -22,6 +22,83 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class Command(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    ATTACH_FIELD_NUMBER: builtins.int
+    PUBLISH_FIELD_NUMBER: builtins.int
+    RECEIVE_FIELD_NUMBER: builtins.int
+    ABORT_FIELD_NUMBER: builtins.int
+    id: builtins.int
+    """the answer has the same"""
+    @property
+    def attach(self) -> Global___AttachRequest: ...
+    @property
+    def publish(self) -> Global___PublishRequest:
+        """Source side: the KV of a request, or of more of its tokens, is in these blocks and may be read."""
+
+    @property
+    def receive(self) -> Global___ReceiveRequest:
+        """Destination side: these blocks are reserved for the request. The outcome comes as an event."""
+
+    @property
+    def abort(self) -> Global___EngineAbortRequest:
+        """Ends the request's transfer and revokes its lease on this rank. Idempotent."""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.int = ...,
+        attach: Global___AttachRequest | None = ...,
+        publish: Global___PublishRequest | None = ...,
+        receive: Global___ReceiveRequest | None = ...,
+        abort: Global___EngineAbortRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "kind", b"kind", "publish", b"publish", "receive", b"receive"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "id", b"id", "kind", b"kind", "publish", b"publish", "receive", b"receive"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "publish", "receive", "abort"] | None: ...
+
+Global___Command: typing_extensions.TypeAlias = Command
+
+@typing.final
+class Answer(google.protobuf.message.Message):
+    """To every command but `attach`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    PUBLISH_FIELD_NUMBER: builtins.int
+    RECEIVE_FIELD_NUMBER: builtins.int
+    ABORT_FIELD_NUMBER: builtins.int
+    id: builtins.int
+    @property
+    def problem(self) -> kvferry.v1.layout_pb2.Problem:
+        """refused: nothing was done"""
+
+    @property
+    def publish(self) -> Global___PublishReply: ...
+    @property
+    def receive(self) -> Global___ReceiveReply: ...
+    @property
+    def abort(self) -> Global___EngineAbortReply: ...
+    def __init__(
+        self,
+        *,
+        id: builtins.int = ...,
+        problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        publish: Global___PublishReply | None = ...,
+        receive: Global___ReceiveReply | None = ...,
+        abort: Global___EngineAbortReply | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "kind", b"kind", "problem", b"problem", "publish", b"publish", "receive", b"receive"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "id", b"id", "kind", b"kind", "problem", b"problem", "publish", b"publish", "receive", b"receive"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["problem", "publish", "receive", "abort"] | None: ...
+
+Global___Answer: typing_extensions.TypeAlias = Answer
+
+@typing.final
 class AttachRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -66,7 +143,7 @@ class Attached(google.protobuf.message.Message):
     PEER_ADDRESS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     session: builtins.str
-    """names this session in every other call"""
+    """names this session in every call"""
     protocol: builtins.int
     version: builtins.str
     peer_address: builtins.str
@@ -404,7 +481,6 @@ Global___RegisterReply: typing_extensions.TypeAlias = RegisterReply
 class PublishRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     TABLES_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
@@ -413,7 +489,6 @@ class PublishRequest(google.protobuf.message.Message):
     TTL_S_FIELD_NUMBER: builtins.int
     READERS_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
-    session: builtins.str
     request_id: builtins.str
     num_tokens: builtins.int
     """tokens [0, num_tokens) are in place"""
@@ -436,7 +511,6 @@ class PublishRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session: builtins.str = ...,
         request_id: builtins.str = ...,
         tables: kvferry.v1.layout_pb2.Tables | None = ...,
         num_tokens: builtins.int = ...,
@@ -447,7 +521,7 @@ class PublishRequest(google.protobuf.message.Message):
         after: Global___Fence | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "session", b"session", "tables", b"tables", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -493,14 +567,12 @@ Global___Source: typing_extensions.TypeAlias = Source
 class ReceiveRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     TABLES_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     DEADLINE_S_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
-    session: builtins.str
     request_id: builtins.str
     deadline_s: builtins.float
     """0: the daemon's default"""
@@ -518,7 +590,6 @@ class ReceiveRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session: builtins.str = ...,
         request_id: builtins.str = ...,
         tables: kvferry.v1.layout_pb2.Tables | None = ...,
         tokens: kvferry.v1.layout_pb2.TokenRange | None = ...,
@@ -527,7 +598,7 @@ class ReceiveRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "priority", b"priority", "request_id", b"request_id", "session", b"session", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> None: ...
 
 Global___ReceiveRequest: typing_extensions.TypeAlias = ReceiveRequest
 
@@ -553,17 +624,14 @@ Global___ReceiveReply: typing_extensions.TypeAlias = ReceiveReply
 class EngineAbortRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    session: builtins.str
     request_id: builtins.str
     def __init__(
         self,
         *,
-        session: builtins.str = ...,
         request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
 
 Global___EngineAbortRequest: typing_extensions.TypeAlias = EngineAbortRequest
 
@@ -691,6 +759,7 @@ class Event(google.protobuf.message.Message):
     BLOCKS_SAFE_FIELD_NUMBER: builtins.int
     LEASE_ENDED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     @property
     def attached(self) -> Global___Attached: ...
     @property
@@ -701,6 +770,8 @@ class Event(google.protobuf.message.Message):
     def lease_ended(self) -> Global___LeaseEnded: ...
     @property
     def draining(self) -> Global___Draining: ...
+    @property
+    def answer(self) -> Global___Answer: ...
     def __init__(
         self,
         *,
@@ -709,9 +780,10 @@ class Event(google.protobuf.message.Message):
         blocks_safe: Global___BlocksSafe | None = ...,
         lease_ended: Global___LeaseEnded | None = ...,
         draining: Global___Draining | None = ...,
+        answer: Global___Answer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "transfer_ended", b"transfer_ended"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "transfer_ended", b"transfer_ended"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attached", "transfer_ended", "blocks_safe", "lease_ended", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["answer", b"answer", "attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "transfer_ended", b"transfer_ended"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "transfer_ended", b"transfer_ended"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attached", "transfer_ended", "blocks_safe", "lease_ended", "draining", "answer"] | None: ...
 
 Global___Event: typing_extensions.TypeAlias = Event

@@ -34,9 +34,9 @@ class EngineStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.unary_stream(
+        self.Attach = channel.stream_stream(
                 '/kvferry.v1.Engine/Attach',
-                request_serializer=kvferry_dot_v1_dot_engine__pb2.AttachRequest.SerializeToString,
+                request_serializer=kvferry_dot_v1_dot_engine__pb2.Command.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_engine__pb2.Event.FromString,
                 _registered_method=True)
         self.Allocate = channel.unary_unary(
@@ -59,29 +59,15 @@ class EngineStub(object):
                 request_serializer=kvferry_dot_v1_dot_engine__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_engine__pb2.RegisterReply.FromString,
                 _registered_method=True)
-        self.Publish = channel.unary_unary(
-                '/kvferry.v1.Engine/Publish',
-                request_serializer=kvferry_dot_v1_dot_engine__pb2.PublishRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_engine__pb2.PublishReply.FromString,
-                _registered_method=True)
-        self.Receive = channel.unary_unary(
-                '/kvferry.v1.Engine/Receive',
-                request_serializer=kvferry_dot_v1_dot_engine__pb2.ReceiveRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_engine__pb2.ReceiveReply.FromString,
-                _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/kvferry.v1.Engine/Abort',
-                request_serializer=kvferry_dot_v1_dot_engine__pb2.EngineAbortRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_engine__pb2.EngineAbortReply.FromString,
-                _registered_method=True)
 
 
 class EngineServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Attach(self, request, context):
-        """Opens the session. The stream is the engine's liveness: it is held open for the engine's life, its first
-        event is `attached`, and when it ends the daemon takes the engine for dead.
+    def Attach(self, request_iterator, context):
+        """Opens the session: the first command is `attach`, the first event `attached`. The stream is the engine's liveness:
+        it is held open for the engine's life, and when it ends the daemon takes the engine for dead. What an engine does
+        for every request goes over it, for a message on an open stream takes half the time of a call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,33 +101,12 @@ class EngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Publish(self, request, context):
-        """Source side: the KV of a request, or of more of its tokens, is in these blocks and may be read.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Receive(self, request, context):
-        """Destination side: these blocks are reserved for the request. The outcome comes as an event.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Abort(self, request, context):
-        """Ends the request's transfer and revokes its lease on this rank. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.unary_stream_rpc_method_handler(
+            'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=kvferry_dot_v1_dot_engine__pb2.AttachRequest.FromString,
+                    request_deserializer=kvferry_dot_v1_dot_engine__pb2.Command.FromString,
                     response_serializer=kvferry_dot_v1_dot_engine__pb2.Event.SerializeToString,
             ),
             'Allocate': grpc.unary_unary_rpc_method_handler(
@@ -164,21 +129,6 @@ def add_EngineServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_engine__pb2.RegisterRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_engine__pb2.RegisterReply.SerializeToString,
             ),
-            'Publish': grpc.unary_unary_rpc_method_handler(
-                    servicer.Publish,
-                    request_deserializer=kvferry_dot_v1_dot_engine__pb2.PublishRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_engine__pb2.PublishReply.SerializeToString,
-            ),
-            'Receive': grpc.unary_unary_rpc_method_handler(
-                    servicer.Receive,
-                    request_deserializer=kvferry_dot_v1_dot_engine__pb2.ReceiveRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_engine__pb2.ReceiveReply.SerializeToString,
-            ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=kvferry_dot_v1_dot_engine__pb2.EngineAbortRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_engine__pb2.EngineAbortReply.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvferry.v1.Engine', rpc_method_handlers)
@@ -191,7 +141,7 @@ class Engine(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Attach(request,
+    def Attach(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -201,11 +151,11 @@ class Engine(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/kvferry.v1.Engine/Attach',
-            kvferry_dot_v1_dot_engine__pb2.AttachRequest.SerializeToString,
+            kvferry_dot_v1_dot_engine__pb2.Command.SerializeToString,
             kvferry_dot_v1_dot_engine__pb2.Event.FromString,
             options,
             channel_credentials,
@@ -315,87 +265,6 @@ class Engine(object):
             '/kvferry.v1.Engine/Register',
             kvferry_dot_v1_dot_engine__pb2.RegisterRequest.SerializeToString,
             kvferry_dot_v1_dot_engine__pb2.RegisterReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Publish(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvferry.v1.Engine/Publish',
-            kvferry_dot_v1_dot_engine__pb2.PublishRequest.SerializeToString,
-            kvferry_dot_v1_dot_engine__pb2.PublishReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Receive(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvferry.v1.Engine/Receive',
-            kvferry_dot_v1_dot_engine__pb2.ReceiveRequest.SerializeToString,
-            kvferry_dot_v1_dot_engine__pb2.ReceiveReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Abort(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvferry.v1.Engine/Abort',
-            kvferry_dot_v1_dot_engine__pb2.EngineAbortRequest.SerializeToString,
-            kvferry_dot_v1_dot_engine__pb2.EngineAbortReply.FromString,
             options,
             channel_credentials,
             insecure,

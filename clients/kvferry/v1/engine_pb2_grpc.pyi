@@ -29,16 +29,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 _EngineAttachType = typing_extensions.TypeVar(
     '_EngineAttachType',
-    grpc.UnaryStreamMultiCallable[
-        kvferry.v1.engine_pb2.AttachRequest,
+    grpc.StreamStreamMultiCallable[
+        kvferry.v1.engine_pb2.Command,
         kvferry.v1.engine_pb2.Event,
     ],
-    grpc.aio.UnaryStreamMultiCallable[
-        kvferry.v1.engine_pb2.AttachRequest,
+    grpc.aio.StreamStreamMultiCallable[
+        kvferry.v1.engine_pb2.Command,
         kvferry.v1.engine_pb2.Event,
     ],
-    default=grpc.UnaryStreamMultiCallable[
-        kvferry.v1.engine_pb2.AttachRequest,
+    default=grpc.StreamStreamMultiCallable[
+        kvferry.v1.engine_pb2.Command,
         kvferry.v1.engine_pb2.Event,
     ],
 )
@@ -107,59 +107,11 @@ _EngineRegisterType = typing_extensions.TypeVar(
     ],
 )
 
-_EnginePublishType = typing_extensions.TypeVar(
-    '_EnginePublishType',
-    grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.PublishRequest,
-        kvferry.v1.engine_pb2.PublishReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.PublishRequest,
-        kvferry.v1.engine_pb2.PublishReply,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.PublishRequest,
-        kvferry.v1.engine_pb2.PublishReply,
-    ],
-)
-
-_EngineReceiveType = typing_extensions.TypeVar(
-    '_EngineReceiveType',
-    grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.ReceiveRequest,
-        kvferry.v1.engine_pb2.ReceiveReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.ReceiveRequest,
-        kvferry.v1.engine_pb2.ReceiveReply,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.ReceiveRequest,
-        kvferry.v1.engine_pb2.ReceiveReply,
-    ],
-)
-
-_EngineAbortType = typing_extensions.TypeVar(
-    '_EngineAbortType',
-    grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.EngineAbortRequest,
-        kvferry.v1.engine_pb2.EngineAbortReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.EngineAbortRequest,
-        kvferry.v1.engine_pb2.EngineAbortReply,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.EngineAbortRequest,
-        kvferry.v1.engine_pb2.EngineAbortReply,
-    ],
-)
-
-class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineAdoptType, _EngineOpenFencesType, _EngineRegisterType, _EnginePublishType, _EngineReceiveType, _EngineAbortType]):
+class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineAdoptType, _EngineOpenFencesType, _EngineRegisterType]):
     @typing.overload
     def __init__(self: EngineStub[
-        grpc.UnaryStreamMultiCallable[
-            kvferry.v1.engine_pb2.AttachRequest,
+        grpc.StreamStreamMultiCallable[
+            kvferry.v1.engine_pb2.Command,
             kvferry.v1.engine_pb2.Event,
         ],
         grpc.UnaryUnaryMultiCallable[
@@ -177,25 +129,13 @@ class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineA
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.engine_pb2.RegisterRequest,
             kvferry.v1.engine_pb2.RegisterReply,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            kvferry.v1.engine_pb2.PublishRequest,
-            kvferry.v1.engine_pb2.PublishReply,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            kvferry.v1.engine_pb2.ReceiveRequest,
-            kvferry.v1.engine_pb2.ReceiveReply,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            kvferry.v1.engine_pb2.EngineAbortRequest,
-            kvferry.v1.engine_pb2.EngineAbortReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
     def __init__(self: EngineStub[
-        grpc.aio.UnaryStreamMultiCallable[
-            kvferry.v1.engine_pb2.AttachRequest,
+        grpc.aio.StreamStreamMultiCallable[
+            kvferry.v1.engine_pb2.Command,
             kvferry.v1.engine_pb2.Event,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
@@ -214,23 +154,12 @@ class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineA
             kvferry.v1.engine_pb2.RegisterRequest,
             kvferry.v1.engine_pb2.RegisterReply,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            kvferry.v1.engine_pb2.PublishRequest,
-            kvferry.v1.engine_pb2.PublishReply,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            kvferry.v1.engine_pb2.ReceiveRequest,
-            kvferry.v1.engine_pb2.ReceiveReply,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            kvferry.v1.engine_pb2.EngineAbortRequest,
-            kvferry.v1.engine_pb2.EngineAbortReply,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Attach: _EngineAttachType
-    """Opens the session. The stream is the engine's liveness: it is held open for the engine's life, its first
-    event is `attached`, and when it ends the daemon takes the engine for dead.
+    """Opens the session: the first command is `attach`, the first event `attached`. The stream is the engine's liveness:
+    it is held open for the engine's life, and when it ends the daemon takes the engine for dead. What an engine does
+    for every request goes over it, for a message on an open stream takes half the time of a call.
     """
 
     Allocate: _EngineAllocateType
@@ -245,18 +174,9 @@ class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineA
     Register: _EngineRegisterType
     """Describes the cache; every region of the manifest must have been allocated or adopted before."""
 
-    Publish: _EnginePublishType
-    """Source side: the KV of a request, or of more of its tokens, is in these blocks and may be read."""
-
-    Receive: _EngineReceiveType
-    """Destination side: these blocks are reserved for the request. The outcome comes as an event."""
-
-    Abort: _EngineAbortType
-    """Ends the request's transfer and revokes its lease on this rank. Idempotent."""
-
 EngineAsyncStub: typing_extensions.TypeAlias = EngineStub[
-    grpc.aio.UnaryStreamMultiCallable[
-        kvferry.v1.engine_pb2.AttachRequest,
+    grpc.aio.StreamStreamMultiCallable[
+        kvferry.v1.engine_pb2.Command,
         kvferry.v1.engine_pb2.Event,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
@@ -275,29 +195,18 @@ EngineAsyncStub: typing_extensions.TypeAlias = EngineStub[
         kvferry.v1.engine_pb2.RegisterRequest,
         kvferry.v1.engine_pb2.RegisterReply,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.PublishRequest,
-        kvferry.v1.engine_pb2.PublishReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.ReceiveRequest,
-        kvferry.v1.engine_pb2.ReceiveReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.engine_pb2.EngineAbortRequest,
-        kvferry.v1.engine_pb2.EngineAbortReply,
-    ],
 ]
 
 class EngineServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Attach(
         self,
-        request: kvferry.v1.engine_pb2.AttachRequest,
+        request_iterator: _MaybeAsyncIterator[kvferry.v1.engine_pb2.Command],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.engine_pb2.Event], collections.abc.AsyncIterator[kvferry.v1.engine_pb2.Event]]:
-        """Opens the session. The stream is the engine's liveness: it is held open for the engine's life, its first
-        event is `attached`, and when it ends the daemon takes the engine for dead.
+        """Opens the session: the first command is `attach`, the first event `attached`. The stream is the engine's liveness:
+        it is held open for the engine's life, and when it ends the daemon takes the engine for dead. What an engine does
+        for every request goes over it, for a message on an open stream takes half the time of a call.
         """
 
     @abc.abstractmethod
@@ -331,29 +240,5 @@ class EngineServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.engine_pb2.RegisterReply, collections.abc.Awaitable[kvferry.v1.engine_pb2.RegisterReply]]:
         """Describes the cache; every region of the manifest must have been allocated or adopted before."""
-
-    @abc.abstractmethod
-    def Publish(
-        self,
-        request: kvferry.v1.engine_pb2.PublishRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvferry.v1.engine_pb2.PublishReply, collections.abc.Awaitable[kvferry.v1.engine_pb2.PublishReply]]:
-        """Source side: the KV of a request, or of more of its tokens, is in these blocks and may be read."""
-
-    @abc.abstractmethod
-    def Receive(
-        self,
-        request: kvferry.v1.engine_pb2.ReceiveRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvferry.v1.engine_pb2.ReceiveReply, collections.abc.Awaitable[kvferry.v1.engine_pb2.ReceiveReply]]:
-        """Destination side: these blocks are reserved for the request. The outcome comes as an event."""
-
-    @abc.abstractmethod
-    def Abort(
-        self,
-        request: kvferry.v1.engine_pb2.EngineAbortRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvferry.v1.engine_pb2.EngineAbortReply, collections.abc.Awaitable[kvferry.v1.engine_pb2.EngineAbortReply]]:
-        """Ends the request's transfer and revokes its lease on this rank. Idempotent."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -323,17 +323,44 @@ class Reader(google.protobuf.message.Message):
 Global___Reader: typing_extensions.TypeAlias = Reader
 
 @typing.final
-class OpenRequest(google.protobuf.message.Message):
+class ReadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPENING_FIELD_NUMBER: builtins.int
+    OPEN_FIELD_NUMBER: builtins.int
+    CLOSE_FIELD_NUMBER: builtins.int
+    @property
+    def opening(self) -> Global___ReadOpening:
+        """in the first message, and only there"""
+
+    @property
+    def open(self) -> Global___LeaseOpen: ...
+    @property
+    def close(self) -> Global___LeaseClose: ...
+    def __init__(
+        self,
+        *,
+        opening: Global___ReadOpening | None = ...,
+        open: Global___LeaseOpen | None = ...,
+        close: Global___LeaseClose | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["opening", "open", "close"] | None: ...
+
+Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
+
+@typing.final
+class ReadOpening(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
     READER_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
+    """the source engine"""
     epoch: builtins.str
     """the epoch the reader planned against"""
-    request_id: builtins.str
     @property
     def reader(self) -> Global___Reader: ...
     def __init__(
@@ -341,13 +368,114 @@ class OpenRequest(google.protobuf.message.Message):
         *,
         engine_id: builtins.str = ...,
         epoch: builtins.str = ...,
-        request_id: builtins.str = ...,
         reader: Global___Reader | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "reader", b"reader", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "reader", b"reader"]) -> None: ...
 
-Global___OpenRequest: typing_extensions.TypeAlias = OpenRequest
+Global___ReadOpening: typing_extensions.TypeAlias = ReadOpening
+
+@typing.final
+class LeaseOpen(google.protobuf.message.Message):
+    """Opens a lease; waits for its publish if that is still to come. Answered with an update now and after every publish."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READING_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    reading: builtins.int
+    """the reader's number for it, never used again on this stream"""
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        reading: builtins.int = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reading", b"reading", "request_id", b"request_id"]) -> None: ...
+
+Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
+
+@typing.final
+class LeaseClose(google.protobuf.message.Message):
+    """Ends a reading. With a number that was not opened: the reader had nothing to read on this rank, and counts as through."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READING_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    COMPLETE_FIELD_NUMBER: builtins.int
+    reading: builtins.int
+    request_id: builtins.str
+    complete: builtins.bool
+    """false: the reader gave up and does not count as one that has read"""
+    def __init__(
+        self,
+        *,
+        reading: builtins.int = ...,
+        request_id: builtins.str = ...,
+        complete: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "reading", b"reading", "request_id", b"request_id"]) -> None: ...
+
+Global___LeaseClose: typing_extensions.TypeAlias = LeaseClose
+
+@typing.final
+class ReadReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READING_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    ANNOUNCED_FIELD_NUMBER: builtins.int
+    reading: builtins.int
+    @property
+    def update(self) -> Global___LeaseUpdate: ...
+    @property
+    def problem(self) -> kvferry.v1.layout_pb2.Problem:
+        """the reading is over"""
+
+    @property
+    def announced(self) -> Global___Announcement: ...
+    def __init__(
+        self,
+        *,
+        reading: builtins.int = ...,
+        update: Global___LeaseUpdate | None = ...,
+        problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        announced: Global___Announcement | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "problem", b"problem", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "problem", b"problem", "reading", b"reading", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced"] | None: ...
+
+Global___ReadReply: typing_extensions.TypeAlias = ReadReply
+
+@typing.final
+class Announcement(google.protobuf.message.Message):
+    """A lease that was published whole. Unasked, and maybe out of date: a reader that goes by it opens the lease as well,
+    and has read nothing unless the seal is whole afterwards.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def update(self) -> Global___LeaseUpdate:
+        """without a secret"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        update: Global___LeaseUpdate | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "update", b"update"]) -> None: ...
+
+Global___Announcement: typing_extensions.TypeAlias = Announcement
 
 @typing.final
 class LeaseUpdate(google.protobuf.message.Message):
@@ -362,7 +490,7 @@ class LeaseUpdate(google.protobuf.message.Message):
     SEAL_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     secret: builtins.str
-    """proves to Close that this reader opened the lease"""
+    """proves to Pack that this reader opened the lease"""
     num_tokens: builtins.int
     more: builtins.bool
     metadata: builtins.bytes
@@ -389,58 +517,6 @@ class LeaseUpdate(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "seal", b"seal", "seal_address", b"seal_address", "secret", b"secret", "tables", b"tables", "version", b"version"]) -> None: ...
 
 Global___LeaseUpdate: typing_extensions.TypeAlias = LeaseUpdate
-
-@typing.final
-class CloseRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ENGINE_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    READER_FIELD_NUMBER: builtins.int
-    SECRET_FIELD_NUMBER: builtins.int
-    COMPLETE_FIELD_NUMBER: builtins.int
-    engine_id: builtins.str
-    epoch: builtins.str
-    request_id: builtins.str
-    secret: builtins.str
-    """empty: this reader had nothing to read on this rank"""
-    complete: builtins.bool
-    """false: the reader gave up and does not count as one that has read"""
-    @property
-    def reader(self) -> Global___Reader: ...
-    def __init__(
-        self,
-        *,
-        engine_id: builtins.str = ...,
-        epoch: builtins.str = ...,
-        request_id: builtins.str = ...,
-        reader: Global___Reader | None = ...,
-        secret: builtins.str = ...,
-        complete: builtins.bool = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "engine_id", b"engine_id", "epoch", b"epoch", "reader", b"reader", "request_id", b"request_id", "secret", b"secret"]) -> None: ...
-
-Global___CloseRequest: typing_extensions.TypeAlias = CloseRequest
-
-@typing.final
-class CloseReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HELD_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    held: builtins.bool
-    reason: builtins.str
-    def __init__(
-        self,
-        *,
-        held: builtins.bool = ...,
-        reason: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["held", b"held", "reason", b"reason"]) -> None: ...
-
-Global___CloseReply: typing_extensions.TypeAlias = CloseReply
 
 @typing.final
 class PairRequest(google.protobuf.message.Message):

@@ -49,15 +49,10 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.MapRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.MapReply.FromString,
                 _registered_method=True)
-        self.Open = channel.unary_stream(
-                '/kvferry.v1.Peer/Open',
-                request_serializer=kvferry_dot_v1_dot_peer__pb2.OpenRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_peer__pb2.LeaseUpdate.FromString,
-                _registered_method=True)
-        self.Close = channel.unary_unary(
-                '/kvferry.v1.Peer/Close',
-                request_serializer=kvferry_dot_v1_dot_peer__pb2.CloseRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_peer__pb2.CloseReply.FromString,
+        self.Read = channel.stream_stream(
+                '/kvferry.v1.Peer/Read',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.ReadRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.ReadReply.FromString,
                 _registered_method=True)
         self.Pair = channel.unary_unary(
                 '/kvferry.v1.Peer/Pair',
@@ -106,15 +101,10 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Open(self, request, context):
-        """Opens a lease for reading. Waits for the publish if it is still to come. The stream is the reader's liveness.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Close(self, request, context):
-        """Ends the reading and says whether the lease still holds.
+    def Read(self, request_iterator, context):
+        """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
+        liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
+        that a reader need not wait for the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,15 +157,10 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.MapRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.MapReply.SerializeToString,
             ),
-            'Open': grpc.unary_stream_rpc_method_handler(
-                    servicer.Open,
-                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.OpenRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_peer__pb2.LeaseUpdate.SerializeToString,
-            ),
-            'Close': grpc.unary_unary_rpc_method_handler(
-                    servicer.Close,
-                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.CloseRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_peer__pb2.CloseReply.SerializeToString,
+            'Read': grpc.stream_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.ReadRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.ReadReply.SerializeToString,
             ),
             'Pair': grpc.unary_unary_rpc_method_handler(
                     servicer.Pair,
@@ -290,7 +275,7 @@ class Peer(object):
             _registered_method=True)
 
     @staticmethod
-    def Open(request,
+    def Read(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -300,39 +285,12 @@ class Peer(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/kvferry.v1.Peer/Open',
-            kvferry_dot_v1_dot_peer__pb2.OpenRequest.SerializeToString,
-            kvferry_dot_v1_dot_peer__pb2.LeaseUpdate.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Close(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvferry.v1.Peer/Close',
-            kvferry_dot_v1_dot_peer__pb2.CloseRequest.SerializeToString,
-            kvferry_dot_v1_dot_peer__pb2.CloseReply.FromString,
+            '/kvferry.v1.Peer/Read',
+            kvferry_dot_v1_dot_peer__pb2.ReadRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.ReadReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,35 +73,19 @@ _PeerMapType = typing_extensions.TypeVar(
     ],
 )
 
-_PeerOpenType = typing_extensions.TypeVar(
-    '_PeerOpenType',
-    grpc.UnaryStreamMultiCallable[
-        kvferry.v1.peer_pb2.OpenRequest,
-        kvferry.v1.peer_pb2.LeaseUpdate,
+_PeerReadType = typing_extensions.TypeVar(
+    '_PeerReadType',
+    grpc.StreamStreamMultiCallable[
+        kvferry.v1.peer_pb2.ReadRequest,
+        kvferry.v1.peer_pb2.ReadReply,
     ],
-    grpc.aio.UnaryStreamMultiCallable[
-        kvferry.v1.peer_pb2.OpenRequest,
-        kvferry.v1.peer_pb2.LeaseUpdate,
+    grpc.aio.StreamStreamMultiCallable[
+        kvferry.v1.peer_pb2.ReadRequest,
+        kvferry.v1.peer_pb2.ReadReply,
     ],
-    default=grpc.UnaryStreamMultiCallable[
-        kvferry.v1.peer_pb2.OpenRequest,
-        kvferry.v1.peer_pb2.LeaseUpdate,
-    ],
-)
-
-_PeerCloseType = typing_extensions.TypeVar(
-    '_PeerCloseType',
-    grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.CloseRequest,
-        kvferry.v1.peer_pb2.CloseReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.CloseRequest,
-        kvferry.v1.peer_pb2.CloseReply,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.CloseRequest,
-        kvferry.v1.peer_pb2.CloseReply,
+    default=grpc.StreamStreamMultiCallable[
+        kvferry.v1.peer_pb2.ReadRequest,
+        kvferry.v1.peer_pb2.ReadReply,
     ],
 )
 
@@ -169,7 +153,7 @@ _PeerAbortType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _PeerOpenType, _PeerCloseType, _PeerPairType, _PeerPackType, _PeerOrderType, _PeerAbortType]):
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerPackType, _PeerOrderType, _PeerAbortType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -184,13 +168,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
             kvferry.v1.peer_pb2.MapRequest,
             kvferry.v1.peer_pb2.MapReply,
         ],
-        grpc.UnaryStreamMultiCallable[
-            kvferry.v1.peer_pb2.OpenRequest,
-            kvferry.v1.peer_pb2.LeaseUpdate,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            kvferry.v1.peer_pb2.CloseRequest,
-            kvferry.v1.peer_pb2.CloseReply,
+        grpc.StreamStreamMultiCallable[
+            kvferry.v1.peer_pb2.ReadRequest,
+            kvferry.v1.peer_pb2.ReadReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.PairRequest,
@@ -224,13 +204,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
             kvferry.v1.peer_pb2.MapRequest,
             kvferry.v1.peer_pb2.MapReply,
         ],
-        grpc.aio.UnaryStreamMultiCallable[
-            kvferry.v1.peer_pb2.OpenRequest,
-            kvferry.v1.peer_pb2.LeaseUpdate,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            kvferry.v1.peer_pb2.CloseRequest,
-            kvferry.v1.peer_pb2.CloseReply,
+        grpc.aio.StreamStreamMultiCallable[
+            kvferry.v1.peer_pb2.ReadRequest,
+            kvferry.v1.peer_pb2.ReadReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.PairRequest,
@@ -261,11 +237,11 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
     liveness: when it ends the peer unmaps, for a mapping keeps the memory of an engine that is gone taken.
     """
 
-    Open: _PeerOpenType
-    """Opens a lease for reading. Waits for the publish if it is still to come. The stream is the reader's liveness."""
-
-    Close: _PeerCloseType
-    """Ends the reading and says whether the lease still holds."""
+    Read: _PeerReadType
+    """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
+    liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
+    that a reader need not wait for the answer.
+    """
 
     Pair: _PeerPairType
     """Staged transfers: both sides plan the same copy, so that both know what a slot carries. Once for each pair."""
@@ -294,13 +270,9 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
         kvferry.v1.peer_pb2.MapRequest,
         kvferry.v1.peer_pb2.MapReply,
     ],
-    grpc.aio.UnaryStreamMultiCallable[
-        kvferry.v1.peer_pb2.OpenRequest,
-        kvferry.v1.peer_pb2.LeaseUpdate,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.CloseRequest,
-        kvferry.v1.peer_pb2.CloseReply,
+    grpc.aio.StreamStreamMultiCallable[
+        kvferry.v1.peer_pb2.ReadRequest,
+        kvferry.v1.peer_pb2.ReadReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.PairRequest,
@@ -348,20 +320,15 @@ class PeerServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
-    def Open(
+    def Read(
         self,
-        request: kvferry.v1.peer_pb2.OpenRequest,
+        request_iterator: _MaybeAsyncIterator[kvferry.v1.peer_pb2.ReadRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.LeaseUpdate], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.LeaseUpdate]]:
-        """Opens a lease for reading. Waits for the publish if it is still to come. The stream is the reader's liveness."""
-
-    @abc.abstractmethod
-    def Close(
-        self,
-        request: kvferry.v1.peer_pb2.CloseRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvferry.v1.peer_pb2.CloseReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.CloseReply]]:
-        """Ends the reading and says whether the lease still holds."""
+    ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.ReadReply], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.ReadReply]]:
+        """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
+        liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
+        that a reader need not wait for the answer.
+        """
 
     @abc.abstractmethod
     def Pair(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -47,7 +48,11 @@ async def _refuse(context: Context, error: KvferryError) -> NoReturn:
 
 async def _broke(context: Context, method: str) -> NoReturn:
     log.exception("a call broke", method=method)
-    await _refuse(context, KvferryError("internal", "the daemon failed; its log says how"))
+    await _refuse(context, broken())
+
+
+def broken() -> KvferryError:
+    return KvferryError("internal", "the daemon failed; its log says how")
 
 
 def _admit(service: object, context: Context) -> None:
@@ -113,6 +118,30 @@ def duplex(
             await _broke(context, method.__name__)
 
     return answer
+
+
+async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Request:
+    """What a stream begins with. Raises KvferryError (`malformed_stream`) when nothing comes."""
+    try:
+        return await asyncio.wait_for(anext(aiter(requests)), timeout_s)
+    except (TimeoutError, StopAsyncIteration):
+        raise KvferryError(
+            "malformed_stream", f"the stream did not begin within {timeout_s:g} s", remedy="say first who you are"
+        ) from None
+
+
+async def said_beside(said: asyncio.Queue[Reply | None], work: Coroutine[None, None, None]) -> AsyncIterator[Reply]:
+    """What is put into the queue while `work` runs, until that ends or None is put. Raises what `work` raises."""
+    working = asyncio.create_task(work)
+    working.add_done_callback(lambda _: said.put_nowait(None))
+    try:
+        while (reply := await said.get()) is not None:
+            yield reply
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 def protocol(lowest: int, highest: int) -> int:

@@ -10,9 +10,9 @@ from kvferry.errors import KvferryError
 from kvferry.fences import WORDS, Fence
 from kvferry.manifest import Manifest
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
-from kvferry.wire import manifest_from_proto, tables_from_proto
+from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
-from kvferryd.api.answer import Context, protocol, stream, unary
+from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
 from kvferryd.api.handover import Handovers
 from kvferryd.engines import Engine
 from kvferryd.ferry import Ferry
@@ -26,15 +26,21 @@ log = logs.get(__name__)
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
-    """Every call but Attach names the session that Attach opened."""
+    """Every other call names the session that Attach opened."""
 
     def __init__(self, ferry: Ferry, handovers: Handovers) -> None:
         self._ferry, self._handovers = ferry, handovers
 
     @stream
-    async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> AsyncIterator[engine_pb2.Event]:
-        version = protocol(request.protocol_min, request.protocol_max)
+    async def Attach(
+        self, commands: AsyncIterator[engine_pb2.Command], context: Context
+    ) -> AsyncIterator[engine_pb2.Event]:
         ferry = self._ferry
+        first = await first_of(commands, ferry.config.connect_timeout_s)
+        if not first.HasField("attach"):
+            raise KvferryError("malformed_stream", "the first command is to attach", field="kind")
+        request = first.attach
+        version = protocol(request.protocol_min, request.protocol_max)
         engine = await ferry.registry.attach(request.engine_id, request.epoch, request.rank, request.world_size)
         log.info(
             "engine attached", engine_id=engine.engine_id, epoch=engine.epoch, rank=engine.rank, client=request.client
@@ -49,10 +55,31 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     device=ferry.config.device,
                 )
             )
-            while (event := await engine.events.get()) is not None:
+            async for event in said_beside(engine.events, self._obey(engine, commands)):
                 yield event
         finally:
             ferry.detach(engine)
+
+    async def _obey(self, engine: Engine, commands: AsyncIterator[engine_pb2.Command]) -> None:
+        async for command in commands:
+            answer = engine_pb2.Answer(id=command.id)
+            try:
+                self._engine(engine.session)  # not retired meanwhile
+                match command.WhichOneof("kind"):
+                    case "publish":
+                        answer.publish.CopyFrom(self._publish(engine, command.publish))
+                    case "receive":
+                        answer.receive.CopyFrom(self._receive(engine, command.receive))
+                    case "abort":
+                        answer.abort.CopyFrom(self._abort(engine, command.abort))
+                    case kind:
+                        raise KvferryError("malformed_command", "the command is none", field="kind", value=kind)
+            except KvferryError as error:
+                answer.problem.CopyFrom(problem_to_proto(error))
+            except Exception:
+                log.exception("a command broke", command=command.WhichOneof("kind"))
+                answer.problem.CopyFrom(problem_to_proto(broken()))
+            engine.tell(engine_pb2.Event(answer=answer))
 
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
@@ -90,9 +117,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
         return engine_pb2.RegisterReply(notes=engine.notes)
 
-    @unary
-    async def Publish(self, request: engine_pb2.PublishRequest, context: Context) -> engine_pb2.PublishReply:
-        engine, manifest = self._registered(request.session)
+    def _publish(self, engine: Engine, request: engine_pb2.PublishRequest) -> engine_pb2.PublishReply:
+        manifest = _registered(engine)
         check_request_id(request.request_id)
         tables = tables_from_proto(request.tables)
         check_source(manifest, tables, request.num_tokens, request.metadata)
@@ -109,9 +135,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
         return engine_pb2.PublishReply(state=lease.state.value)
 
-    @unary
-    async def Receive(self, request: engine_pb2.ReceiveRequest, context: Context) -> engine_pb2.ReceiveReply:
-        engine, manifest = self._registered(request.session)
+    def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:
+        manifest = _registered(engine)
         check_request_id(request.request_id)
         check_seconds("deadline_s", request.deadline_s)
         wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
@@ -125,9 +150,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         job = self._ferry.jobs.receive(engine, request.request_id, reserved, order, request.deadline_s or None)
         return engine_pb2.ReceiveReply(transfer_id=job.transfer.transfer_id, state=job.transfer.state.value)
 
-    @unary
-    async def Abort(self, request: engine_pb2.EngineAbortRequest, context: Context) -> engine_pb2.EngineAbortReply:
-        engine = self._engine(request.session)
+    def _abort(self, engine: Engine, request: engine_pb2.EngineAbortRequest) -> engine_pb2.EngineAbortReply:
         transfers, leases = self._ferry.abort_here(engine, request.request_id, "by the engine")
         return engine_pb2.EngineAbortReply(transfer_ended=bool(transfers), lease_ended=bool(leases))
 
@@ -145,13 +168,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def _engine(self, session: str) -> Engine:
         return self._ferry.registry.of_session(session)
 
-    def _registered(self, session: str) -> tuple[Engine, Manifest]:
-        engine = self._engine(session)
-        if engine.manifest is None or engine.agent is None:
-            raise KvferryError(
-                "not_registered",
-                f"engine {engine.engine_id} has not described its cache",
-                field="session",
-                remedy="call Register with the manifest first",
-            )
-        return engine, engine.manifest
+
+def _registered(engine: Engine) -> Manifest:
+    if engine.manifest is None or engine.agent is None:
+        raise KvferryError(
+            "not_registered",
+            f"engine {engine.engine_id} has not described its cache",
+            field="session",
+            remedy="call Register with the manifest first",
+        )
+    return engine.manifest

@@ -9,9 +9,9 @@ from urllib.parse import unquote
 from kvferry import __version__
 from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto, tables_to_proto
+from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
-from kvferryd.api.answer import Context, duplex, protocol, stream, unary
+from kvferryd.api.answer import Context, duplex, first_of, protocol, said_beside, stream, unary
 from kvferryd.engines import MAX_WORLD_SIZE, Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Region
@@ -22,6 +22,7 @@ from kvferryd.transfer.job import Origin
 from kvferryd.transfer.lease import ReaderId
 from kvferryd.transfer.orders import reservation
 from kvferryd.transfer.pack import Packer, chunks_of
+from kvferryd.transfer.readings import Readings
 from kvferryd.transfer.transfer import Order, Transfer
 
 log = logs.get(__name__)
@@ -119,33 +120,21 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         await engine.retired.wait()  # the open stream is the memory's liveness
 
     @stream
-    async def Open(self, request: peer_pb2.OpenRequest, context: Context) -> AsyncIterator[peer_pb2.LeaseUpdate]:
-        engine = self._of_epoch(request.engine_id, request.epoch)
-        check_request_id(request.request_id)
-        who = _reader(request.reader)
-        lease = await engine.leases.find(request.request_id)
-        with engine.leases.reading(lease, who) as secret:
-            async for _ in engine.leases.follow(lease):
-                yield peer_pb2.LeaseUpdate(
-                    secret=secret,
-                    tables=tables_to_proto(lease.tables),
-                    num_tokens=lease.num_tokens,
-                    more=lease.more,
-                    metadata=lease.metadata,
-                    seal_address=lease.seal.address,
-                    seal=lease.seal.value,
-                    version=lease.version,
-                )
-            await engine.leases.ended(lease)  # the open stream is the reader's liveness
-
-    @unary
-    async def Close(self, request: peer_pb2.CloseRequest, context: Context) -> peer_pb2.CloseReply:
-        check_request_id(request.request_id)
-        engine = self._of_epoch(request.engine_id, request.epoch)
-        held, reason = engine.leases.close(
-            request.request_id, _reader(request.reader), request.secret, request.complete
-        )
-        return peer_pb2.CloseReply(held=held, reason=reason)
+    async def Read(
+        self, requests: AsyncIterator[peer_pb2.ReadRequest], context: Context
+    ) -> AsyncIterator[peer_pb2.ReadReply]:
+        first = await first_of(requests, self._ferry.config.connect_timeout_s)
+        if not first.HasField("opening"):
+            raise KvferryError("malformed_stream", "the first message says who reads from whom", field="opening")
+        opening = first.opening
+        engine = self._of_epoch(opening.engine_id, opening.epoch)
+        readings = Readings(engine.leases, _reader(opening.reader), announcing=not engine.strict)
+        try:
+            async for reply in said_beside(readings.said, readings.run(requests, engine.retired)):
+                yield reply
+        finally:
+            readings.close()
+        self._of_epoch(opening.engine_id, opening.epoch)  # raises when it is over: the reader must shake hands anew
 
     @unary
     async def Pair(self, request: peer_pb2.PairRequest, context: Context) -> peer_pb2.PairReply:

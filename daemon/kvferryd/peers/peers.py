@@ -19,6 +19,7 @@ from kvferryd.copy.chunks import ALIGN
 from kvferryd.engines import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.channels import Channels, asking
+from kvferryd.peers.lease_stream import LeaseStream
 from kvferryd.peers.mapping import RankMapping, compile_kernels
 from kvferryd.plan import Plan, plan
 from kvferryd.transport import Agent, Span
@@ -59,6 +60,9 @@ class PeerRank:
     metadata: bytes
     regions: dict[int, Span]
     stub: peer_pb2_grpc.PeerAsyncStub
+    reader: peer_pb2.Reader
+    """We, as this rank is told."""
+    leases: LeaseStream
     staging: Staging | None = None
     pairing: str = ""
     """What the peer calls the plan between us, once it was told."""
@@ -186,9 +190,9 @@ class Peers:
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
         assert engine.manifest is not None and engine.agent is not None
-        first, members = await self._ask(engine_id, address)
+        first, members = await self._ask(engine, engine_id, address)
         others = [m for m in members if m.rank != first.rank]
-        found = await asyncio.gather(*(self._ask(engine_id, member.address) for member in others))
+        found = await asyncio.gather(*(self._ask(engine, engine_id, member.address) for member in others))
         ranks = {rank.rank: rank for rank in (first, *(rank for rank, _ in found))}
         epochs = {rank.manifest.epoch for rank in ranks.values()}
         missing = set(range(first.manifest.world_size)) - set(ranks)
@@ -260,7 +264,7 @@ class Peers:
             log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
             await self.forget(engine, peer)
 
-    async def _ask(self, engine_id: str, address: str) -> tuple[PeerRank, list[peer_pb2.Member]]:
+    async def _ask(self, engine: Engine, engine_id: str, address: str) -> tuple[PeerRank, list[peer_pb2.Member]]:
         stub = self.channels.stub(address)
         request = peer_pb2.HandshakeRequest(
             protocol_min=PROTOCOL_MIN,
@@ -301,6 +305,10 @@ class Peers:
                     field="regions",
                     value=region.id,
                 )
+        reader = peer_pb2.Reader(
+            engine_id=engine.engine_id, epoch=engine.epoch, rank=engine.rank, world_size=engine.world_size
+        )
+        opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader)
         rank = PeerRank(
             address,
             manifest,
@@ -310,6 +318,8 @@ class Peers:
             reply.agent_metadata,
             regions,
             stub,
+            reader,
+            LeaseStream(stub, address, opening),
             staging,
         )
         return rank, list(reply.members)
@@ -333,6 +343,7 @@ class Peers:
             await self._unload(engine, peer)
 
     async def _unload(self, engine: Engine, peer: PeerEngine) -> None:
+        await asyncio.gather(*(rank.leases.close() for rank in peer.ranks.values()))
         for mapping in peer.mappings.values():
             await mapping.close()
         names, peer.loaded = peer.loaded, []
@@ -340,13 +351,14 @@ class Peers:
             for name in names:
                 await engine.agent.remove_peer(name)
 
-    def forget_engine(self, engine: Engine) -> None:
+    async def forget_engine(self, engine: Engine) -> None:
         """Our own engine is retired, its agent with it: nothing to unload."""
         for key in [key for key in self._known if key[:2] == (engine.engine_id, engine.epoch)]:
             peer = self._known.pop(key)
             peer.stale = True
             for watch in peer.watches:
                 watch.cancel()
+            await asyncio.gather(*(rank.leases.close() for rank in peer.ranks.values()))
 
     def of_engine(self, engine_id: str) -> list[tuple[str, PeerEngine]]:
         """(our engine's id, peer) of every peer engine with this id."""

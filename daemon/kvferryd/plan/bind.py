@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -48,15 +49,23 @@ class Segments:
     tokens: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bound:
     """A plan bound to one request."""
 
     pairs: tuple[tuple[Copy, Segments], ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return sum(copy.bytes_per_token * int(segments.tokens.sum()) for copy, segments in self.pairs)
+        return sum(self.nbytes_by_rank.values())
+
+    @cached_property
+    def nbytes_by_rank(self) -> dict[int, int]:
+        """By source rank."""
+        found: dict[int, int] = defaultdict(int)
+        for copy, segments in self.pairs:
+            found[copy.source_rank] += copy.bytes_per_token * int(segments.tokens.sum())
+        return found
 
     def runs(self) -> list[Runs]:
         """The runs, maximal, ascending by source offset within one (source rank, regions)."""
@@ -205,6 +214,9 @@ def _cut_state(theirs: BlockTable, ours: BlockTable, source: Group, own: Group, 
 def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
     """Local tokens of either side for the global tokens that lie on both: intervals (source, own, count)."""
     start, stop = tokens
+    if source.size == own.size == 1:
+        at = np.arange(start, stop, max(1, stop - start), dtype=np.int64)
+        return at, at, np.full(len(at), stop - start)
     edges = [np.array([start, stop], dtype=np.int64)]
     for shard in (source, own):
         if shard.size > 1:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Component, Group, Manifest, TokenShard
@@ -50,7 +51,7 @@ class Part:
     total: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Copy:
     """What is read from one group of one source rank, with one geometry.
 
@@ -65,7 +66,7 @@ class Copy:
     parts: list[Part] = field(default_factory=list)
     _patterns: dict[int, list[Pattern]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of one token; of the whole state for a state group."""
         return sum(math.prod(loop.extent for loop in box.loops) * item for box, item in self.boxes)
@@ -81,7 +82,7 @@ class Copy:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Who reads what from whom. Valid for every request between these manifests."""
 
@@ -89,7 +90,7 @@ class Plan:
     sources: dict[int, Manifest]
     copies: tuple[Copy, ...]
 
-    @property
+    @cached_property
     def reads_from(self) -> tuple[int, ...]:
         """Source ranks that are read, ascending."""
         return tuple(sorted({copy.source_rank for copy in self.copies}))

@@ -19,6 +19,8 @@ from kvferryd.transfer.seal import Seal, Seals
 from kvferryd.transfer.states import LEASE, Machine
 from kvferryd.transfer.versions import Versions
 
+ANNOUNCED_TO = 4
+"""A source with more readers than that announces nothing: most would hear of leases that are for others."""
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader is told at once instead of waiting for a publish."""
 
@@ -66,6 +68,8 @@ class Lease:
         self.num_tokens = 0
         self.metadata = b""
         self.expected = readers
+        self.awaited = False
+        """Whether readers waited for the first publish."""
         self.machine: Machine[LeaseState] = Machine(LEASE, LeaseState.PUBLISHING)
         self.version = 0
         self.reason = ""
@@ -151,6 +155,8 @@ class Leases:
     on_end: Callable[[Lease], None]
     limit: int
     seals: Seals = field(init=False)
+    audience: set[Callable[[Lease], None]] = field(default_factory=set)
+    """Readers to whom a lease is announced when it is published whole at once."""
     _live: dict[str, Lease] = field(default_factory=dict)
     _ended: OrderedDict[str, Lease] = field(default_factory=OrderedDict)
     _timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
@@ -240,6 +246,7 @@ class Leases:
         self._restart_ttl(lease)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
+            lease.awaited = True
             awaited.lease.set_result(lease)
         if after is not None:
             after.add_done_callback(lambda _: self._show(lease))
@@ -266,6 +273,10 @@ class Leases:
                 lease.machine.move(LeaseState.PUBLISHED)
             lease.wake()
             self._restart_ttl(lease)
+            whole_at_once = lease.version == 1 and not said.more
+            if whole_at_once and not (lease.awaited or lease.live_readers) and len(self.audience) <= ANNOUNCED_TO:
+                for announce in self.audience:
+                    announce(lease)
             self._settle(lease)
 
     async def find(self, request_id: str) -> Lease:

@@ -13,14 +13,15 @@ State = TypeVar("State", L, T)
 TRANSFER: Mapping[T, frozenset[T]] = {
     T.WAITING: frozenset({T.CONNECTING, T.FAILED, T.ABORTED}),
     T.CONNECTING: frozenset({T.READING, T.FAILED, T.ABORTED}),
-    T.READING: frozenset({T.VERIFYING, T.FAILED, T.ABORTED}),
-    T.VERIFYING: frozenset({T.DONE, T.FAILED, T.ABORTED}),
+    T.READING: frozenset({T.VERIFYING, T.CONNECTING, T.FAILED, T.ABORTED}),
+    T.VERIFYING: frozenset({T.DONE, T.CONNECTING, T.FAILED, T.ABORTED}),
     T.DONE: frozenset(),
     T.FAILED: frozenset(),
     T.ABORTED: frozenset(),
 }
-"""waiting: for the order or the reservation. connecting: handshake and lease. reading: bytes move. verifying: whether
-the lease held throughout; only then is it done."""
+"""waiting: for the order or the reservation. connecting: handshake and lease; also again, when an announcement of the
+lease turns out to be out of date. reading: bytes move. verifying: whether the lease held throughout; only then is it
+done."""
 
 LEASE: Mapping[L, frozenset[L]] = {
     L.PUBLISHING: frozenset({L.PUBLISHING, L.PUBLISHED, L.EXPIRED, L.REVOKED}),

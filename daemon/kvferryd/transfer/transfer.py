@@ -13,7 +13,7 @@ import structlog
 from kvferry.errors import KvferryError
 from kvferry.schemas import ErrorBody, RankTransfer, TransferState
 from kvferry.tables import Tables
-from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
+from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.engines import Engine
 from kvferryd.peers.peers import PeerEngine, Peers
@@ -23,7 +23,7 @@ from kvferryd.transfer.flight import Flight
 from kvferryd.transfer.share import Wanted, shapes
 from kvferryd.transfer.states import TRANSFER, Machine
 from kvferryd.transfer.together import together
-from kvferryd.transfer.view import LeaseView, close_all, views
+from kvferryd.transfer.view import LeaseView, close_all, give_up, views
 
 log = structlog.get_logger()
 TRANSPORT = direct.TRANSPORT
@@ -80,6 +80,8 @@ class Transfer:
         self.tokens: tuple[int, int] | None = None
         self.metadata = b""
         self.problem: KvferryError | None = None
+        self.announced = False
+        """It went by what sources had announced, without waiting for them."""
         self.phases_ms: dict[str, float] = {}
         self.ended = asyncio.Event()
         self.quiet = asyncio.Event()
@@ -197,44 +199,58 @@ class Transfer:
         self._move(TransferState.CONNECTING)
         peer, read, others = await self._open(self.order)
         try:
-            self._move(TransferState.READING)
-            await self._read(peer, read)
-            self._move(TransferState.VERIFYING)
-            self.phases_ms["nixl"] = 0.0
-            for one in self._reads:
-                self.phases_ms[one.phase] = self.phases_ms.get(one.phase, 0.0) + 1e3 * one.seconds
-            agent = self.engine.agent
-            assert agent is not None
-            await together(view.verify(agent) for view in read)
+            try:
+                await self._read_and_verify(peer, read)
+            except KvferryError as error:
+                if not any(view.announced for view in read):
+                    raise
+                log.info("announcement out of date", request_id=self.request_id, code=error.code)
+                await self._begin_again(read)
+                await self._read_and_verify(peer, read)
         except BaseException as error:
-            self._spawn(close_all(read, False, self._timeout_s))
+            give_up(read)
             if isinstance(error, KvferryError) and error.code in STALE:
                 self._spawn(self._peers.forget(self.engine, peer))
             raise
         else:
-            # Ranks that had nothing to be read count us as a reader that is through as well.
-            self._spawn(close_all([*read, *others], True, self._timeout_s))
+            # Ranks that had nothing to be read count us as a reader that is through as well. The engine is told first.
+            asyncio.get_running_loop().call_soon(close_all, [*read, *others])
         finally:
             self._spawn(self._settle(peer))
+
+    async def _read_and_verify(self, peer: PeerEngine, read: list[LeaseView]) -> None:
+        self._move(TransferState.READING)
+        await self._read(peer, read)
+        self.announced = any(view.announced for view in read)
+        self._move(TransferState.VERIFYING)
+        for phase in {one.phase for one in self._reads}:
+            self.phases_ms[phase] = sum(1e3 * one.seconds for one in self._reads if one.phase == phase)
+        agent = self.engine.agent
+        assert agent is not None
+        await together(view.verify(agent) for view in read)
+
+    async def _begin_again(self, read: list[LeaseView]) -> None:
+        """With the source's own answer instead of its announcement. Not before nothing of that is written any more."""
+        self._move(TransferState.CONNECTING)
+        for one in self._reads:
+            one.abandon()
+        await asyncio.gather(*(one.quiet for one in self._reads))
+        self._reads.clear()
+        self.nbytes = self.descriptors = 0
+        self.estimate_ms = {}
+        await together(view.confirm() for view in read)
 
     async def _open(self, order: Order, again: bool = True) -> tuple[PeerEngine, list[LeaseView], list[LeaseView]]:
         """Shake hands if need be and open the lease on every rank that is read; once more if the peer was stale."""
         self._waits_for = f"the handshake with {order.address}"
         peer = await self._peers.get(self.engine, order.engine_id, order.address, order.epoch)
-        reader = peer_pb2.Reader(
-            engine_id=self.engine.engine_id,
-            epoch=self.engine.epoch,
-            rank=self.engine.rank,
-            world_size=self.engine.world_size,
-        )
-        read, others = views(peer, self.request_id, reader)
+        read, others = views(peer, self.request_id)
         peer.users += 1
         self._waits_for = f"the publish of engine {order.engine_id}"
         try:
             await together(view.advance() for view in read)
         except BaseException as error:
-            for view in read:
-                view.cancel()
+            give_up(read)
             stale = isinstance(error, KvferryError) and error.code in STALE
             if stale:
                 await self._peers.forget(self.engine, peer)
@@ -279,6 +295,9 @@ class Transfer:
                 if bound.nbytes:
                     regions = {id: region.span for id, region in self.engine.regions.items()}
                     choice = ways.choose(self._way, bound, self.engine, peer)
+                    if choice.path == staged.PATH and any(view.announced for view in read):
+                        await together(view.confirm() for view in read)  # packing needs the lease's secret
+                        continue
                     for name, ms in choice.estimate_ms.items():
                         self.estimate_ms[name] = self.estimate_ms.get(name, 0.0) + ms
                     self.path = choice.path
@@ -288,8 +307,8 @@ class Transfer:
                         choice.path, bound, self.engine, regions, peer, priority, self._reads, terms
                     )
                 self.nbytes += bound.nbytes
-                for copy, segments in bound.pairs:
-                    peer.ranks[copy.source_rank].bytes_read += copy.bytes_per_token * int(segments.tokens.sum())
+                for rank, nbytes in bound.nbytes_by_rank.items():
+                    peer.ranks[rank].bytes_read += nbytes
                 at = max(at, until)
             if last:
                 break

@@ -192,6 +192,7 @@ class Transfers:
             descriptors=transfer.descriptors,
             path=record.path,
             transport=record.transport,
+            announced=transfer.announced,
             phases_ms=record.phases_ms,
             traceparent=transfer.order.traceparent if transfer.order else "",
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),

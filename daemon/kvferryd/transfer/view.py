@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Iterable
-
-import grpc
 
 from kvferry.errors import KvferryError
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import tables_from_proto
-from kvferryd.peers.channels import asking
+from kvferryd.peers.lease_stream import Reading
 from kvferryd.peers.peers import PeerEngine, PeerRank
 from kvferryd.transport import Agent
 
 
 class LeaseView:
-    """Opened with the first `advance`; the open stream keeps the lease alive. Ends with `close` or `cancel`."""
+    """Opened with the first `advance`; the reading keeps the lease alive until `close`."""
 
-    def __init__(self, source: PeerRank, request_id: str, reader: peer_pb2.Reader) -> None:
-        self.source, self._request_id, self._reader = source, request_id, reader
+    def __init__(self, source: PeerRank, request_id: str) -> None:
+        self.source, self._request_id = source, request_id
         self.tables: Tables = {}
         self.num_tokens = 0
         self.more = True
@@ -29,21 +25,28 @@ class LeaseView:
         self.version = 0
         self._secret = ""
         self._seal = (0, 0)
-        self._stream: grpc.aio.UnaryStreamCall[peer_pb2.OpenRequest, peer_pb2.LeaseUpdate] | None = None
+        self._reading: Reading | None = None
+        self.announced = False
+        """It goes by an announcement: `confirm` waits for the answer."""
 
     async def advance(self) -> None:
         """The next thing the source says: the first time its lease, later more tokens. The caller bounds the wait."""
-        if self._stream is None:
-            manifest = self.source.manifest
-            self._stream = self.source.stub.Open(
-                peer_pb2.OpenRequest(
-                    engine_id=manifest.engine_id, epoch=manifest.epoch, request_id=self._request_id, reader=self._reader
-                )
-            )
-        async with asking(self.source.address):
-            update = await self._stream.read()
-        if not isinstance(update, peer_pb2.LeaseUpdate):
-            raise KvferryError("lease_ended", f"peer {self.source.address} ended the lease of {self._request_id}")
+        if self._reading is None:
+            self._reading = self.source.leases.open(self._request_id)
+            if self._reading.announced is not None:
+                self.announced = True
+                self._apply(self._reading.announced)
+                return
+        self._apply(await self._reading.update())
+
+    async def confirm(self) -> None:
+        """Have the source's own answer, if this goes by an announcement so far. The caller bounds the wait."""
+        if self.announced:
+            assert self._reading is not None
+            self._apply(await self._reading.update())
+            self.announced = False
+
+    def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
         self.tables, self.num_tokens = tables_from_proto(update.tables, "source tables"), update.num_tokens
         self.more, self.metadata, self._secret = update.more, update.metadata, update.secret
         self._seal = (update.seal_address, update.seal)
@@ -56,7 +59,7 @@ class LeaseView:
             engine_id=manifest.engine_id,
             epoch=manifest.epoch,
             request_id=self._request_id,
-            reader=self._reader,
+            reader=self.source.reader,
             secret=self._secret,
             version=self.version,
         )
@@ -73,33 +76,27 @@ class LeaseView:
                 remedy="prefill the request again",
             )
 
-    async def close(self, complete: bool, timeout_s: float) -> None:
-        """Tell the source that the reading is over, best effort: a source that does not hear has its ttl."""
-        manifest = self.source.manifest
-        request = peer_pb2.CloseRequest(
-            engine_id=manifest.engine_id,
-            epoch=manifest.epoch,
-            request_id=self._request_id,
-            reader=self._reader,
-            secret=self._secret,
-            complete=complete,
-        )
-        with contextlib.suppress(KvferryError):
-            async with asking(self.source.address):
-                await self.source.stub.Close(request, timeout=timeout_s)
-        self.cancel()
-
-    def cancel(self) -> None:
-        if self._stream is not None:
-            self._stream.cancel()
+    def close(self, *, complete: bool) -> None:
+        """The reading is over; `complete`: nothing is missing, nor was there anything to read where it never began."""
+        if self._reading is not None:
+            self._reading.close(complete=complete)
+        elif complete:
+            self.source.leases.nothing_to_read(self._request_id)
 
 
-def views(peer: PeerEngine, request_id: str, reader: peer_pb2.Reader) -> tuple[list[LeaseView], list[LeaseView]]:
+def views(peer: PeerEngine, request_id: str) -> tuple[list[LeaseView], list[LeaseView]]:
     """(of the ranks that are read, of the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
-    every = {rank: LeaseView(peer.ranks[rank], request_id, reader) for rank in sorted(peer.ranks)}
+    every = {rank: LeaseView(peer.ranks[rank], request_id) for rank in sorted(peer.ranks)}
     return [every[rank] for rank in read], [view for rank, view in every.items() if rank not in read]
 
 
-async def close_all(every: Iterable[LeaseView], complete: bool, timeout_s: float) -> None:
-    await asyncio.gather(*(view.close(complete, timeout_s) for view in every))
+def close_all(every: Iterable[LeaseView]) -> None:
+    """All that was wanted has been read."""
+    for view in every:
+        view.close(complete=True)
+
+
+def give_up(every: Iterable[LeaseView]) -> None:
+    for view in every:
+        view.close(complete=False)

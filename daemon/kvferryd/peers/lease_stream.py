@@ -1,0 +1,129 @@
+"""The reader's end of the stream to one source rank: opened with the first reading, and kept open for the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc
+
+from kvferry.errors import KvferryError
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto
+from kvferryd.peers.channels import asking
+
+CLOSE_S = 1.0
+ANNOUNCED = 256
+"""Leases kept that were announced and not opened: the last ones."""
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
+
+
+class Reading:
+    """One lease as its source tells of it. `close` it, whatever came of it."""
+
+    def __init__(self, stream: _Stream, number: int, request_id: str, announced: peer_pb2.LeaseUpdate | None) -> None:
+        self._stream, self._number, self._request_id = stream, number, request_id
+        self.announced = announced
+        """What the source said before it was asked. The first `update` says it again, or what holds instead."""
+        self._said: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
+
+    async def update(self) -> peer_pb2.LeaseUpdate:
+        """What the source says next. The caller bounds the wait. Raises KvferryError when the reading is over."""
+        said = await self._said.get()
+        if isinstance(said, KvferryError):
+            raise said
+        return said
+
+    def hear(self, said: peer_pb2.LeaseUpdate | KvferryError) -> None:
+        self._said.put_nowait(said)
+
+    def close(self, *, complete: bool) -> None:
+        """Tell the source; one that does not hear it has its time to live."""
+        self._stream.close_reading(self._number, self._request_id, complete)
+
+
+class LeaseStream:
+    """One of our ranks as the reader of one source rank. A stream that has ended is followed by another."""
+
+    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
+        self._stub, self._address, self._opening = stub, address, opening
+        self._stream: _Stream | None = None
+
+    def open(self, request_id: str) -> Reading:
+        """Ask for a lease."""
+        return self._current().open(request_id)
+
+    def nothing_to_read(self, request_id: str) -> None:
+        """This rank had nothing for us: we count as a reader that is through all the same."""
+        self._current().close_reading(0, request_id, True)
+
+    def _current(self) -> _Stream:
+        if self._stream is None or self._stream.over:
+            self._stream = _Stream(self._stub, self._address, self._opening)
+        return self._stream
+
+    async def close(self) -> None:
+        """Say what is still to be said, and end the stream. At most CLOSE_S."""
+        if self._stream is not None:
+            await self._stream.close()
+
+
+class _Stream:
+    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
+        self._address = address
+        self._to_say: asyncio.Queue[peer_pb2.ReadRequest | None] = asyncio.Queue()
+        self._to_say.put_nowait(peer_pb2.ReadRequest(opening=opening))
+        self._numbers = itertools.count(1)
+        self._readings: dict[int, Reading] = {}
+        self._announced: OrderedDict[str, peer_pb2.LeaseUpdate] = OrderedDict()
+        self.over = False
+        self._call: _Call = stub.Read(self._requests())
+        self._listening = asyncio.create_task(self._listen(), name=f"leases-of-{address}")
+
+    def open(self, request_id: str) -> Reading:
+        number = next(self._numbers)
+        reading = self._readings[number] = Reading(self, number, request_id, self._announced.pop(request_id, None))
+        self._to_say.put_nowait(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=number, request_id=request_id)))
+        return reading
+
+    def close_reading(self, number: int, request_id: str, complete: bool) -> None:
+        self._readings.pop(number, None)
+        closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete)
+        self._to_say.put_nowait(peer_pb2.ReadRequest(close=closing))
+
+    async def close(self) -> None:
+        self._to_say.put_nowait(None)
+        await asyncio.wait([self._listening], timeout=CLOSE_S)
+        self._call.cancel()
+        self._listening.cancel()
+
+    async def _requests(self) -> AsyncIterator[peer_pb2.ReadRequest]:
+        while (request := await self._to_say.get()) is not None:
+            yield request
+
+    async def _listen(self) -> None:
+        why = KvferryError("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
+        try:
+            async with asking(self._address):
+                async for reply in self._call:
+                    self._hear(reply)
+        except KvferryError as error:
+            why = error
+        finally:
+            self.over = True
+            for reading in self._readings.values():
+                reading.hear(why)
+            self._readings.clear()
+
+    def _hear(self, reply: peer_pb2.ReadReply) -> None:
+        if reply.HasField("announced"):
+            self._announced[reply.announced.request_id] = reply.announced.update
+            if len(self._announced) > ANNOUNCED:
+                self._announced.popitem(last=False)
+            return
+        reading = self._readings.get(reply.reading)
+        if reading is not None:
+            reading.hear(reply.update if reply.HasField("update") else problem_from_proto(reply.problem))

@@ -1,0 +1,98 @@
+"""A reader that goes by an announcement reads what the lease holds now, or fails as one that had asked."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+from fleet import Daemons, until
+from lives import engine_on, published, receives
+from ranks import Kv, TestEngine
+
+from kvferry.engine import TransferFailed
+from kvferry.router import RouterClient
+from kvferry.schemas import LeaseState
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass
+class Two:
+    source: TestEngine
+    reader: TestEngine
+    router: RouterClient
+    """Of the source."""
+    log: DaemonService
+    """Of the reader."""
+
+    def ended(self, request_id: str) -> dict[str, object] | None:
+        """The log line of the request's end."""
+        lines = [json.loads(line) for line in self.log.log.read_text().splitlines() if line.startswith("{")]
+        return next(
+            (line for line in lines if line["event"] == "transfer ended" and line["request_id"] == request_id), None
+        )
+
+    async def was_announced(self, request_id: str) -> bool:
+        async def told() -> bool:
+            return self.ended(request_id) is not None
+
+        await until(told, "the end of the transfer is logged")
+        line = self.ended(request_id)
+        assert line is not None
+        return bool(line["announced"])
+
+
+@pytest.fixture
+async def two(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> Two:
+    """Warm: the stream of leases between them is open."""
+    tail = request_id[-8:]
+    near, far = await daemons.start(f"source-{tail}"), await daemons.start(f"reader-{tail}")
+    source, router = await engine_on(stack, f"source-{tail}", near[0])
+    reader, _ = await engine_on(stack, f"reader-{tail}", far[0])
+    kv, _ = await published(source, "warm-up")
+    await receives(reader, "warm-up", kv, source.source())
+    return Two(source, reader, router, far[0])
+
+
+async def test_a_warm_reader_goes_by_the_announcement_and_the_lease_is_released(two: Two, request_id: str) -> None:
+    assert not await two.was_announced("warm-up")
+    kv, leases = await published(two.source, request_id)
+    await receives(two.reader, request_id, kv, two.source.source())
+    assert await leases[0].ended() is LeaseState.RELEASED
+    assert await two.was_announced(request_id)
+
+
+async def test_what_is_published_anew_is_read_and_not_what_was_announced_before(two: Two, request_id: str) -> None:
+    _, old = await published(two.source, request_id)
+    await two.router.revoke_lease(request_id)
+    assert await old[0].ended() is LeaseState.REVOKED
+    kv, blocks = Kv.random(80), two.source.take(80)
+    two.source.write(kv, blocks)
+    await two.source.publish(request_id, blocks, 40, more=True)  # progressive leases are not announced
+    await two.source.publish(request_id, blocks, 80)
+    await receives(two.reader, request_id, kv, two.source.source())
+    assert not await two.was_announced(request_id)
+
+
+async def test_an_announced_lease_that_was_revoked_is_not_read(two: Two, request_id: str) -> None:
+    _, leases = await published(two.source, request_id)
+    await two.router.revoke_lease(request_id)
+    assert await leases[0].ended() is LeaseState.REVOKED
+    with pytest.raises(TransferFailed) as failed:
+        await two.reader.receive(request_id, two.reader.take(50), source=two.source.source())
+    assert failed.value.code == "lease_ended"
+    assert failed.value.blocks_safe
+
+
+async def test_a_strict_source_announces_nothing(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
+    near, far = await daemons.start("source-strict", 1, "--strict"), await daemons.start("reader-strict", 1, "--strict")
+    source, router = await engine_on(stack, "source-strict", near[0])
+    reader, _ = await engine_on(stack, "reader-strict", far[0])
+    strict = Two(source, reader, router, far[0])
+    for name in ("first", "second"):
+        kv, _ = await published(source, name)
+        await receives(reader, name, kv, source.source())
+        assert not await strict.was_announced(name)
