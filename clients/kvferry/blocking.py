@@ -15,14 +15,18 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.engine import EngineClient, Lease, Received
 from kvferry.errors import KvferryError
+from kvferry.fences import Fence
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
 from kvferry.schemas import LeaseState, SourceBody
 from kvferry.tables import Tables
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 CALL_S = 30.0
@@ -37,7 +41,8 @@ class BlockingLease:
     def __init__(self, lease: Lease, ended: Future[LeaseState]) -> None:
         self.request_id = lease.request_id
         self.ended = ended
-        """Resolves to RELEASED, EXPIRED or REVOKED: the blocks may be reused. Fails when the daemon goes away."""
+        """Resolves to RELEASED, EXPIRED or REVOKED: the blocks may be reused. Fails as `Lease.ended` does, and when the
+        daemon goes away."""
 
 
 class BlockingEngineClient:
@@ -90,11 +95,22 @@ class BlockingEngineClient:
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
         return self._call(self.client.allocate(nbytes, region))
 
-    def adopt(self, shared: SharedRegion | CudaMemory) -> None:
+    def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         self._call(self.client.adopt(shared))
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:
         return self._call(self.client.register(manifest))
+
+    def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
+        """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
+        if self.client.fences is None:
+            self.open_fences(device if isinstance(stream, int) else stream.device.index)
+        assert self.client.fences is not None
+        return self.client.fences.after(stream, device)
+
+    def open_fences(self, device: int = 0) -> None:
+        """As `EngineClient.open_fences`."""
+        self._call(self.client.open_fences(device))
 
     def publish(
         self,
@@ -106,11 +122,12 @@ class BlockingEngineClient:
         metadata: bytes = b"",
         ttl_s: float = 0.0,
         readers: int = 0,
+        after: Fence | None = None,
     ) -> BlockingLease:
         """As `EngineClient.publish`; `ended` of the lease is a future."""
         lease = self._call(
             self.client.publish(
-                request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, readers=readers
+                request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, readers=readers, after=after
             )
         )
         known = self._leases.get(request_id)

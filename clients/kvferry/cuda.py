@@ -18,7 +18,7 @@ from kvferry.errors import KvferryError
 
 GRANULE = 2 << 20
 """Smaller allocations share one of these, and an IPC handle exports all of it."""
-_LAZY_PEER_ACCESS, _NON_BLOCKING, _NO_TIMING, _PORTABLE = 1, 1, 2, 1
+_LAZY_PEER_ACCESS, _NON_BLOCKING, _NO_TIMING, _PORTABLE, _DEVICE_MAP = 1, 1, 2, 1, 2
 _MEMORY_TYPE, _DEVICE_ORDINAL, _LEGACY_IPC, _HANDLE_TYPES, _ON_DEVICE = 2, 9, 10, 14, 2
 
 
@@ -107,7 +107,7 @@ class Device:
                 "the memory is VMM-backed (cuMemCreate, expandable_segments, a sleep-mode pool): it has no IPC handle",
                 field="address",
                 value=hex(address),
-                remedy="allocate in the daemon's memory (kvferry.memory.torch_pool), or without expandable_segments",
+                remedy="describe it with kvferry.memory.cuda_memory, or allocate through the daemon (torch_pool)",
             )
         handle = IpcHandle()
         with self:
@@ -151,6 +151,37 @@ class Device:
         with self:
             call("cuMemHostAlloc", byref(address), nbytes, _PORTABLE)
         return Pinned(self, address.value or 0, nbytes)
+
+    def register(self, address: int, nbytes: int) -> Registered:
+        """Let every GPU use whole pages of host memory that this process has already."""
+        device_address = c_uint64()
+        with self:
+            call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _DEVICE_MAP)
+            try:
+                call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
+            except KvferryError:
+                call("cuMemHostUnregister", address)
+                raise
+        return Registered(self, address, device_address.value)
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """Let a cudaStream_t write 8 bytes when all it was given before is done, and visible to every GPU and process.
+
+        Raises KvferryError (`stream_capturing`): a graph would write the same value every time that it is replayed.
+        """
+        capturing = c_int()
+        with self:
+            call("cuStreamIsCapturing", stream, byref(capturing))
+            if capturing.value:
+                raise KvferryError(
+                    "stream_capturing",
+                    "the stream's work is being captured into a graph, and a fence is for one time only",
+                    field="stream",
+                    value=hex(stream),
+                    remedy="make the fence after the graph's launch",
+                )
+            # Flags 0: with the memory barrier, which orders the earlier writes before this one for the whole system.
+            call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
     def synchronize(self) -> None:
         """Wait, without a deadline, for everything on this GPU."""
@@ -253,6 +284,22 @@ class Pinned:
         if self.address:
             with self.device:
                 call("cuMemFreeHost", self.address)
+            self.address = 0
+
+
+@dataclass(slots=True, eq=False)
+class Registered:
+    """Host memory at `host_address`, which GPUs see at `address`. Nothing on a GPU may use it when it is closed."""
+
+    device: Device
+    host_address: int
+    address: int
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.address:
+            with self.device:
+                call("cuMemHostUnregister", self.host_address)
             self.address = 0
 
 

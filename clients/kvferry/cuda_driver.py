@@ -21,6 +21,18 @@ class Uuid(ctypes.Structure):
     _fields_ = (("bytes", c_ubyte * 16),)
 
 
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", Location), ("flags", c_int))
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -35,18 +47,32 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemFree_v2": (c_uint64,),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
     "cuIpcGetMemHandle": (POINTER(IpcHandle), c_uint64),
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
+    "cuMemRetainAllocationHandle": (POINTER(c_uint64), c_void_p),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(Access), c_size_t),
+    "cuMemRelease": (c_uint64,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+    "cuStreamWriteValue64_v2": (c_void_p, c_uint64, c_uint64, c_uint),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
@@ -57,8 +83,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _REMEDIES = {
     "cuMemAlloc_v2": "free memory on this GPU, or ask for fewer bytes",
     "cuMemHostAlloc": "raise the limit of locked memory (capability IPC_LOCK), or ask for fewer bytes",
+    "cuMemHostRegister_v2": "synchronise the stream on the host instead, and publish without a fence",
+    "cuStreamWriteValue64_v2": "give a stream of the GPU that was named, or synchronise it and publish without a fence",
     "cuIpcOpenMemHandle_v2": "its exporter must live, be another process of this host, and its GPU reach this one",
     "cuIpcGetMemHandle": "only memory from cuMemAlloc or cudaMalloc can be exported, and only outside WSL",
+    "cuMemImportFromShareableHandle": "hand over descriptors of memory of this GPU, and let this process see it",
+    "cuMemMap": "hand over the sizes that the allocations really have (kvferry.cuda_vmm.export)",
     "cuPointerGetAttribute": "give an address inside memory of this GPU",
     "cuMemGetAddressRange_v2": "give an address inside memory of this GPU",
 }

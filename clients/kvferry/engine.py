@@ -17,22 +17,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from kvferry import __version__
+from kvferry import __version__, cuda, cuda_vmm
 from kvferry.errors import KvferryError
+from kvferry.fences import Fence, Fences
+from kvferry.handover import hand_over
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, open_cuda_region, open_file_region
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, open_cuda_region, open_file_region
 from kvferry.outcomes import Lease, Received, Receiving, TransferFailed
 from kvferry.rpc import MESSAGE_OPTIONS, PROTOCOL_MAX, PROTOCOL_MIN, error_of
 from kvferry.schemas import LeaseState, SourceBody
 from kvferry.tables import Tables
 from kvferry.v1 import engine_pb2, engine_pb2_grpc, layout_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["EngineClient", "Lease", "Received", "TransferFailed"]
 
@@ -61,6 +67,9 @@ class EngineClient:
         self._closing = False
         self._over: KvferryError | None = None
         """Why there is no session any more."""
+        self._opening = asyncio.Lock()
+        self.fences: Fences | None = None
+        """Once `open_fences` has returned."""
         self.peer_address = ""
         self.device = ""
         self.closed = asyncio.Event()
@@ -137,8 +146,9 @@ class EngineClient:
             )
         return open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset)
 
-    async def adopt(self, shared: SharedRegion | CudaMemory) -> None:
-        """Hand over memory that this engine allocated and goes on owning: a shared file, or `cuda_memory(...)`.
+    async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
+        """Hand over memory that this engine allocated and goes on owning: a shared file, `memfd_region(...)`, or
+        `cuda_memory(...)`.
 
         The daemon gives it back when the session ends; until then it must not be freed.
         """
@@ -153,6 +163,11 @@ class EngineClient:
                     device_uuid=exported.device_uuid,
                 )
             )
+        elif isinstance(shared, VmmMemory):
+            memory.vmm.CopyFrom(await self._hand_over_vmm(shared))
+        elif shared.file >= 0:
+            ticket = await self._hand_over([shared.file])
+            memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
         else:
             memory.file.CopyFrom(engine_pb2.SharedFile(path=shared.path, offset=shared.offset))
         await self._call(self._stub.Adopt, engine_pb2.AdoptRequest(session=self._session, memory=memory))
@@ -164,6 +179,69 @@ class EngineClient:
         )
         return tuple(reply.notes)
 
+    async def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
+        """A point in a CUDA stream, behind the last write of KV: give it to `publish` as `after`, and wait for nothing.
+
+        stream: torch's, or a cudaStream_t of this process's GPU number `device`. Raises KvferryError: `fence_on_host`,
+        `stream_capturing`, `too_many_fences`, and what `hand_over` raises at the first time.
+        """
+        if self.fences is None:
+            await self.open_fences(device if isinstance(stream, int) else stream.device.index)
+        assert self.fences is not None
+        return self.fences.after(stream, device)
+
+    async def open_fences(self, device: int = 0) -> Fences:
+        """Share the page that fences are made of with the daemon, and let this process's GPU number `device` write it.
+
+        The first `fence` does so; do it before, as it takes milliseconds and may wait for work on the GPU. Idempotent.
+        """
+        if self.device == "cpu":
+            raise KvferryError(
+                "fence_on_host",
+                "this engine's memory is host memory, which no stream writes",
+                field="stream",
+                value=self.device,
+                remedy="publish when the writes have returned, without `after`",
+            )
+        async with self._opening:
+            if self.fences is None:
+                fences = Fences()
+                try:
+                    await asyncio.to_thread(fences.register, cuda.device(f"cuda:{device}"))
+                    ticket = await self._hand_over([fences.file])
+                    await self._call(
+                        self._stub.OpenFences, engine_pb2.OpenFencesRequest(session=self._session, ticket=ticket)
+                    )
+                except BaseException:
+                    fences.close()
+                    raise
+                fences.handed()
+                self.fences = fences
+            return self.fences
+
+    async def _hand_over_vmm(self, shared: VmmMemory) -> engine_pb2.CudaAllocations:
+        allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
+        try:
+            ticket = await self._hand_over(allocations.files)
+        finally:
+            allocations.close()
+        return engine_pb2.CudaAllocations(
+            ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
+        )
+
+    async def _hand_over(self, files: Sequence[int]) -> str:
+        """On a thread, with descriptors of its own: a caller that is cancelled may close the files at once."""
+        copies = [os.dup(file) for file in files]
+
+        def handed() -> str:
+            try:
+                return hand_over(self._socket, self._session, copies)
+            finally:
+                for copy in copies:
+                    os.close(copy)
+
+        return await asyncio.shield(asyncio.create_task(asyncio.to_thread(handed)))
+
     async def publish(
         self,
         request_id: str,
@@ -174,8 +252,13 @@ class EngineClient:
         metadata: bytes = b"",
         ttl_s: float = 0.0,
         readers: int = 0,
+        after: Fence | None = None,
     ) -> Lease:
         """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
+
+        That is a promise: synchronise the stream that writes it first, or give its `fence` as `after`; then readers see
+        nothing of this publish, and of later ones, before the fence is reached. When it is not reached within the
+        daemon's fence_timeout_s the lease is revoked, and `ended()` raises `fence_timeout`.
 
         more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
         handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine.
@@ -193,6 +276,7 @@ class EngineClient:
                     metadata=metadata,
                     ttl_s=ttl_s,
                     readers=readers,
+                    after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
                 )
             )
         except BaseException:
@@ -285,6 +369,8 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
         await self._channel.close()
+        if self.fences is not None:
+            self.fences.close()
         self._gone(_closed())
 
     async def __aenter__(self) -> EngineClient:
@@ -364,7 +450,11 @@ class EngineClient:
             case "lease_ended":
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():
-                    lease._ended.set_result(LeaseState(event.lease_ended.state))
+                    if event.lease_ended.HasField("problem"):
+                        lease._ended.set_exception(problem_from_proto(event.lease_ended.problem))
+                        lease._ended.exception()  # retrieved: nobody may be waiting
+                    else:
+                        lease._ended.set_result(LeaseState(event.lease_ended.state))
             case "draining":
                 self.draining.set()
 

@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import cuda
+from kvferry.cuda_vmm import POSIX_FD
 from kvferry.errors import KvferryError
+from kvferry.handover import check_sealed, sealed_file
 from kvferry.torch_pool import torch_pool
 
 if TYPE_CHECKING:
@@ -23,9 +25,12 @@ __all__ = [
     "CudaMemory",
     "CudaRegion",
     "SharedRegion",
+    "VmmMemory",
     "cuda_memory",
+    "memfd_region",
     "open_cuda_region",
     "open_file_region",
+    "open_handed_region",
     "torch_pool",
 ]
 
@@ -43,6 +48,8 @@ class SharedRegion:
     path: str
     offset: int
     _map: mmap.mmap = field(repr=False)
+    file: int = -1
+    """A descriptor of memory that has no path; it is handed to the daemon instead."""
 
     @property
     def address(self) -> int:
@@ -61,6 +68,9 @@ class SharedRegion:
 
     def close(self) -> None:
         """Unmap, as soon as no array or tensor uses the mapping any more. Idempotent."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
         with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
             self._map.close()
 
@@ -87,6 +97,29 @@ def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -
     finally:
         os.close(fd)
     return SharedRegion(region, "host", nbytes, path, offset, mapped)
+
+
+def memfd_region(nbytes: int, region: int = 0) -> SharedRegion:
+    """New zeroed host memory of this process, to hand over with `EngineClient.adopt`: it needs no folder that both see.
+
+    Raises KvferryError (`out_of_memory`).
+    """
+    file = sealed_file("kvferry-region", nbytes)
+    return SharedRegion(region, "host", nbytes, "", 0, mmap.mmap(file, nbytes), file)
+
+
+def open_handed_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+    """Map `nbytes` bytes at `offset` of a file that another process handed over, and that nobody can make smaller.
+
+    The caller may close the descriptor then. Raises KvferryError (`region_unavailable`).
+    """
+    check_sealed(file, offset + nbytes)
+    page = offset - offset % mmap.PAGESIZE
+    try:
+        mapped = mmap.mmap(file, offset - page + nbytes, offset=page)
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unavailable("handed over", str(error)) from None
+    return SharedRegion(region, "host", nbytes, "", offset, mapped)
 
 
 def _unavailable(path: str, why: str) -> KvferryError:
@@ -157,10 +190,10 @@ def open_cuda_region(
     Raises KvferryError: `cuda_missing`, `unknown_gpu`, `region_out_of_bounds`, `cuda_ipc_failed`.
     """
     device = cuda.device(device_uuid)
-    _check_inside(offset, nbytes, allocation_nbytes, "was said to have")
+    check_inside(offset, nbytes, allocation_nbytes, "was said to have")
     mapping = device.open(handle)
     try:
-        _check_inside(offset, nbytes, mapping.nbytes, "has")
+        check_inside(offset, nbytes, mapping.nbytes, "has")
     except KvferryError:
         mapping.close()
         raise
@@ -178,10 +211,25 @@ class CudaMemory:
     kind: str = "cuda"
 
 
-def cuda_memory(memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0, device: int = 0) -> CudaMemory:
+@dataclass(frozen=True, slots=True)
+class VmmMemory:
+    """The same for VMM-backed memory (cuMemCreate, torch's expandable_segments): `EngineClient.adopt` hands over a file
+    descriptor for each of its allocations. As a source it is slow to read directly, and no peer can map it."""
+
+    id: int
+    nbytes: int
+    address: int
+    device: cuda.Device
+    kind: str = "cuda"
+
+
+def cuda_memory(
+    memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0, device: int = 0
+) -> CudaMemory | VmmMemory:
     """Describe a contiguous CUDA tensor, or `nbytes` bytes from an address on this process's GPU number `device`.
 
-    Raises KvferryError: `not_contiguous`, `not_exportable` (VMM memory), `region_out_of_bounds`, `cuda_missing`, ...
+    Raises KvferryError: `not_contiguous`, `not_exportable` (VMM memory not made to be shared by file descriptor),
+    `region_out_of_bounds`, `cuda_missing`, ...
     """
     if isinstance(memory, int):
         address = memory
@@ -195,12 +243,24 @@ def cuda_memory(memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0,
                 remedy="hand over the tensor that was allocated, not a view, or its address and nbytes",
             )
         address, nbytes, device = memory.data_ptr(), memory.nbytes, memory.device.index
-    exported = cuda.devices()[device].export(address)
-    _check_inside(exported.offset, nbytes, exported.allocation_nbytes, "has")
+    gpu = cuda.devices()[device]
+    found = gpu.attributes(address)
+    if not found.legacy_ipc:
+        if found.handle_types & POSIX_FD:
+            return VmmMemory(region, nbytes, address, gpu)
+        raise KvferryError(
+            "not_exportable",
+            "the memory is VMM-backed and was not made to be shared as a file descriptor",
+            field="handle_types",
+            value=found.handle_types,
+            remedy="make it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, or in the daemon's memory (torch_pool)",
+        )
+    exported = gpu.export(address)
+    check_inside(exported.offset, nbytes, exported.allocation_nbytes, "has")
     return CudaMemory(region, nbytes, address, exported)
 
 
-def _check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
+def check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
     if offset < 0 or nbytes <= 0 or offset + nbytes > allocation_nbytes:
         raise KvferryError(
             "region_out_of_bounds",

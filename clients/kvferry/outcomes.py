@@ -63,7 +63,10 @@ class Lease:
     _ended: asyncio.Future[LeaseState] = field(repr=False)
 
     async def ended(self) -> LeaseState:
-        """RELEASED (all expected readers have read), EXPIRED or REVOKED."""
+        """RELEASED (all expected readers have read), EXPIRED or REVOKED.
+
+        Raises KvferryError (`fence_timeout`) when the fence of a publish was not reached: the lease is revoked.
+        """
         return await asyncio.shield(self._ended)
 
 

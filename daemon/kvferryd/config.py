@@ -76,6 +76,7 @@ class Config:
     log_level: LogLevel = _option(LogLevel.INFO, settings.member(LogLevel), "the least serious line that is logged")
     shm_dir: Path = _option(Path("/dev/shm"), DIRECTORY, "where host regions live")  # noqa: S108
     lease_ttl_s: float = _option(30.0, settings.number(0.1, 86400), "life of a lease without a live reader")
+    fence_timeout_s: float = _option(30.0, settings.number(0.1, 3600), "longest wait for the fence of a publish")
     deadline_s: float = _option(60.0, settings.number(0.1, 3600), "life of a transfer whose order names no deadline")
     max_transfers: int = _option(256, settings.whole(1), "unfinished transfers; more orders are answered 429")
     max_leases: int = _option(4096, settings.whole(1), "live leases; more are refused")

@@ -21,7 +21,8 @@ from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.copy import host
 from kvferryd.copy.runner import Runner
-from kvferryd.memory import Provider, Region
+from kvferryd.fences import Fences
+from kvferryd.memory import Files, Provider, Region
 from kvferryd.transfer.arena import Arena
 from kvferryd.transfer.lease import Lease, Leases
 from kvferryd.transfer.pack import Pairings
@@ -60,6 +61,7 @@ class Engine:
         self.pairings = Pairings()
         self.runner: Runner | None = None
         """Copies on the GPU of the engine's regions."""
+        self.fences: Fences | None = None
         self.unmapped = "this engine's memory is host memory"
         """Why there is no runner."""
         self.members: dict[int, str] = {rank: config.advertise}
@@ -199,6 +201,8 @@ class Engine:
         self.retired.set()
         self.leases.revoke_all(reason)
         self.events.put_nowait(None)
+        if self.fences is not None:  # after the leases that wait for them
+            await self.fences.close()
         await self._close_copies()
         stopped = self.agent is None or await self.agent.close()
         if self.arena is not None:  # before the regions: it copies from and into them
@@ -345,10 +349,31 @@ class Engines:
         allocated = await self._keep(engine, region, lambda: self._memory.allocate(nbytes))
         return allocated.exported(region)
 
-    async def adopt(self, engine: Engine, memory: engine_pb2.Memory) -> None:
-        """Memory of the engine's own."""
-        self._check_new(engine, memory.region, memory.nbytes)
-        await self._keep(engine, memory.region, lambda: self._memory.adopt(memory))
+    async def adopt(self, engine: Engine, memory: engine_pb2.Memory, files: Files) -> None:
+        """Memory of the engine's own; `files` are those that it was handed over with, and are closed."""
+
+        def adopted() -> Region:
+            with files as numbers:
+                return self._memory.adopt(memory, numbers)
+
+        try:
+            self._check_new(engine, memory.region, memory.nbytes)
+        except KvferryError:
+            files.close()
+            raise
+        await self._keep(engine, memory.region, adopted)
+
+    def open_fences(self, engine: Engine, files: Files) -> None:
+        """The page of words that the engine's streams write, once for each session; the files are closed."""
+        with files as numbers:
+            if engine.fences is not None:
+                raise KvferryError(
+                    "fences_open",
+                    f"engine {engine.engine_id} has opened its fences already",
+                    field="ticket",
+                    remedy="use the page that was handed over first",
+                )
+            engine.fences = Fences(numbers)
 
     async def _keep(self, engine: Engine, id: int, make: Callable[[], Region]) -> Region:
         """Only if the session still stands when the region is made."""

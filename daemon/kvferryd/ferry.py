@@ -28,6 +28,7 @@ from kvferry.schemas import (
     TransferState,
 )
 from kvferry.v1 import engine_pb2, peer_pb2
+from kvferry.wire import problem_to_proto
 from kvferryd.config import Config
 from kvferryd.engines import Engine, Engines
 from kvferryd.memory import provider
@@ -326,7 +327,8 @@ class Ferry:
             self.registry.retire_soon(engine, why)
 
     def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
-        ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value)
+        problem = problem_to_proto(lease.problem) if lease.problem else None
+        ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value, problem=problem)
         engine.tell(engine_pb2.Event(lease_ended=ended))
         asyncio.get_running_loop().call_soon(self._note_lease_end, lease)  # the engine first
         if not engine.attached and not len(engine.leases) and not engine.retired.is_set():

@@ -17,10 +17,12 @@ import uvicorn
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
+from kvferry.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import logs
 from kvferryd.api.engine import EngineService
+from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.app import create_app
 from kvferryd.api.rest.server import rest_server
@@ -162,9 +164,12 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     path = ferry.config.engine_socket
+    handing = path.with_name(f"{path.name}{SUFFIX}")
     _claim(path)
+    _claim(handing)
+    handovers = Handovers(ferry.registry.of_session)
     server = grpc.aio.server(options=MESSAGE_OPTIONS)
-    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry), server)
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider
     try:
         server.add_insecure_port(f"unix:{path}")
@@ -172,7 +177,8 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
         os.umask(before)
     await server.start()
     try:
-        yield
+        async with handovers.serving(handing):
+            yield
     finally:
         await server.stop(GRACE_S)
         path.unlink(missing_ok=True)

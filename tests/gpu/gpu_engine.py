@@ -1,7 +1,7 @@
 """An engine for tests whose cache lies on GPUs: `TestEngine` of the integration tests, with a mirror on the host.
 
-This file is also an engine of its own process: `python gpu_engine.py SOCKET ENGINE_ID REQUEST_ID` adopts torch memory,
-publishes, says so, and waits to be killed.
+This file is also an engine of its own process: `python gpu_engine.py SOCKET ENGINE_ID REQUEST_ID [fenced]` adopts torch
+memory, publishes (behind a fence that its stream will not reach), says so, and waits to be killed.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ async def _rank(
         region = await client.allocate(mirror.nbytes)
         tensor = region.tensor()
         assert tensor.device.index == gpu
+    return await registered(client, engine_id, epoch, shape, rank, mirror, tensor)
+
+
+async def registered(
+    client: EngineClient, engine_id: str, epoch: str, shape: Shape, rank: int, mirror: Mirror, tensor: torch.Tensor
+) -> GpuRank:
     described = describe(engine_id, epoch, shape, rank, mirror).model_dump()
     described["regions"][0]["kind"] = "cuda"
     manifest = Manifest.from_dict(described)
@@ -106,14 +112,19 @@ async def _rank(
     return GpuRank(client, manifest, mirror, tensor)
 
 
-async def publish_and_wait(socket: str, engine_id: str, request_id: str) -> None:
+async def publish_and_wait(socket: str, engine_id: str, request_id: str, fenced: str = "") -> None:
     shape = Shape(num_blocks=8192)
     client = await EngineClient.connect(socket, engine_id=engine_id, epoch=uuid.uuid4().hex, timeout_s=30)
     rank = await _rank(client, engine_id, client.epoch, shape, 0, 0, True)
     rank.tensor.fill_(7)
     torch.cuda.synchronize()
     blocks = Blocks(tuple(range(100)), 3)
-    await client.publish(request_id, blocks.tables(), 1600)
+    fence = None
+    if fenced:
+        await client.open_fences()
+        torch.cuda._sleep(1 << 40)
+        fence = await client.fence(torch.cuda.current_stream())
+    await client.publish(request_id, blocks.tables(), 1600, after=fence)
     sys.stdout.write("published\n")
     sys.stdout.flush()
     await client.closed.wait()

@@ -49,6 +49,11 @@ class EngineStub(object):
                 request_serializer=kvferry_dot_v1_dot_engine__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_engine__pb2.Memory.FromString,
                 _registered_method=True)
+        self.OpenFences = channel.unary_unary(
+                '/kvferry.v1.Engine/OpenFences',
+                request_serializer=kvferry_dot_v1_dot_engine__pb2.OpenFencesRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_engine__pb2.OpenFencesReply.FromString,
+                _registered_method=True)
         self.Register = channel.unary_unary(
                 '/kvferry.v1.Engine/Register',
                 request_serializer=kvferry_dot_v1_dot_engine__pb2.RegisterRequest.SerializeToString,
@@ -82,6 +87,13 @@ class EngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenFences(self, request, context):
+        """A page of words in shared host memory, which the engine's streams write and the daemon watches: see Fence.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Register(self, request, context):
         """Describes the cache; every region of the manifest must have been allocated or adopted before.
         """
@@ -106,6 +118,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Adopt,
                     request_deserializer=kvferry_dot_v1_dot_engine__pb2.AdoptRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_engine__pb2.Memory.SerializeToString,
+            ),
+            'OpenFences': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenFences,
+                    request_deserializer=kvferry_dot_v1_dot_engine__pb2.OpenFencesRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_engine__pb2.OpenFencesReply.SerializeToString,
             ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
@@ -194,6 +211,33 @@ class Engine(object):
             '/kvferry.v1.Engine/Adopt',
             kvferry_dot_v1_dot_engine__pb2.AdoptRequest.SerializeToString,
             kvferry_dot_v1_dot_engine__pb2.Memory.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenFences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Engine/OpenFences',
+            kvferry_dot_v1_dot_engine__pb2.OpenFencesRequest.SerializeToString,
+            kvferry_dot_v1_dot_engine__pb2.OpenFencesReply.FromString,
             options,
             channel_credentials,
             insecure,

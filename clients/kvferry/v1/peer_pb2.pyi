@@ -203,12 +203,15 @@ class MappableRegion(google.protobuf.message.Message):
     ALLOCATION_FIELD_NUMBER: builtins.int
     PROBE_OFFSET_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
     id: builtins.int
     nbytes: builtins.int
     probe_offset: builtins.int
     """into the allocation"""
     probe: builtins.bytes
     """what lies there: a mapping in which it does not is not used"""
+    refusal: builtins.str
+    """why it cannot be mapped, in words; then there is no allocation"""
     @property
     def allocation(self) -> kvferry.v1.engine_pb2.CudaAllocation:
         """of adopted memory: the engine's own handle"""
@@ -221,9 +224,10 @@ class MappableRegion(google.protobuf.message.Message):
         allocation: kvferry.v1.engine_pb2.CudaAllocation | None = ...,
         probe_offset: builtins.int = ...,
         probe: builtins.bytes = ...,
+        refusal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["allocation", b"allocation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocation", b"allocation", "id", b"id", "nbytes", b"nbytes", "probe", b"probe", "probe_offset", b"probe_offset"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allocation", b"allocation", "id", b"id", "nbytes", b"nbytes", "probe", b"probe", "probe_offset", b"probe_offset", "refusal", b"refusal"]) -> None: ...
 
 Global___MappableRegion: typing_extensions.TypeAlias = MappableRegion
 

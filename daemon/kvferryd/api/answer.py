@@ -29,6 +29,7 @@ STATUS = {
     "address_not_allowed": grpc.StatusCode.PERMISSION_DENIED,
     "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
     "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
+    "fence_timeout": grpc.StatusCode.FAILED_PRECONDITION,
     "lease_ended": grpc.StatusCode.FAILED_PRECONDITION,
 }
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
+from kvferry.fences import WORDS, Fence
 from kvferry.manifest import Manifest
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
+from kvferryd.api.handover import Handovers
 from kvferryd.engines import Engine
 from kvferryd.ferry import Ferry
+from kvferryd.memory import Files
 from kvferryd.peers import allow
 from kvferryd.transfer.check import check_destination, check_request_id, check_seconds, check_source
 from kvferryd.transfer.orders import reservation
@@ -24,8 +28,8 @@ log = logs.get(__name__)
 class EngineService(engine_pb2_grpc.EngineServicer):
     """Every other call names the session that Attach opened."""
 
-    def __init__(self, ferry: Ferry) -> None:
-        self._ferry = ferry
+    def __init__(self, ferry: Ferry, handovers: Handovers) -> None:
+        self._ferry, self._handovers = ferry, handovers
 
     @stream
     async def Attach(
@@ -84,8 +88,17 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @unary
     async def Adopt(self, request: engine_pb2.AdoptRequest, context: Context) -> engine_pb2.Memory:
-        await self._ferry.registry.adopt(self._engine(request.session), request.memory)
-        return request.memory
+        engine, memory = self._engine(request.session), request.memory
+        ticket = memory.handed.ticket or memory.vmm.ticket
+        files = self._handovers.take(request.session, ticket) if ticket else Files()
+        await self._ferry.registry.adopt(engine, memory, files)
+        return memory
+
+    @unary
+    async def OpenFences(self, request: engine_pb2.OpenFencesRequest, context: Context) -> engine_pb2.OpenFencesReply:
+        engine = self._engine(request.session)
+        self._ferry.registry.open_fences(engine, self._handovers.take(request.session, request.ticket))
+        return engine_pb2.OpenFencesReply(words=WORDS)
 
     @unary
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterReply:
@@ -118,6 +131,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             metadata=request.metadata,
             ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
             readers=request.readers or 1,
+            after=self._fence(engine, request.after) if request.HasField("after") else None,
         )
         return engine_pb2.PublishReply(state=lease.state.value)
 
@@ -139,6 +153,17 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def _abort(self, engine: Engine, request: engine_pb2.EngineAbortRequest) -> engine_pb2.EngineAbortReply:
         transfers, leases = self._ferry.abort_here(engine, request.request_id, "by the engine")
         return engine_pb2.EngineAbortReply(transfer_ended=bool(transfers), lease_ended=bool(leases))
+
+    def _fence(self, engine: Engine, after: engine_pb2.Fence) -> asyncio.Future[None]:
+        if engine.fences is None:
+            raise KvferryError(
+                "no_fences",
+                f"engine {engine.engine_id} has opened no page of fences",
+                field="after",
+                value=f"word {after.word}",
+                remedy="make fences with EngineClient.fence, or synchronise the stream and publish without one",
+            )
+        return engine.fences.reached(Fence(after.word, after.value), self._ferry.config.fence_timeout_s)
 
     def _engine(self, session: str) -> Engine:
         return self._ferry.registry.of_session(session)

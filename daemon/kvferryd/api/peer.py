@@ -236,7 +236,10 @@ def _mappable(regions: Mapping[int, Region]) -> list[peer_pb2.MappableRegion]:
     found = []
     for id, region in regions.items():
         probe = region.probe()
-        if probe is not None:
+        if probe is None:
+            nbytes = region.span.nbytes
+            found.append(peer_pb2.MappableRegion(id=id, nbytes=nbytes, refusal=region.unmappable))
+        else:
             found.append(
                 peer_pb2.MappableRegion(
                     id=id,

@@ -6,7 +6,9 @@ here and how to tell an engine where it is. Whoever made a region closes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.v1 import engine_pb2
@@ -22,14 +24,36 @@ class Probe:
     held: bytes
 
 
+@dataclass(slots=True)
+class Files:
+    """Open files of ours. A context manager that closes them."""
+
+    numbers: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Idempotent."""
+        numbers, self.numbers = self.numbers, []
+        for number in numbers:
+            os.close(number)
+
+    def __enter__(self) -> list[int]:
+        return self.numbers
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Region(Protocol):
     """Registered KV-cache memory. `owned`: allocated here; otherwise adopted from an engine.
 
     slow_source: why a peer should not read it directly, in words; empty where nothing is against it.
+    unmappable: why a peer cannot map it, likewise.
     """
 
     @property
     def slow_source(self) -> str: ...
+    @property
+    def unmappable(self) -> str: ...
     @property
     def span(self) -> Span: ...
     @property
@@ -45,7 +69,9 @@ class Region(Protocol):
 
 class Provider(Protocol):
     def allocate(self, nbytes: int) -> Region: ...
-    def adopt(self, memory: engine_pb2.Memory) -> Region: ...
+    def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
+        """`files`: those that the memory was handed over with. The caller closes them."""
+
     def close(self) -> None: ...
 
 

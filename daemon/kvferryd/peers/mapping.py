@@ -70,6 +70,8 @@ class RankMapping:
             region = offered.get(wanted.id)
             if region is None or region.nbytes < wanted.nbytes:
                 raise KvferryError("not_mappable", f"region {wanted.id} of the source is {wanted.kind} memory")
+            if region.refusal:
+                raise KvferryError("not_mappable", f"region {wanted.id} of the source: {region.refusal}")
             given = region.allocation
             exported = cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)
             self.regions[wanted.id] = await self._runner.open(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +24,9 @@ ANNOUNCED_TO = 4
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader is told at once instead of waiting for a publish."""
 
+MAX_FENCED = 512
+"""Publishes of one request that wait for fences."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReaderId:
@@ -33,6 +36,16 @@ class ReaderId:
     epoch: str
     rank: int
     world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What one publish says: tokens [0, num_tokens) are in these blocks."""
+
+    tables: Tables
+    num_tokens: int
+    metadata: bytes
+    more: bool
 
 
 @dataclass(slots=True)
@@ -49,13 +62,21 @@ class Lease:
         self.engine_id, self.epoch, self.request_id = engine_id, epoch, request_id
         self.ttl_s = ttl_s
         self.seal = seal
+        self.published: Publication | None = None
+        """The last that was published. Readers see it when its fence, and those before it, are reached."""
         self.tables: Tables = {}
         self.num_tokens = 0
         self.metadata = b""
         self.expected = readers
+        self.awaited = False
+        """Whether readers waited for the first publish."""
         self.machine: Machine[LeaseState] = Machine(LEASE, LeaseState.PUBLISHING)
         self.version = 0
         self.reason = ""
+        self.problem: KvferryError | None = None
+        """Why it was revoked, where nobody asked for that."""
+        self._fenced: deque[tuple[Publication, asyncio.Future[None] | None]] = deque()
+        """Published and not yet seen by readers, in order."""
         self._changed = asyncio.Event()
         self.versions = Versions()
         self._readers: dict[ReaderId, _Reader] = {}
@@ -67,7 +88,14 @@ class Lease:
 
     @property
     def more(self) -> bool:
+        """Whether readers will see more of it."""
         return self.state is LeaseState.PUBLISHING
+
+    def over(self) -> KvferryError:
+        """What a reader is told of a lease that has ended."""
+        if self.problem is not None:
+            return self.problem
+        return _lease_ended(self.request_id, f"{self.state.value}{f': {self.reason}' if self.reason else ''}")
 
     @property
     def changing(self) -> asyncio.Event:
@@ -156,8 +184,13 @@ class Leases:
         metadata: bytes,
         ttl_s: float,
         readers: int,
+        after: asyncio.Future[None] | None = None,
     ) -> Lease:
-        """A new lease, or more tokens of one that is being published. Idempotent for an equal publish."""
+        """A new lease, or more tokens of one that is being published. Idempotent for an equal publish.
+
+        after: readers see it when this is done; when it fails the lease ends with its error. Cancelled with the lease.
+        """
+        said = Publication(tables, num_tokens, metadata, more)
         lease = self._live.get(request_id)
         if self._closed:
             raise KvferryError("session_closed", self._closed, remedy="attach again with a new epoch")
@@ -177,8 +210,11 @@ class Leases:
             self._early_count -= len(early)
             lease._readers = {who: _Reader("", live=False, read=True) for who in early}
             self._ended.pop(request_id, None)
-        elif not lease.more:
-            if (lease.tables, lease.num_tokens, lease.metadata) == (tables, num_tokens, metadata) and not more:
+        before = lease.published
+        if before is None:
+            pass
+        elif not before.more:
+            if before == said:
                 return lease
             raise KvferryError(
                 "already_published",
@@ -187,30 +223,61 @@ class Leases:
                 value=request_id,
                 remedy="use more=True for every publish but the last, or another request id",
             )
-        elif num_tokens < lease.num_tokens:
+        elif num_tokens < before.num_tokens:
             raise KvferryError(
                 "published_less",
-                f"request {request_id} had {lease.num_tokens} tokens published already",
+                f"request {request_id} had {before.num_tokens} tokens published already",
                 field="num_tokens",
                 value=num_tokens,
                 remedy="published tokens cannot be taken back: abort the request",
             )
+        elif len(lease._fenced) >= MAX_FENCED:
+            raise KvferryError(
+                "full",
+                f"{MAX_FENCED} publishes of request {request_id} wait for fences",
+                field="after",
+                value=MAX_FENCED,
+                remedy="publish less often, or when the stream has been synchronised",
+            )
         else:
-            _check_kept(lease, tables)
-        lease.tables, lease.num_tokens, lease.metadata = tables, num_tokens, metadata
-        lease.version = lease.versions.add(tables)
-        if not more:
-            lease.machine.move(LeaseState.PUBLISHED)
-        lease.wake()
+            _check_kept(request_id, before.tables, tables)
+        lease.published = said
+        lease._fenced.append((said, after))
         self._restart_ttl(lease)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None:
+            lease.awaited = True
             awaited.lease.set_result(lease)
-        elif lease.version == 1 and not more and len(self.audience) <= ANNOUNCED_TO:
-            for announce in self.audience:
-                announce(lease)
-        self._settle(lease)
+        if after is not None:
+            after.add_done_callback(lambda _: self._show(lease))
+        self._show(lease)
         return lease
+
+    def _show(self, lease: Lease) -> None:
+        """Let readers see what is published, as far as fences are reached."""
+        while lease._fenced and not lease.state.ended:
+            said, after = lease._fenced[0]
+            if after is not None:
+                if not after.done():
+                    return
+                problem = after.exception()
+                if problem is not None:
+                    assert isinstance(problem, KvferryError)
+                    lease.problem = problem
+                    self._end(lease, LeaseState.REVOKED, problem.message)
+                    return
+            lease._fenced.popleft()
+            lease.tables, lease.num_tokens, lease.metadata = said.tables, said.num_tokens, said.metadata
+            lease.version = lease.versions.add(said.tables)
+            if not said.more:
+                lease.machine.move(LeaseState.PUBLISHED)
+            lease.wake()
+            self._restart_ttl(lease)
+            whole_at_once = lease.version == 1 and not said.more
+            if whole_at_once and not (lease.awaited or lease.live_readers) and len(self.audience) <= ANNOUNCED_TO:
+                for announce in self.audience:
+                    announce(lease)
+            self._settle(lease)
 
     async def find(self, request_id: str) -> Lease:
         """The lease, waiting for its publish if that is still to come. The caller bounds the wait."""
@@ -220,8 +287,7 @@ class Leases:
         if self._closed:
             raise _lease_ended(request_id, self._closed)
         if request_id in self._ended:
-            ended = self._ended[request_id]
-            raise _lease_ended(request_id, f"{ended.state.value}{f': {ended.reason}' if ended.reason else ''}")
+            raise self._ended[request_id].over()
         awaited = self._awaited.get(request_id)
         if awaited is None:
             if len(self._awaited) >= self.limit:
@@ -273,7 +339,7 @@ class Leases:
                 await lease.changed()
             seen = lease.version
             if lease.state in (LeaseState.EXPIRED, LeaseState.REVOKED):
-                raise _lease_ended(lease.request_id, f"{lease.state.value}: {lease.reason}")
+                raise lease.over()
             last = not lease.more  # as it is told now: while the reader is told, more may be published
             yield seen
             if last:
@@ -360,19 +426,24 @@ class Leases:
             timer.cancel()
 
     def _settle(self, lease: Lease) -> None:
-        """End the lease if it is time to: all have read, or its ttl has passed and nobody is reading."""
+        """End the lease if it is time to: all have read, or its ttl has passed and nobody is reading. What waits for a
+        fence has the fence's own deadline."""
         if lease.state.ended:
             return
         if lease._all_read():
             self._end(lease, LeaseState.RELEASED, "")
-        elif not lease.live_readers and asyncio.get_running_loop().time() >= lease._deadline:
+        elif not lease.live_readers and not lease._fenced and asyncio.get_running_loop().time() >= lease._deadline:
             self._end(lease, LeaseState.EXPIRED, f"nobody read it within {lease.ttl_s:g} s")
 
     def _end(self, lease: Lease, state: LeaseState, reason: str) -> None:
         lease.machine.move(state)
         self.seals.break_(lease.seal)  # first of all: who reads on must not find it whole
         lease.reason = reason
-        lease.tables, lease.metadata = {}, b""  # a tombstone needs neither
+        lease.tables, lease.metadata, lease.published = {}, b"", None  # a tombstone needs none of them
+        for _, after in lease._fenced:
+            if after is not None:
+                after.cancel()
+        lease._fenced.clear()
         lease.versions = Versions()
         self._cancel_timer(lease)
         del self._live[lease.request_id]
@@ -383,9 +454,9 @@ class Leases:
         self.on_end(lease)
 
 
-def _check_kept(lease: Lease, tables: Tables) -> None:
+def _check_kept(request_id: str, published: Tables, tables: Tables) -> None:
     """Readers may be reading what was published before: it stays where it is."""
-    for name, before in lease.tables.items():
+    for name, before in published.items():
         now = tables.get(name)
         if now is None or now.first_token != before.first_token:
             continue  # a window that moves on
@@ -393,7 +464,7 @@ def _check_kept(lease: Lease, tables: Tables) -> None:
         if not np.array_equal(kept, before.block_ids):
             raise KvferryError(
                 "published_blocks_moved",
-                f"request {lease.request_id} had other blocks of group {name} published already",
+                f"request {request_id} had other blocks of group {name} published already",
                 field=f"tables.{name}.block_ids",
                 value=kept.tolist(),
                 remedy="append blocks only; what was published stays in its blocks until the lease ends",

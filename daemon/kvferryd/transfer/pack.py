@@ -170,13 +170,7 @@ class Packer:
     def _check_held(self) -> None:
         """The seal tells the reader in the end; this tells it now, and gathers nothing that is not the lease's."""
         if self._lease.state.ended:
-            raise KvferryError(
-                "lease_ended",
-                f"the lease of request {self._lease.request_id} is {self._lease.state.value}: {self._lease.reason}",
-                field="request_id",
-                value=self._lease.request_id,
-                remedy="prefill the request again",
-            )
+            raise self._lease.over()
 
     def _be_patient(self) -> None:
         assert self._patience is not None

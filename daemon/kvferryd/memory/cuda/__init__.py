@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry import cuda
@@ -11,6 +12,8 @@ from kvferry.errors import KvferryError
 from kvferry.memory import CudaRegion, open_cuda_region
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Probe
+from kvferryd.memory.cuda import vmm
+from kvferryd.memory.cuda.vmm import VmmRegion
 from kvferryd.transport import Span
 
 PROBE_NBYTES = 64
@@ -30,6 +33,7 @@ class OwnedRegion:
     handle: cuda.Exported = field(repr=False)
     nonce: Probe = field(repr=False)
     slow_source: str = ""
+    unmappable: str = ""
     _open: bool = field(default=True, repr=False)
 
     @property
@@ -61,6 +65,7 @@ class AdoptedRegion:
     shared: CudaRegion
     handle: cuda.Exported = field(repr=False)
     slow_source: str = SLOW_ADOPTED
+    unmappable: str = ""
 
     @property
     def owned(self) -> bool:
@@ -120,25 +125,28 @@ class CudaProvider:
             self.device.free(address)
             raise
 
-    def adopt(self, memory: engine_pb2.Memory) -> AdoptedRegion:
+    def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> AdoptedRegion | VmmRegion:
         """Map memory that the engine owns. Raises KvferryError."""
-        if memory.WhichOneof("kind") != "cuda":
+        kind = memory.WhichOneof("kind")
+        if kind not in ("cuda", "vmm"):
             raise KvferryError(
                 "wrong_memory_kind",
                 "a daemon beside a GPU adopts CUDA memory only",
                 field="memory.kind",
-                value=memory.WhichOneof("kind"),
-                remedy="hand over handle, offset and allocation_nbytes (kvferry.cuda.Device.export)",
+                value=kind,
+                remedy="hand over what kvferry.memory.cuda_memory describes",
             )
-        given = memory.cuda
+        given = memory.cuda if kind == "cuda" else memory.vmm
         if given.device_uuid != self.device.uuid:
             raise KvferryError(
                 "wrong_gpu",
                 f"the memory is on GPU {given.device_uuid}, this daemon runs beside {self.device.uuid}",
-                field="memory.cuda.device_uuid",
+                field=f"memory.{kind}.device_uuid",
                 value=given.device_uuid,
                 remedy="attach each rank to the daemon of its own GPU",
             )
+        if isinstance(given, engine_pb2.CudaAllocations):
+            return vmm.adopt(self.device, memory, files)
         shared = open_cuda_region(
             given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid, memory.region
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import KvferryError
-from kvferry.memory import SharedRegion, open_file_region
+from kvferry.memory import SharedRegion, open_file_region, open_handed_region
 from kvferry.v1 import engine_pb2
 from kvferryd.transport import Span
 
@@ -26,6 +27,10 @@ class HostRegion:
     @property
     def slow_source(self) -> str:
         return ""
+
+    @property
+    def unmappable(self) -> str:
+        return "it is host memory"
 
     @property
     def owned(self) -> bool:
@@ -101,15 +106,17 @@ class HostProvider:
                 ) from None
             raise
 
-    def adopt(self, memory: engine_pb2.Memory) -> HostRegion:
-        """Map a shared file that the engine owns. Raises KvferryError."""
+    def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> HostRegion:
+        """Map a shared file that the engine owns, by its path or handed over. Raises KvferryError."""
+        if memory.WhichOneof("kind") == "handed" and len(files) == 1:
+            return HostRegion(open_handed_region(files[0], memory.nbytes, memory.region, memory.handed.offset), None)
         if memory.WhichOneof("kind") != "file":
             raise KvferryError(
                 "wrong_memory_kind",
                 "a daemon with device = cpu adopts shared files only",
                 field="memory.kind",
                 value=memory.WhichOneof("kind"),
-                remedy="hand over a path, offset and nbytes, or run with device = cuda:N",
+                remedy="hand over one file or a path, with offset and nbytes, or run with device = cuda:N",
             )
         return HostRegion(open_file_region(memory.file.path, memory.nbytes, memory.region, memory.file.offset), None)
 

@@ -1,0 +1,197 @@
+"""The handover socket: an engine gives its daemon open files, which gRPC cannot carry, for a ticket that a call names.
+
+Every file is closed: by who takes its ticket, or after HELD_S when nobody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from kvferry.errors import KvferryError
+from kvferry.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
+from kvferry.v1 import engine_pb2
+from kvferry.wire import problem_to_proto
+from kvferryd import logs
+from kvferryd.memory import Files
+
+log = logs.get(__name__)
+EXCHANGE_S, HELD_S, BREATH_S = 2.0, 5.0, 0.1
+MAX_CONNECTIONS, BACKLOG = 16, 128
+CREDENTIALS = struct.Struct("3i")
+"""pid, uid and gid of SO_PEERCRED."""
+
+
+@dataclass(slots=True)
+class _Held:
+    session: str
+    files: Files
+    expiry: asyncio.TimerHandle
+
+
+class Handovers:
+    """`check_session` raises KvferryError for a session that is not open."""
+
+    def __init__(self, check_session: Callable[[str], object]) -> None:
+        self._check_session = check_session
+        self._held: dict[str, _Held] = {}
+        self._exchanges: set[asyncio.Task[None]] = set()
+
+    def take(self, session: str, ticket: str) -> Files:
+        """The caller's from now on. Raises KvferryError (`unknown_ticket`)."""
+        held = self._held.get(ticket)
+        if held is None or held.session != session:
+            raise KvferryError(
+                "unknown_ticket",
+                f"no files are held for this session under the ticket; files are held for {HELD_S:g} s",
+                field="ticket",
+                value=ticket,
+                remedy="hand the files over again and name the ticket at once",
+            )
+        held.expiry.cancel()
+        del self._held[ticket]
+        return held.files
+
+    @asynccontextmanager
+    async def serving(self, path: Path) -> AsyncIterator[None]:
+        """Listen on a socket of mode 0600, which is removed at the end, with every file that is still held."""
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.setblocking(False)
+            before = os.umask(0o177)
+            try:
+                listening.bind(str(path))
+            finally:
+                os.umask(before)
+            listening.listen(BACKLOG)
+            accepting = asyncio.create_task(self._accept(listening))
+            try:
+                yield
+            finally:
+                os.unlink(path)
+                tasks = [accepting, *self._exchanges]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=EXCHANGE_S)
+                for ticket in list(self._held):
+                    self._expire(ticket)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as error:  # no descriptor is left: there is no event to wait for
+                log.warning("handover not accepted", error=str(error))
+                await asyncio.sleep(BREATH_S)
+                continue
+            if len(self._exchanges) >= MAX_CONNECTIONS:
+                connection.close()
+                continue
+            connection.setblocking(False)
+            exchange = asyncio.create_task(self._exchange(connection))
+            self._exchanges.add(exchange)
+            exchange.add_done_callback(self._exchanges.discard)
+
+    async def _exchange(self, connection: socket.socket) -> None:
+        files = Files()
+        try:
+            async with asyncio.timeout(EXCHANGE_S):
+                try:
+                    reply = engine_pb2.HandoverReply(ticket=await self._take_in(connection, files))
+                except KvferryError as error:
+                    reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))
+                await asyncio.get_running_loop().sock_sendall(connection, framed(reply))
+        except (TimeoutError, OSError) as error:
+            log.debug("handover not finished", error=str(error) or "it took too long")
+        finally:
+            files.close()  # those that no ticket has
+            connection.close()
+
+    async def _take_in(self, connection: socket.socket, files: Files) -> str:
+        _, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if uid not in (os.geteuid(), 0):
+            raise KvferryError(
+                "wrong_user",
+                f"files are taken from user {os.geteuid()} and root only",
+                field="uid",
+                value=uid,
+                remedy="run the engine as the user of its daemon",
+            )
+        try:
+            said = engine_pb2.Handover.FromString(await _receive(connection, files))
+        except DecodeError:
+            raise _malformed("it is no Handover") from None
+        if said.files != len(files.numbers) or not said.files:
+            raise _malformed(f"{len(files.numbers)} files came, {said.files} were announced")
+        self._check_session(said.session)
+        held = sum(len(each.files.numbers) for each in self._held.values() if each.session == said.session)
+        if held + said.files > MAX_FILES:
+            raise too_many_files(held + said.files)
+        ticket = secrets.token_urlsafe(16)
+        expiry = asyncio.get_running_loop().call_later(HELD_S, self._expire, ticket)
+        self._held[ticket] = _Held(said.session, Files(files.numbers), expiry)
+        files.numbers = []
+        return ticket
+
+    def _expire(self, ticket: str) -> None:
+        held = self._held.pop(ticket)
+        held.expiry.cancel()
+        held.files.close()
+
+
+async def _receive(connection: socket.socket, files: Files) -> bytes:
+    """One message; every descriptor that came with it is in `files`, whatever is raised."""
+    said = b""
+    while True:
+        await _readable(connection)
+        try:
+            more, numbers, flags, _ = socket.recv_fds(
+                connection, LENGTH_NBYTES + MAX_MESSAGE, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            continue
+        files.numbers += numbers
+        if len(files.numbers) > MAX_FILES or flags & socket.MSG_CTRUNC:  # the latter: this process can open no more
+            raise too_many_files(len(files.numbers))
+        if not more:
+            raise _malformed("it ends early")
+        said += more
+        if len(said) >= LENGTH_NBYTES:
+            length = int.from_bytes(said[:LENGTH_NBYTES], "big")
+            if length > MAX_MESSAGE or len(said) > LENGTH_NBYTES + length:
+                raise _malformed(f"it has {len(said)} bytes and says {length}")
+            if len(said) == LENGTH_NBYTES + length:
+                return said[LENGTH_NBYTES:]
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(connection, tell)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection)
+
+
+def _malformed(why: str) -> KvferryError:
+    return KvferryError(
+        "malformed_handover",
+        f"what came is no handover: {why}",
+        field="files",
+        remedy="4 bytes of length, a kvferry.v1.Handover, and the descriptors with the first byte",
+    )

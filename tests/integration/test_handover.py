@@ -1,0 +1,339 @@
+"""The handover socket of a real daemon: files for tickets, adopted memory without a path, and the page of fences."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, open_files, refusal, until
+from lives import TP1
+from ranks import Blocks, Kv, Rank, TestEngine, describe
+from victim import Victim
+
+from kvferry.engine import EngineClient, TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.fences import Fence, Fences
+from kvferry.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
+from kvferry.memory import memfd_region
+from kvferry.schemas import SourceBody
+from kvferry.v1 import engine_pb2
+from kvferryd.api.handover import HELD_S
+
+pytestmark = pytest.mark.anyio
+
+
+def door(victim: Victim) -> str:
+    return str(victim.daemon.socket)
+
+
+def own(victim: Victim) -> str:
+    """The session of the victim's engine."""
+    return victim.engine.ranks[0].client._session
+
+
+async def given(victim: Victim, files: list[int], session: str = "") -> str:
+    return await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
+
+
+async def files_are_closed(victim: Victim, before: int, timeout_s: float = HELD_S + TIMEOUT_S) -> None:
+    async def closed() -> bool:
+        return open_files(victim.daemon) <= before
+
+    await until(closed, f"{open_files(victim.daemon)} open files are {before} again", timeout_s)
+
+
+def adopt(victim: Victim, ticket: str, session: str = "", nbytes: int = 4096):
+    memory = engine_pb2.Memory(region=9, nbytes=nbytes, handed=engine_pb2.HandedFile(ticket=ticket))
+    return victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=session or own(victim), memory=memory))
+
+
+async def test_the_socket_is_for_its_own_user_only(victim: Victim) -> None:
+    mode = os.stat(door(victim) + SUFFIX).st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o600
+
+
+async def test_files_that_nobody_asks_for_are_closed(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    file = sealed_file("test", 4096)
+    tickets = {await given(victim, [file, file]) for _ in range(3)}
+    assert len(tickets) == 3
+    assert open_files(victim.daemon) >= before + 6
+    os.close(file)
+    await files_are_closed(victim, before)
+    for ticket in tickets:
+        assert (await refusal(adopt(victim, ticket))).code == "unknown_ticket"
+
+
+async def test_a_ticket_is_for_one_session_and_one_call(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    other = await EngineClient.connect(door(victim), engine_id="other", epoch=os.urandom(8).hex())
+    file = sealed_file("test", 4096)
+    ticket = await given(victim, [file])
+    assert (await refusal(adopt(victim, ticket, session=other._session))).code == "unknown_ticket"
+    # The victim has registered, so nothing is adopted: the files are closed all the same.
+    assert (await refusal(adopt(victim, ticket))).code == "region_taken"
+    assert (await refusal(adopt(victim, ticket))).code == "unknown_ticket"
+    os.close(file)
+    await other.close()
+    await files_are_closed(victim, before)
+
+
+async def test_what_is_no_handover_is_refused_and_its_files_closed(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    file = sealed_file("test", 4096)
+    handover = engine_pb2.Handover(session=own(victim), files=1)
+    said = {
+        "malformed_handover": [
+            b"\xff" * 64,
+            framed(engine_pb2.Handover(session=own(victim), files=2)),
+            framed(engine_pb2.Handover(session=own(victim))),
+            framed(handover) + b"more",
+            (6).to_bytes(4, "big") + b"\xff" * 6,
+        ],
+        "unknown_session": [framed(engine_pb2.Handover(session="x", files=1))],
+    }
+    for code, messages in said.items():
+        for message in messages:
+            reply = await asyncio.to_thread(answer, victim, message, [file])
+            assert (reply.problem.code, reply.ticket) == (code, ""), message
+            assert reply.problem.remedy
+    os.close(file)
+    await files_are_closed(victim, before)
+
+
+def answer(victim: Victim, message: bytes, files: list[int]) -> engine_pb2.HandoverReply:
+    with socket.socket(socket.AF_UNIX) as handing:
+        handing.settimeout(10)
+        handing.connect(door(victim) + SUFFIX)
+        socket.send_fds(handing, [message], files)
+        held = b""
+        while more := handing.recv(4096):
+            held += more
+        return engine_pb2.HandoverReply.FromString(held[4:])
+
+
+async def test_too_many_files_are_refused_and_closed(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    file = sealed_file("test", 4096)
+    message = framed(engine_pb2.Handover(session=own(victim), files=MAX_FILES + 1))
+    reply = await asyncio.to_thread(answer, victim, message, [file] * (MAX_FILES + 1))
+    assert reply.problem.code == "too_many_files"
+    await given(victim, [file] * MAX_FILES)
+    with pytest.raises(KvferryError) as refused:
+        await given(victim, [file])
+    assert refused.value.code == "too_many_files", "so many are held for this session"
+    with pytest.raises(KvferryError) as refused:
+        await given(victim, [file] * (MAX_FILES + 1))
+    assert refused.value.code == "too_many_files"
+    os.close(file)
+    await files_are_closed(victim, before)
+
+
+async def test_one_that_says_nothing_or_half_of_it_is_not_waited_for(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    file = sealed_file("test", 4096)
+    message = framed(engine_pb2.Handover(session=own(victim), files=1))
+    idlers = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    for idler in idlers:  # more than are served at once
+        idler.settimeout(10)
+        idler.connect(door(victim) + SUFFIX)
+    for idler in idlers[:3]:
+        socket.send_fds(idler, [message[:6]], [file])
+    await asyncio.gather(*(asyncio.to_thread(ends, idler) for idler in idlers))
+    assert await given(victim, [file])
+    os.close(file)
+    await files_are_closed(victim, before)
+
+
+def ends(idler: socket.socket) -> None:
+    with idler:
+        assert idler.recv(4096) == b"", "the daemon closes it"
+
+
+async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    script = (
+        "import sys, time; from kvferry.handover import hand_over, sealed_file;"
+        "print(hand_over(sys.argv[1], sys.argv[2], [sealed_file('x', 4096)] * 5), flush=True); time.sleep(60)"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, door(victim), own(victim), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout
+    assert await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S)
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    await files_are_closed(victim, before)
+
+
+# adopted memory and fences, over the wire
+
+
+@asynccontextmanager
+async def engine(daemons: Daemons, regions: Path, name: str, *flags: str) -> AsyncIterator[TestEngine]:
+    """One rank whose memory is a memfd of ours, which the daemon adopts: no file has a name."""
+    (daemon,) = await daemons.start(name, 1, "--shm-dir", str(regions), *flags)
+    epoch = os.urandom(8).hex()
+    async with await EngineClient.connect(str(daemon.socket), engine_id=name, epoch=epoch, timeout_s=20) as client:
+        region = memfd_region(TP1.nbytes(0))
+        await client.adopt(region)
+        manifest = describe(name, epoch, TP1, 0, region)
+        await client.register(manifest)
+        yield TestEngine(name, epoch, TP1, [daemon], [Rank(client, region, manifest)], iter(range(16)), iter(range(16)))
+    region.close()
+
+
+async def test_memory_without_a_path_is_adopted_both_ways(daemons: Daemons, regions: Path, request_id: str) -> None:
+    async with (
+        engine(daemons, regions, f"s-{request_id[-8:]}") as source,
+        engine(daemons, regions, f"d-{request_id[-8:]}") as destination,
+    ):
+        assert not os.listdir(regions)
+        kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
+        source.write(kv, blocks)
+        expected = destination.snapshot()
+        destination.write_into(expected, kv, taken)
+        await source.publish(request_id, blocks, 50)
+        await destination.receive(request_id, taken, source=source.source())
+        assert not destination.differences(expected)
+
+
+async def test_a_region_that_could_shrink_is_not_adopted(victim: Victim) -> None:
+    async with await EngineClient.connect(door(victim), engine_id="loose", epoch=os.urandom(8).hex()) as client:
+        region = memfd_region(4096)
+        os.close(region.file)
+        region.file = os.memfd_create("loose")
+        os.ftruncate(region.file, 4096)
+        with pytest.raises(KvferryError) as refused:
+            await client.adopt(region)
+        assert refused.value.code == "region_unavailable"
+        region.close()
+
+
+async def fences_of(rank: Rank) -> Fences:
+    """As `open_fences`, which refuses host memory: here the test is the stream that writes it."""
+    client, fences = rank.client, Fences()
+    ticket = await client._hand_over([fences.file])
+    opened = await client._call(
+        client._stub.OpenFences, engine_pb2.OpenFencesRequest(session=client._session, ticket=ticket)
+    )
+    assert opened.words == 512
+    fences.handed()
+    return fences
+
+
+async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(
+    daemons: Daemons, regions: Path, request_id: str
+) -> None:
+    async with (
+        engine(daemons, regions, f"s-{request_id[-8:]}") as source,
+        engine(daemons, regions, f"d-{request_id[-8:]}") as destination,
+    ):
+        fences = await fences_of(source.ranks[0])
+        kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
+        expected = destination.snapshot()
+        destination.write_into(expected, kv, taken)
+        fence = fences.take()
+        (lease,) = await source.publish(request_id, blocks, 50, after=fence)
+        receiving = asyncio.create_task(destination.receive(request_id, taken, source=source.source()))
+        await asyncio.sleep(0.3)
+        assert not receiving.done()
+        source.write(kv, blocks)  # long after the publish
+        fences.reach(fence)
+        async with asyncio.timeout(TIMEOUT_S):
+            await receiving
+            await lease.ended()
+        assert not destination.differences(expected)
+        fences.close()
+
+
+async def test_a_fence_that_is_never_reached_fails_the_reader_and_tells_the_engine(
+    daemons: Daemons, regions: Path, request_id: str
+) -> None:
+    async with (
+        engine(daemons, regions, f"s-{request_id[-8:]}", "--fence-timeout-s", "0.5") as source,
+        engine(daemons, regions, f"d-{request_id[-8:]}") as destination,
+    ):
+        fences = await fences_of(source.ranks[0])
+        (lease,) = await source.publish(request_id, source.take(50), 50, after=fences.take())
+        (outcome,) = await destination.outcomes(request_id, destination.take(50), source=source.source())
+        assert isinstance(outcome, TransferFailed)
+        assert outcome.code == "fence_timeout", outcome
+        with pytest.raises(KvferryError) as told:
+            await lease.ended()
+        assert (told.value.code, told.value.field) == ("fence_timeout", "fence_timeout_s")
+        assert told.value.remedy
+        (again,) = await source.publish(request_id, source.take(50), 50)
+        assert again.request_id == request_id, "the request can be published again"
+        fences.close()
+
+
+async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(
+    daemons: Daemons, regions: Path, request_id: str
+) -> None:
+    (daemon,) = await daemons.start(f"k-{request_id[-8:]}", 1, "--shm-dir", str(regions))
+    async with engine(daemons, regions, f"d-{request_id[-8:]}") as destination:
+        before = -1
+        for n in range(2):
+            name = f"mortal-{n}"
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, __file__, str(daemon.socket), name, request_id, stdout=asyncio.subprocess.PIPE
+            )
+            assert process.stdout
+            assert await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S) == b"ready\n"
+            source = SourceBody(engine_id=name, address=daemon.peer)
+            receiving = asyncio.create_task(destination.outcomes(request_id, destination.take(50), source=source))
+            await asyncio.sleep(0.3)
+            process.kill()
+            await process.wait()
+            async with asyncio.timeout(TIMEOUT_S):
+                (outcome,) = await receiving
+            assert isinstance(outcome, TransferFailed)
+            assert outcome.blocks_safe
+
+            async def gone(before: int = before) -> bool:
+                return not os.listdir(regions) and (before < 0 or open_files(daemon) <= before)
+
+            await until(gone, "its memory, page and files are gone")
+            await asyncio.sleep(0.5)
+            before = open_files(daemon)
+
+
+async def test_a_fence_without_its_page_is_refused(victim: Victim, request_id: str) -> None:
+    blocks = Blocks((1,), 1)
+    with pytest.raises(KvferryError) as refused:
+        await victim.engine.ranks[0].client.publish(request_id, blocks.tables(), 1, after=Fence(0, 1))
+    assert (refused.value.code, refused.value.field) == ("no_fences", "after")
+    assert refused.value.remedy
+
+
+async def test_an_engine_on_host_memory_has_no_stream_to_fence(victim: Victim) -> None:
+    with pytest.raises(KvferryError) as refused:
+        await victim.engine.ranks[0].client.fence(0)
+    assert (refused.value.code, refused.value.field) == ("fence_on_host", "stream")
+    assert refused.value.remedy
+
+
+async def main(door: str, name: str, request_id: str) -> None:
+    """An engine whose stream never reaches its fence."""
+    client = await EngineClient.connect(door, engine_id=name, epoch=os.urandom(8).hex(), timeout_s=20)
+    region = await client.allocate(TP1.nbytes(0))
+    manifest = describe(name, client.epoch, TP1, 0, region)
+    await client.register(manifest)
+    fences = await fences_of(Rank(client, region, manifest))
+    await client.publish(request_id, Blocks((3, 1, 4, 15), 9).tables(), 50, after=fences.take())
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

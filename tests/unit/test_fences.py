@@ -1,0 +1,319 @@
+"""Fences: the page of words that two processes share, and publishes that readers see only when a word has its value."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+from kvferry.fences import NBYTES, WORDS, Fence, Fences
+from kvferry.handover import sealed_file
+from kvferry.schemas import LeaseState
+from kvferry.tables import BlockTable
+from kvferryd import fences as watched
+from kvferryd.transfer import lease as lease_module
+from kvferryd.transfer.lease import Lease, Leases, ReaderId
+
+pytestmark = pytest.mark.anyio
+TABLES = {"full": BlockTable.of([4, 7])}
+READER = ReaderId("decode", "1", 0, 1)
+LONG_S, SHORT_S, NOW_S = 60.0, 0.05, 0.001
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def page() -> Iterator[Fences]:
+    """The engine's side."""
+    page = Fences()
+    yield page
+    page.close()
+
+
+@pytest.fixture
+async def watch(page: Fences) -> AsyncIterator[watched.Fences]:
+    """The daemon's side."""
+    watch = watched.Fences([page.file])
+    page.handed()
+    yield watch
+    await watch.close()
+
+
+@pytest.fixture
+def ended() -> list[Lease]:
+    return []
+
+
+@pytest.fixture
+async def leases(ended: list[Lease]) -> Leases:
+    return Leases("prefill", "1", ended.append, 8)
+
+
+def publish(leases: Leases, num_tokens: int = 8, **more: Any) -> Lease:
+    told = {"request_id": "r", "tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "readers": 1} | more
+    return leases.publish(num_tokens=num_tokens, **told)
+
+
+async def lasting(wait: Any) -> Any:
+    async with asyncio.timeout(10):
+        return await wait
+
+
+async def quiet() -> None:
+    """Long enough for the thread to have looked, and the loop to have run."""
+    await asyncio.sleep(SHORT_S)
+
+
+# the words
+
+
+async def test_a_fence_is_reached_when_its_word_has_the_value(page: Fences, watch: watched.Fences) -> None:
+    first, second = page.take(), page.take()
+    waits = [watch.reached(fence, LONG_S) for fence in (first, second)]
+    page.reach(second)
+    await lasting(waits[1])
+    await quiet()
+    assert not waits[0].done()
+    page.reach(first)
+    await lasting(waits[0])
+    assert watch.reached(first, LONG_S).done(), "at once"
+
+
+async def test_a_fence_that_is_not_reached_in_time_says_so(page: Fences, watch: watched.Fences) -> None:
+    with pytest.raises(KvferryError, match="did not reach") as told:
+        await lasting(watch.reached(page.take(), SHORT_S))
+    assert told.value.code == "fence_timeout"
+    assert told.value.remedy
+
+
+async def test_a_word_is_used_again_only_when_its_value_has_arrived(page: Fences) -> None:
+    pending = page.take()
+    for _ in range(3 * WORDS):
+        fence = page.take()
+        assert fence.word != pending.word
+        page.reach(fence)
+    assert page.pending == [pending.word]
+    page.reach(pending)
+    assert {page.take().word for _ in range(WORDS)} == set(range(WORDS))
+    with pytest.raises(KvferryError) as refused:
+        page.take()
+    assert refused.value.code == "too_many_fences"
+
+
+async def test_what_is_no_fence_is_refused(watch: watched.Fences) -> None:
+    for fence in (Fence(WORDS, 1), Fence(-1, 1), Fence(0, 0)):
+        with pytest.raises(KvferryError) as refused:
+            watch.reached(fence, LONG_S)
+        assert refused.value.code == "malformed_fence"
+
+
+async def test_a_page_that_could_shrink_under_the_daemon_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(NBYTES))
+    loose = os.memfd_create("loose")
+    os.ftruncate(loose, NBYTES)
+    short = sealed_file("short", 8)
+    plain = os.open(tmp_path / "file", os.O_RDWR)
+    try:
+        for file in (loose, short, plain):
+            with pytest.raises(KvferryError) as refused:
+                watched.Fences([file])
+            assert refused.value.code == "region_unavailable"
+        with pytest.raises(KvferryError):
+            watched.Fences([])
+    finally:
+        for file in (loose, short, plain):
+            os.close(file)
+
+
+async def test_the_writer_may_be_another_process_that_is_killed(page: Fences) -> None:
+    """The daemon's side of an engine that writes in its own time, and then dies."""
+    watch = watched.Fences([page.file])
+    fence, never = page.take(), page.take()
+    script = (
+        "import mmap, struct, sys, time; held = mmap.mmap(int(sys.argv[1]), 4096); time.sleep(0.2);"
+        "struct.pack_into('=Q', held, 8 * int(sys.argv[2]), int(sys.argv[3])); time.sleep(60)"
+    )
+    arguments = [str(page.file), str(fence.word), str(fence.value)]
+    command = [sys.executable, "-c", script, *arguments]
+    engine = subprocess.Popen(command, pass_fds=[page.file])  # noqa: ASYNC220  # killed and waited for below
+    try:
+        await lasting(watch.reached(fence, LONG_S))
+    finally:
+        engine.send_signal(signal.SIGKILL)
+        engine.wait()
+    with pytest.raises(KvferryError, match="did not reach"):
+        await lasting(watch.reached(never, SHORT_S))
+    await watch.close()
+
+
+async def test_nobody_looks_when_nobody_waits(page: Fences, watch: watched.Fences) -> None:
+    waiting = watch.reached(page.take(), LONG_S)
+    waiting.cancel()
+    await quiet()
+    await watch.close()
+    assert not any(thread.name == "fences" for thread in threading.enumerate())
+
+
+async def test_a_fence_asks_for_a_gpu(page: Fences) -> None:
+    try:
+        cuda.devices()
+    except KvferryError:
+        with pytest.raises(KvferryError) as refused:
+            page.after(0)
+        assert refused.value.code == "cuda_missing"
+        assert page.pending == []
+
+
+# publishes
+
+
+async def test_readers_see_nothing_before_the_fence(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+    fence = page.take()
+    lease = publish(leases, after=watch.reached(fence, LONG_S), metadata=b"first token")
+    assert lease.state is LeaseState.PUBLISHING
+    assert await lasting(leases.find("r")) is lease
+    with leases.reading(lease, READER):
+        follower = leases.follow(lease)
+        update = asyncio.create_task(anext(follower))
+        await quiet()
+        assert not update.done()
+        assert (lease.num_tokens, lease.metadata, lease.tables) == (0, b"", {})
+        page.reach(fence)
+        assert await lasting(update) == 1
+        assert (lease.num_tokens, lease.metadata, lease.state) == (8, b"first token", LeaseState.PUBLISHED)
+
+
+async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+    """The writer is a thread that fills memory and then reaches its fence, as a stream does. Without the fence the
+    reader sees old bytes: the race is real."""
+    memory, going = np.zeros(8 << 20, dtype=np.uint8), threading.Event()
+
+    def write(value: int, fence: Fence) -> None:
+        going.wait(10)
+        for part in np.array_split(memory, 64):
+            part[:] = value
+        page.reach(fence)
+
+    for value in range(1, 11):
+        fence = page.take()
+        writer = threading.Thread(target=write, args=(value, fence))
+        writer.start()
+        lease = publish(leases, request_id=f"r{value}", after=watch.reached(fence, LONG_S))
+        assert int(memory.max()) == value - 1, "who does not wait sees old bytes"
+        going.set()
+        async for _ in leases.follow(lease):
+            assert (int(memory.min()), int(memory.max())) == (value, value)
+        writer.join(10)
+        going.clear()
+        leases.revoke(f"r{value}", "seen")
+
+
+async def test_publishes_are_seen_in_their_order(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+    first, second = page.take(), page.take()
+    lease = publish(leases, 4, more=True, after=watch.reached(first, LONG_S))
+    publish(leases, 6, more=True, after=watch.reached(second, LONG_S))
+    publish(leases, 8)
+    page.reach(second)
+    await quiet()
+    assert (lease.version, lease.num_tokens, lease.more) == (0, 0, True)
+    page.reach(first)
+    while lease.more:
+        await lasting(lease.changed())
+    assert (lease.version, lease.num_tokens) == (3, 8)
+
+
+async def test_a_lease_is_announced_when_its_fence_is_reached(
+    page: Fences, watch: watched.Fences, leases: Leases
+) -> None:
+    announced: list[int] = []
+    leases.audience.add(lambda lease: announced.append(lease.num_tokens))
+    fence = page.take()
+    lease = publish(leases, after=watch.reached(fence, LONG_S))
+    await quiet()
+    assert announced == []
+    page.reach(fence)
+    while lease.more:
+        await lasting(lease.changed())
+    assert announced == [8]
+
+
+async def test_a_fence_that_is_never_reached_ends_the_lease(
+    page: Fences, watch: watched.Fences, leases: Leases, ended: list[Lease]
+) -> None:
+    lease = publish(leases, 4, more=True)
+    publish(leases, 8, after=watch.reached(page.take(), SHORT_S))
+    follower = leases.follow(lease)
+    assert await lasting(anext(follower)) == 1, "what came before is read"
+    with pytest.raises(KvferryError) as told:
+        await lasting(anext(follower))
+    assert told.value.code == "fence_timeout"
+    assert (lease.state, ended) == (LeaseState.REVOKED, [lease])
+    with pytest.raises(KvferryError) as told:
+        await leases.find("r")
+    assert told.value.code == "fence_timeout"
+    assert len(leases) == 0
+    assert len(leases.seals._free) == leases.limit
+
+
+async def test_what_waits_for_a_fence_does_not_expire(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+    fence = page.take()
+    lease = publish(leases, ttl_s=NOW_S, after=watch.reached(fence, LONG_S))
+    await quiet()
+    assert lease.state is LeaseState.PUBLISHING
+    page.reach(fence)
+    await lasting(leases.ended(lease))
+    assert lease.state is LeaseState.EXPIRED
+
+
+@pytest.mark.parametrize("end", ["revoke", "unfinished"])
+async def test_a_lease_that_ends_waits_for_no_fence(
+    page: Fences, watch: watched.Fences, leases: Leases, end: str
+) -> None:
+    """Aborted, or its engine is killed: what its stream was still to write is not published."""
+    waiting = watch.reached(page.take(), LONG_S)
+    lease = publish(leases, after=waiting)
+    if end == "revoke":
+        leases.revoke("r", "aborted")
+    else:
+        leases.revoke_unfinished("the engine is gone")
+    assert lease.state is LeaseState.REVOKED
+    assert waiting.cancelled()
+    await quiet()
+    assert lease.state is LeaseState.REVOKED
+
+
+async def test_the_same_publish_again_changes_nothing(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+    fence = page.take()
+    lease = publish(leases, after=watch.reached(fence, LONG_S))
+    assert publish(leases, after=watch.reached(fence, LONG_S)) is lease
+    for different in ({"num_tokens": 7}, {"metadata": b"x"}, {"more": True}):
+        with pytest.raises(KvferryError) as refused:
+            publish(leases, **different)
+        assert refused.value.code == "already_published"
+    page.reach(fence)
+    while lease.more:
+        await lasting(lease.changed())
+    assert lease.version == 1
+
+
+async def test_publishes_that_wait_are_bounded(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+    publish(leases, 1, more=True, after=watch.reached(page.take(), LONG_S))
+    for _ in range(lease_module.MAX_FENCED - 1):
+        publish(leases, 1, more=True)
+    with pytest.raises(KvferryError) as refused:
+        publish(leases, 1, more=True)
+    assert (refused.value.code, refused.value.field) == ("full", "after")
