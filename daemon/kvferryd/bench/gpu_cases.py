@@ -1,7 +1,7 @@
 """What the GPU benchmarks move: models, layouts, requests, and the oracle that knows what must have arrived.
 
-Word i of source rank r's pool is (r * pool + i) * MULTIPLIER, so that no word stands for another. The oracle computes
-for every token, head and word where it lay and where it must be, element by element; it knows nothing of plans.
+Words of the source ranks' pools are counted through, and word i is i * MULTIPLIER: none stands for another. The oracle
+computes for every token, head and word where it lay and where it must be, element by element, and knows no plan.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class Cache:
     def nbytes(self) -> int:
         return self.model.rows * self.row_nbytes
 
+    @property
+    def first_word(self) -> int:
+        """How many words the ranks before have."""
+        return self.heads[0] * self.nbytes // self.width // WORD
+
     def manifest(self, engine_id: str, epoch: str, kind: str) -> Manifest:
         """`kind`: of its only region, cuda or host."""
         block, model, blocks = self.layout.block, self.model, self.tokens // self.layout.block
@@ -128,10 +133,9 @@ class Cache:
         """Give every word of a source rank's pool (a tensor of int32) its own value."""
         import torch
 
-        first_word = self.rank * self.nbytes // WORD
         for first in range(0, len(pool), FILL_WORDS):
             last = min(first + FILL_WORDS, len(pool))
-            index = torch.arange(first_word + first, first_word + last, device=pool.device)
+            index = torch.arange(self.first_word + first, self.first_word + last, device=pool.device)
             pool[first:last] = index.mul_(MULTIPLIER).to(torch.int32)
 
 
@@ -193,7 +197,7 @@ class Case:
                     torch.cat([of.words(blocks, self.tokens, heads, device).flatten() for blocks in whose])
                     for of, whose in ((source, ids[0]), (cache, ids[1]))
                 )
-                parts.append((come + source.rank * source.nbytes // WORD, go, source.row_nbytes // WORD))
+                parts.append((come + source.first_word, go, source.row_nbytes // WORD))
         for row in range(self.pair.model.rows):
             for come, go, step in parts:
                 if not torch.equal(rows[row][go], ((come + row * step) * MULTIPLIER).to(torch.int32)):

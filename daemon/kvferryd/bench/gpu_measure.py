@@ -42,7 +42,7 @@ async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats:
         if number == warm_up:
             began = cpu_s(daemons)
         reader.wipe(POISON)
-        every.append(await _move(case, source, reader, tables[0], tables[1]))
+        every.append(await move(case, source, reader, tables[0], tables[1]))
         if number == 0:
             _check_way(way, await _records(reader, every[0]))
     used = (cpu_s(daemons) - began) / repeats / case.requests
@@ -66,7 +66,7 @@ async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats:
     )
 
 
-async def _move(
+async def move(
     case: Case, source: Engine, reader: Engine, given: list[dict[str, BlockTable]], taken: list[dict[str, BlockTable]]
 ) -> Taken:
     """Publish every request on every rank; then order, on every rank, and wait for the done events."""

@@ -78,7 +78,7 @@ class Table:
     def add(self, row: Row) -> None:
         if row.error:
             self.failures += 1
-            error = " ".join(row.error.split())
+            error = " ".join(row.error.split()).replace("|", "/")
             print(f"| {row.way} | {row.case} | {' | ' * (len(COLUMNS) - 3)}FAILED: {error} |", flush=True)
         else:
             cells = [
