@@ -1,12 +1,7 @@
-"""An engine for tests whose cache lies on GPUs: `TestEngine` of the integration tests, with a mirror on the host.
-
-This file is also an engine of its own process: `python gpu_engine.py SOCKET ENGINE_ID REQUEST_ID` adopts torch memory,
-publishes, says so, and waits to be killed.
-"""
+"""An engine for tests whose cache lies on GPUs: `TestEngine` of the integration tests, with a mirror on the host."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
 import uuid
@@ -104,20 +99,3 @@ async def _rank(
     manifest = Manifest.from_dict(described)
     await client.register(manifest)
     return GpuRank(client, manifest, mirror, tensor)
-
-
-async def publish_and_wait(socket: str, engine_id: str, request_id: str) -> None:
-    shape = Shape(num_blocks=8192)
-    client = await EngineClient.connect(socket, engine_id=engine_id, epoch=uuid.uuid4().hex, timeout_s=30)
-    rank = await _rank(client, engine_id, client.epoch, shape, 0, 0, True)
-    rank.tensor.fill_(7)
-    torch.cuda.synchronize()
-    blocks = Blocks(tuple(range(100)), 3)
-    await client.publish(request_id, blocks.tables(), 1600)
-    sys.stdout.write("published\n")
-    sys.stdout.flush()
-    await client.closed.wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(publish_and_wait(*sys.argv[1:]))

@@ -188,6 +188,16 @@ async def test_a_thousand_transfers_leave_nothing(pair) -> None:
         assert all(driver_mappings(each) <= then for each, then in zip(pair, mapped, strict=True))
 
 
+async def knows_no(engine_id: str, at: DaemonService) -> None:
+    """Its peers tell a daemon that an engine is gone: what was mapped of it is unmapped."""
+    async with RouterClient(at.url) as router:
+
+        async def forgotten() -> bool:
+            return engine_id not in [peer.engine_id for peer in await router.peers()]
+
+        await until(forgotten, f"{at.name} has forgotten {engine_id}")
+
+
 @pytest.mark.parametrize("memory", ["owned", "adopted"])
 async def test_a_killed_engine_of_the_source(pair, memory: str) -> None:
     """What it published in the daemon's memory stays readable to the last request; memory of its own goes at once."""
@@ -205,6 +215,7 @@ async def test_a_killed_engine_of_the_source(pair, memory: str) -> None:
             assert isinstance(why, TransferFailed)
             await asyncio.wait_for(why.quiesced(), LIMIT_S)
         await has_no("victim", near)
+        await knows_no("victim", far)
     async with source_on(near) as source, reader_on(far) as reader:
         await moves(source, reader)
     await back_to(before, KILLED_SLACK, "after the source's engine was killed")
