@@ -104,16 +104,20 @@ async def reader_on(beside: DaemonService, engine_id: str = "reader") -> AsyncIt
 async def running(role: str, beside: DaemonService, gpu: int, *more: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """The engine "victim" as a process of its own, ready."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, traffic.__file__, role, str(beside.socket), "victim", str(gpu), *more, stdout=-1
+        sys.executable, traffic.__file__, role, str(beside.socket), "victim", str(gpu), *more, stdin=-1, stdout=-1
     )
     try:
-        assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), LIMIT_S) == b"ready\n"
+        await says(process, b"ready\n")
         yield process
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def says(process: asyncio.subprocess.Process, line: bytes) -> None:
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), LIMIT_S) == line
 
 
 async def moves(source: Engine, reader: Engine) -> None:
@@ -243,8 +247,8 @@ async def test_a_killed_daemon_of_the_reader(fleet: Fleet, pair) -> None:
     before = free()
     victim = await daemon(fleet, "reader-victim", FAR)
     async with source_on(near) as source:
-        await traffic.publish(source, "orphan")
         async with reader_on(victim) as reader:
+            await traffic.publish(source, "orphan")
             arrived, why = await read(reader, "orphan", source.source, lambda: victim.signal(signal.SIGKILL))
             assert EARLY <= arrived < COUNT
             assert why is not None and why.code in ("daemon_gone", "unreachable"), why
@@ -258,8 +262,11 @@ async def test_a_killed_engine_of_the_reader(pair) -> None:
     near, far = pair
     before = free()
     async with source_on(near) as source:
-        await traffic.publish(source, "widow")
         async with running("receive", far, FAR, "widow", source.engine_id, near.peer) as victim:
+            await traffic.publish(source, "widow")
+            assert victim.stdin is not None
+            victim.stdin.write(b"go\n")
+            await says(victim, b"reading\n")
             victim.kill()
             await victim.wait()
         await has_no("victim", far)

@@ -3,8 +3,8 @@
     python traffic.py publish SOCKET ENGINE_ID GPU PREFIX (owned | adopted)
     python traffic.py receive SOCKET ENGINE_ID GPU PREFIX SOURCE_ENGINE_ID SOURCE_ADDRESS
 
-Requests are called PREFIX-0, PREFIX-1, ... "ready" is said when all are published, or when EARLY of them are received.
-GPU -1: host memory.
+Requests are called PREFIX-0, PREFIX-1, ... A publisher says "ready" when all are published. A receiver says so when it
+could begin, begins when it is told to by a line, and says "reading" when it has EARLY of them. GPU -1: host memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALE = Scale(layers=2, latent_layers=1, pool=1 << 17, large=2000, middle=300, s
 """Pools of 268 MB, so that one that is left behind is seen; requests of 4 MB, 600 kB and 40 kB."""
 SAME = cases(SCALE, 1)[:3]
 CASE = SAME[0]
-COUNT, EARLY, TTL_S = 100, 20, 8.0
+COUNT, EARLY, TTL_S = 100, 20, 10.0
 
 
 async def publish(engine: Engine, prefix: str) -> None:
@@ -53,9 +53,11 @@ async def main(role: str, socket: str, engine_id: str, gpu: str, prefix: str, *m
         await publish(engine, prefix)
         print("ready", flush=True)
     else:
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
         for number in range(COUNT):
             if number == EARLY:
-                print("ready", flush=True)
+                print("reading", flush=True)
             await receive(engine, prefix, number, SourceBody(engine_id=more[0], address=more[1]))
     await asyncio.Event().wait()
 
