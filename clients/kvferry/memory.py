@@ -64,7 +64,7 @@ class SharedRegion:
         """The region as a writable uint8 tensor, shape (nbytes,). Needs torch."""
         import torch
 
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=self.nbytes, offset=self.offset % mmap.PAGESIZE)
+        return torch.from_numpy(self.array())  # torch.frombuffer would not keep the mapping from being closed
 
     def close(self) -> None:
         """Unmap, as soon as no array or tensor uses the mapping any more. Idempotent."""

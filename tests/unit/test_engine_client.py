@@ -38,34 +38,36 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         self.heard: list[str] = []
         self.more = asyncio.Event()
         self.answers = asyncio.Event()
-        """While it is not set no call is answered."""
+        """While it is not set no command is answered."""
         self.answers.set()
         self.refuses = False
 
-    async def Attach(self, request: engine_pb2.AttachRequest, context: Any) -> AsyncIterator[engine_pb2.Event]:
+    async def Attach(
+        self, commands: AsyncIterator[engine_pb2.Command], context: Any
+    ) -> AsyncIterator[engine_pb2.Event]:
+        assert (await anext(aiter(commands))).HasField("attach")
         yield engine_pb2.Event(attached=engine_pb2.Attached(session="s", peer_address="127.0.0.1:1", device="cpu"))
-        while True:
-            yield await self.events.get()
+        listening = asyncio.create_task(self._listen(commands))
+        try:
+            while True:
+                yield await self.events.get()
+        finally:
+            listening.cancel()
 
-    async def Receive(self, request: engine_pb2.ReceiveRequest, context: Any) -> engine_pb2.ReceiveReply:
-        number = sum(word.startswith("receive") for word in self.heard)
-        await self._hear(f"receive {list(request.tables.groups['full'].block_ids)}", context)
-        return engine_pb2.ReceiveReply(transfer_id=f"t{number}", state="waiting")
-
-    async def Publish(self, request: engine_pb2.PublishRequest, context: Any) -> engine_pb2.PublishReply:
-        await self._hear("publish", context)
-        return engine_pb2.PublishReply(state="published")
-
-    async def Abort(self, request: engine_pb2.EngineAbortRequest, context: Any) -> engine_pb2.EngineAbortReply:
-        await self._hear("abort", context)
-        return engine_pb2.EngineAbortReply()
-
-    async def _hear(self, word: str, context: Any) -> None:
-        self.heard.append(word)
-        self.more.set()
-        await self.answers.wait()
-        if self.refuses:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no")
+    async def _listen(self, commands: AsyncIterator[engine_pb2.Command]) -> None:
+        async for command in commands:
+            answer = engine_pb2.Answer(id=command.id)
+            if command.HasField("receive"):
+                number = sum(word.startswith("receive") for word in self.heard)
+                answer.receive.transfer_id = f"t{number}"
+                self.heard.append(f"receive {list(command.receive.tables.groups['full'].block_ids)}")
+            else:
+                self.heard.append(str(command.WhichOneof("kind")))
+            self.more.set()
+            await self.answers.wait()
+            if self.refuses:
+                answer.problem.code = "refused"
+            self.events.put_nowait(engine_pb2.Event(answer=answer))
 
     async def until(self, *heard: str) -> None:
         async with asyncio.timeout(10):

@@ -5,13 +5,25 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 PARTS = {
     "plan": "the planner: plan of 128 layers x 16 ranks, bind of 80 layers x 512 blocks",
     "host": "host memory: kvferry beside raw NIXL, and the control cost of one transfer",
     "staged": "host memory: direct beside staged for runs of 128 B to 4 KiB, NHD to HND",
-    "gpu": "one or two GPUs: the copy ceiling, scattered NIXL reads, and kvferry with every layout change",
+    "rpc": "grpc.aio between two processes: what a message and its answer cost at least",
+    "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the part gpu. `device`: cuda, or cpu for a rehearsal on host memory, much smaller."""
+
+    quick: bool = False
+    json: Path | None = None
+    device: str = "cuda"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,9 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="which parts to run (default: those without a GPU)")
-    wanted = parser.parse_args(argv).parts or [name for name in PARTS if name != "gpu"]
+    parser.add_argument("--quick", action="store_true", help="gpu: the cases to know, with few repeats")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="gpu: keep every row as a line of JSON as well")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    wanted = arguments.parts or [name for name in PARTS if name != "gpu"]
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]}: choose from {', '.join(PARTS)}")
+    options = Options(arguments.quick, arguments.json, arguments.device)
+    if options != Options() and "gpu" not in wanted:
+        parser.error("--quick and --json are for the part gpu")
+    return max(_run(name, options) for name in wanted)
+
+
+def _run(part: str, options: Options) -> int:
     # Each part has its own imports: the planner is measured without NIXL.
-    return max(int(importlib.import_module(f"kvferryd.bench.{name}").main()) for name in wanted)
+    module = importlib.import_module(f"kvferryd.bench.{part}")
+    status: int = module.main(options) if part == "gpu" else module.main()
+    return status

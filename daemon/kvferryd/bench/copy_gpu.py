@@ -10,96 +10,43 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
-
-import numpy as np
 
 from kvferry import cuda
-from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
+from kvferryd.bench.child import child, tell
+from kvferryd.bench.gpu_cases import HND, NHD, WIDE, Case, Layout, Model, Pair, Requests
 from kvferryd.copy import Batch, Move, cut, mapped, moves
 from kvferryd.copy.cuda import PROGRAMS, TILE, WARPS, Copier
 from kvferryd.memory.cuda import CudaProvider
 from kvferryd.plan import bind, plan
-from kvferryd.plan.axes import Ints
 
-LAYERS, HEADS, DIM, ITEM = 80, 2, 128, 2
-ROWS = 2 * LAYERS
 TOKENS = 4096 * 16
 """Of the pool: 4,096 blocks of 16 tokens, 5.4 GB."""
-POOL = ROWS * TOKENS * HEADS * DIM * ITEM
-WORDS = DIM * ITEM // 4
-"""int32 words of one token of one head."""
+MODEL = Model(80, "kv", 2, 128)
 GRIDS = (8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
 REPEATS = 9
-MULTIPLIER = 2654435761
-"""Word i of the source pool is i times this, modulo 2**32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    block: int
-    order: str
-
-    def manifest(self) -> Manifest:
-        token = DIM * ITEM
-        slot, head = (HEADS * token, token) if self.order == "NHD" else (token, self.block * token)
-        strides = (("block", TOKENS // self.block, self.block * HEADS * token), ("slot", self.block, slot),
-                   ("head", HEADS, head), ("dim", DIM, ITEM))  # fmt: skip
-        axes = [{"name": name, "extent": extent, "stride": stride} for name, extent, stride in strides]
-        component = {"group": "full", "dtype": "bfloat16", "region": 0, "axes": axes, "shard": None}
-        return Manifest.from_dict(
-            {
-                "engine_id": "bench",
-                "epoch": "1",
-                "model": {"name": "bench", "fingerprint": "bench"},
-                "rank": 0,
-                "world_size": 1,
-                "regions": [{"id": 0, "kind": "cuda", "nbytes": POOL}],
-                "groups": [{"name": "full", "block_size": self.block, "num_blocks": TOKENS // self.block}],
-                "components": [
-                    {**component, "layer": row // 2, "name": "kv"[row % 2], "offset": row * (POOL // ROWS)}
-                    for row in range(ROWS)
-                ],
-            }
-        )
-
-    def words(self, blocks: Ints, tokens: int, torch: Any, device: str) -> Any:
-        """Index of every word of these tokens inside one row of the pool, shape (tokens, head, word)."""
-        token = torch.arange(tokens, device=device)
-        block, slot = torch.tensor(blocks, device=device)[token // self.block], token % self.block
-        of_slot, of_head = (HEADS, 1) if self.order == "NHD" else (1, self.block)
-        of_token = (block * self.block * HEADS + slot * of_slot)[:, None] + torch.arange(HEADS, device=device) * of_head
-        return of_token[:, :, None] * WORDS + torch.arange(WORDS, device=device)
+def pair(source: Layout, destination: Layout) -> Pair:
+    return Pair(MODEL, source, destination, TOKENS)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    name: str
-    source: Layout
-    destination: Layout
-    tokens: int
-
-
-NHD, HND, WIDE = Layout(16, "NHD"), Layout(16, "HND"), Layout(64, "NHD")
 CASES = (
-    Case("same layout", NHD, NHD, 8192),
-    Case("NHD to HND", NHD, HND, 8192),
-    Case("HND to NHD", HND, NHD, 8192),
-    Case("block 16 to 64", NHD, WIDE, 8192),
-    Case("block 64 to 16, to HND", WIDE, HND, 8192),
-    Case("same layout", NHD, NHD, 1024),
-    Case("NHD to HND", NHD, HND, 1024),
-    Case("same layout", NHD, NHD, 96),
+    Case("same layout", pair(NHD, NHD), 8192),
+    Case("NHD to HND", pair(NHD, HND), 8192),
+    Case("HND to NHD", pair(HND, NHD), 8192),
+    Case("block 16 to 64", pair(NHD, WIDE), 8192),
+    Case("block 64 to 16, to HND", pair(WIDE, HND), 8192),
+    Case("same layout", pair(NHD, NHD), 1024),
+    Case("NHD to HND", pair(NHD, HND), 1024),
+    Case("same layout", pair(NHD, NHD), 96),
 )
+CACHE = CASES[0].pair.sources()[0]
 
 
 @dataclass(slots=True)
@@ -130,79 +77,51 @@ class Bench:
         print(f"| {name} | {nbytes / 1e6:.0f} MB | {' | '.join(cells)} | {host * 1e6:.0f} |", flush=True)
 
 
-def wanted_moves(case: Case) -> tuple[list[Move], Ints, Ints]:
-    rng = np.random.default_rng(case.tokens)
-    ids = [
-        rng.permutation(TOKENS // side.block)[: -(-case.tokens // side.block)]
-        for side in (case.source, case.destination)
-    ]
-    tables = [{"full": BlockTable.of(blocks)} for blocks in ids]
-    chosen = plan([case.source.manifest()], case.destination.manifest())
-    return moves(bind(chosen, {0: tables[0]}, tables[1], (0, case.tokens))), ids[0], ids[1]
-
-
-def check(case: Case, source: Ints, destination: Ints, pool: Any) -> None:
-    """Compare every word with what was to arrive; knows nothing of plans."""
-    import torch
-
-    words = pool.view(torch.int32).view(ROWS, -1)
-    from_words = case.source.words(source, case.tokens, torch, str(pool.device))
-    to_words = case.destination.words(destination, case.tokens, torch, str(pool.device))
-    for row in range(ROWS):
-        expected = ((from_words + row * words.shape[1]) * MULTIPLIER).to(torch.int32)
-        if not torch.equal(words[row][to_words], expected):
-            raise AssertionError(f"{case.name}, {case.tokens} tokens: row {row} differs")
-    if int((words != -1).sum()) != ROWS * case.tokens * HEADS * WORDS:
-        raise AssertionError(f"{case.name}, {case.tokens} tokens: other words were touched")
+def wanted_moves(case: Case) -> tuple[list[Move], tuple[Requests, Requests]]:
+    ids = case.ids()
+    (source,), (destination,) = case.pair.sources(), case.pair.destinations()
+    chosen = plan([source.manifest("source", "1", "cuda")], destination.manifest("destination", "1", "cuda"))
+    tables = [{"full": BlockTable.of(each[0])} for each in ids]
+    return moves(bind(chosen, {0: tables[0]}, tables[1], (0, case.tokens))), ids
 
 
 @contextlib.contextmanager
 def source_pool(device: cuda.Device, visible: str | None) -> Iterator[int]:
     """A pool of another process, on the first GPU it sees, mapped for `device`; its address."""
-    command = [sys.executable, "-m", "kvferryd.bench.copy_gpu", "--source"]
-    process = subprocess.Popen(  # noqa: S603  # this very module
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})},
-    )
-    try:
-        assert process.stdout is not None
-        told = json.loads(next(line for line in process.stdout if line.startswith("{")))
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    with child("kvferryd.bench.copy_gpu", "--source", env=env) as told:
         mapping = device.open(bytes.fromhex(told["handle"]))
         yield mapping.address
         mapping.close()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def serve_source() -> None:
     import torch
 
     device = cuda.devices()[0]
-    region = CudaProvider(device.uuid).allocate(POOL)
+    region = CudaProvider(device.uuid).allocate(CACHE.nbytes)
     pool = torch.as_tensor(_View(region.address), device=f"cuda:{device.index}")
-    step = 1 << 27
-    for first in range(0, POOL // 4, step):
-        index = torch.arange(first, min(first + step, POOL // 4), device=pool.device)
-        pool.view(torch.int32)[first : first + step] = (index * MULTIPLIER).to(torch.int32)
-    torch.cuda.synchronize()
-    print(json.dumps({"handle": region.handle.handle.hex()}), flush=True)
+    CACHE.fill(pool.view(torch.int32))
+    device.synchronize()
+    tell({"handle": region.handle.handle.hex()})
     sys.stdin.read()
 
 
 class _View:
     def __init__(self, address: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (POOL,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (CACHE.nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def run(tiles: bool, source_gpu: str | None) -> None:
     import torch
 
     device = cuda.devices()[-1]
-    region = CudaProvider(device.uuid).allocate(POOL)
+    region = CudaProvider(device.uuid).allocate(CACHE.nbytes)
     pool = torch.as_tensor(_View(region.address), device=f"cuda:{device.index}")
     stream, begin, end = device.stream(), device.event(timing=True), device.event(timing=True)
     print(f"{len(cuda.devices())} GPU(s), {torch.cuda.get_device_name(device.index)}, torch {torch.__version__}\n")
@@ -216,13 +135,13 @@ def run(tiles: bool, source_gpu: str | None) -> None:
         print(f"GB/s by programs (tiles of {TILE} words, {WARPS} warps); the last column: microseconds of the host")
         print(f"| mapped | bytes | {' | '.join(map(str, GRIDS))} | host |\n|{'---|' * (len(GRIDS) + 3)}")
         for case in CASES:
-            wanted, from_ids, to_ids = wanted_moves(case)
+            wanted, ids = wanted_moves(case)
             batches = mapped(wanted, {(0, 0): source}, {0: region.address})
             pool.fill_(0xFF)
             device.synchronize()  # torch's synchronize waits for its current GPU, which is another one here
             bench.copier.copy(batches, stream)
             stream.synchronize()
-            check(case, from_ids, to_ids, pool)
+            case.check(ids, 0, pool.view(torch.int32))
             bench.grids(case.name, batches, sum(move.nbytes for move in wanted))
         print(f"\n| local | bytes | {' | '.join(map(str, GRIDS))} | host |\n|{'---|' * (len(GRIDS) + 3)}")
         for case in CASES[:2]:

@@ -1,263 +1,124 @@
-"""GPU memory: kvferry beside the copy ceiling and beside NIXL's own scattered reads, in one run, on one or two GPUs.
+"""GPU memory: every way of kvferry beside the copy ceiling and NIXL's own reads, one table from one run.
 
-    kvferry bench gpu
+    kvferry bench gpu [--quick] [--json rows.jsonl]
 
-The source's daemon runs beside the first GPU, the destination's beside the last. The request is that of an 80-layer
-model, K and V, blocks of 16 tokens with 2 heads of 128 in bf16, at permuted ids on both sides: runs of 8 KiB.
+Runs on one GPU, on two, or on four (sources on the first ones, readers on the last ones). The large request is that of
+an 80-layer model, K and V, blocks of 16 tokens with 2 heads of 128 in bf16, at permuted ids on both sides: 671 MB in
+runs of 8 KiB. All that arrives is compared word by word with an oracle.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
+import itertools
 import os
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 from kvferry import cuda
-from kvferry.engine import EngineClient
-from kvferry.manifest import Manifest
-from kvferry.memory import CudaRegion
-from kvferry.router import RouterClient
-from kvferry.schemas import SourceBody
-from kvferry.tables import BlockTable
-from kvferryd.bench.copy_gpu import HND, MULTIPLIER, NHD, POOL, TOKENS, WIDE, Case, Layout, check
-from kvferryd.demo.fleet import DaemonService, Fleet
-from kvferryd.memory.cuda import CudaProvider
-from kvferryd.plan.axes import Ints
-from kvferryd.transport.binding import load, make_agent
+from kvferry.errors import KvferryError
+from kvferryd.bench import Options, gpu_raw, rpc
+from kvferryd.bench.gpu_cases import FULL, TINY, Case, Pair, cases
+from kvferryd.bench.gpu_engines import Engine, Stage, Way
+from kvferryd.bench.gpu_measure import measure
+from kvferryd.bench.gpu_table import Row, Table
+from kvferryd.demo.fleet import Fleet
 
-CASES = (
-    Case("permuted blocks", NHD, NHD, 8192),
-    Case("NHD to HND", NHD, HND, 8192),
-    Case("block 16 to 64", NHD, WIDE, 8192),
-    Case("permuted blocks", NHD, NHD, 1024),
-    Case("permuted blocks", NHD, NHD, 96),
-)
-REPEATS, RAW_REPEATS, WARM_UP = 15, 5, 3
-TOKEN_NBYTES = POOL // TOKENS
-RUN_NBYTES = 8 << 10
-CEILING_NBYTES = 1 << 30
+REPEATS, QUICK_REPEATS, SLOW_REPEATS, WARM_UP, SLOW_WARM_UP = 15, 5, 3, 3, 1
+CASE_S, CLOSE_S, WHOLE_S = 30.0, 10.0, 280.0
+AUTO, STAGED, MAPPED, DIRECT = "auto", "staged", "mapped", "direct"
+SLOW = frozenset({DIRECT})
+"""Ways that are measured for the first case alone, with few repeats: it takes 280 ms each."""
+QUICK = 6
+"""How many cases a quick run has; the first are the ones to know."""
 
 
-@dataclass(slots=True)
-class Side:
-    """One engine of one rank, its cache as words on its GPU."""
-
-    client: EngineClient
-    region: CudaRegion
-    pool: Any
-
-
-def main() -> int:
-    """Print the table; 0 when every byte arrived."""
-    gpus = cuda.devices()
-    print(f"{len(gpus)} GPU(s); source {gpus[0].uuid}, destination {gpus[-1].uuid}\n")
-    print("| way | request | bytes | order to done ms | reading ms | GB/s | share of ceiling |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    ceiling = _ceiling()
-    nbytes = CASES[0].tokens * TOKEN_NBYTES
-    for name, default in (("NIXL READ, Python's defaults", True), ("NIXL READ, pthrDelay 10 ms, 8 threads", False)):
-        seconds = _raw(default, nbytes)
-        _row(name, "permuted blocks", nbytes, seconds, seconds, ceiling)
-    asyncio.run(_kvferry(ceiling))
-    return 0
+def flags(way: str, arena_mb: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a way's source daemons and of its readers."""
+    staged = ("--way", STAGED, "--arena-mb", str(arena_mb))
+    return {
+        AUTO: ((), ()),
+        STAGED: (staged, staged),
+        MAPPED: ((), ("--way", MAPPED)),
+        DIRECT: ((), ("--way", DIRECT, "--nixl-threads", "8")),
+    }[way]
 
 
-def _row(way: str, request: str, nbytes: int, total_s: float, reading_s: float, ceiling: float) -> None:
-    rate = nbytes / total_s
-    print(
-        f"| {way} | {request} | {nbytes / 1e6:.0f} MB | {1e3 * total_s:.2f} | {1e3 * reading_s:.2f} "
-        f"| {rate / 1e9:.1f} | {rate / ceiling:.1%} |",
-        flush=True,
-    )
-
-
-async def _kvferry(ceiling: float) -> None:
-    async with Fleet() as fleet:
-        gpus = cuda.devices()
-        source, auto, direct = (
-            fleet.daemon(name, flags=["--device", f"cuda:{gpu.index}", *flags])
-            for name, gpu, flags in (
-                ("source", gpus[0], ()),
-                ("auto", gpus[-1], ()),
-                ("direct", gpus[-1], ("--way", "direct", "--nixl-threads", "8")),
-            )
-        )
-        await fleet.ready(source, auto, direct, timeout_s=60)
-        await _measure("kvferry direct, 8 threads", source, direct, CASES[0], ceiling, RAW_REPEATS)
-        for case in CASES:
-            await _measure("kvferry auto", source, auto, case, ceiling, REPEATS)
-
-
-async def _measure(
-    way: str, source: DaemonService, destination: DaemonService, case: Case, ceiling: float, repeats: int
-) -> None:
-    """A new engine on each side; what arrived last is compared word by word."""
-    import torch
-
-    sides = [await _side("bench-source", source, case.source), await _side("bench", destination, case.destination)]
-    _fill(sides[0].pool, torch)
-    rng = np.random.default_rng(case.tokens)
-    ids: list[Ints] = [
-        rng.permutation(TOKENS // layout.block)[: -(-case.tokens // layout.block)]
-        for layout in (case.source, case.destination)
-    ]
-    tables = [{"full": BlockTable.of(blocks)} for blocks in ids]
-    body = SourceBody(engine_id="bench-source", address=sides[0].client.peer_address)
-    total, reading, path = [], [], ""
-    async with RouterClient(destination.url) as router:
-        for _ in range(repeats + WARM_UP):
-            sides[1].pool.fill_(-1)
-            torch.cuda.synchronize(sides[1].pool.device)
-            request_id = uuid.uuid4().hex
-            await sides[0].client.publish(request_id, tables[0], case.tokens)
-            began = time.perf_counter()
-            received = await sides[1].client.receive(request_id, tables[1], (0, case.tokens), source=body)
-            total.append(time.perf_counter() - began)
-            record = await router.transfer(received.transfer_id)
-            reading.append(record.phases_ms["reading"] / 1e3)
-            path = record.path
-    check(case, ids[0], ids[1], sides[1].pool)
-    _row(
-        f"{way} ({path})",
-        case.name,
-        case.tokens * TOKEN_NBYTES,
-        median(total[WARM_UP:]),
-        median(reading[WARM_UP:]),
-        ceiling,
-    )
-    for side in sides:
-        await side.client.close()
-        side.region.close()
-
-
-async def _side(engine_id: str, daemon: DaemonService, layout: Layout) -> Side:
-    import torch
-
-    client = await EngineClient.connect(str(daemon.socket), engine_id=engine_id, epoch=uuid.uuid4().hex, timeout_s=30)
-    region = await client.allocate(POOL)
-    assert isinstance(region, CudaRegion)
-    described = {**layout.manifest().model_dump(), "engine_id": engine_id, "epoch": client.epoch}
-    await client.register(Manifest.from_dict(described))
-    return Side(client, region, region.tensor().view(torch.int32))
-
-
-def _fill(pool: Any, torch: Any) -> None:
-    """Every word of the pool a value of its own, as `check` expects."""
-    step = 1 << 27
-    for first in range(0, len(pool), step):
-        index = torch.arange(first, min(first + step, len(pool)), device=pool.device)
-        pool[first : first + step] = (index * MULTIPLIER).to(torch.int32)
-    torch.cuda.synchronize(pool.device)
-
-
-def _ceiling() -> float:
-    """Bytes per second of one plain copy between the GPUs, from memory of another process."""
-    device = cuda.devices()[-1]
-    with _target(CEILING_NBYTES) as told:
-        mapping = device.open(bytes.fromhex(told["handle"]))
-        room, stream = device.alloc(CEILING_NBYTES), device.stream()
-        began, ended = device.event(timing=True), device.event(timing=True)
-        seconds = []
-        for _ in range(REPEATS):
-            began.record(stream)
-            stream.copy(room, mapping.address, CEILING_NBYTES)
-            ended.record(stream)
-            stream.synchronize()
-            seconds.append(ended.ms_since(began) / 1e3)
-        device.free(room)
-        mapping.close()
-    taken = median(seconds)
-    ceiling = CEILING_NBYTES / taken
-    _row("plain copy, the ceiling", "contiguous", CEILING_NBYTES, taken, taken, ceiling)
-    return ceiling
-
-
-def _raw(default: bool, nbytes: int) -> float:
-    """Seconds of one READ of permuted runs by NIXL alone, prepared lists and indices."""
-    device = cuda.devices()[-1]
-    with _target(POOL) as told, device:
-        address = device.alloc(POOL)
-        if default:
-            api = load()
-            agent: Any = api.nixl_agent("raw-default", api.nixl_agent_config(backends=["UCX"]))
-        else:
-            agent = make_agent("raw-tuned", threads=8, ucx={})
-        registered = agent.register_memory(np.array([(address, POOL, device.index)], dtype=np.uint64), "VRAM")
-        peer = agent.add_remote_agent(bytes.fromhex(told["metadata"])).decode()
-        runs, count = POOL // RUN_NBYTES, nbytes // RUN_NBYTES
-        local, remote = (
-            agent.prep_xfer_dlist(
-                whose, np.array([(start, RUN_NBYTES, gpu, RUN_NBYTES, runs)], dtype=np.uint64), "VRAM"
-            )
-            for whose, start, gpu in (
-                ("NIXL_INIT_AGENT", address, device.index),
-                (peer, told["address"], told["device"]),
-            )
-        )
-        rng, seconds = np.random.default_rng(1), []
-        for _ in range(RAW_REPEATS + 1):
-            indices = [rng.permutation(runs)[:count].astype(np.int32) for _ in range(2)]
-            began = time.perf_counter()
-            handle = agent.make_prepped_xfer("READ", local, indices[0], remote, indices[1])
-            state = agent.transfer(handle)
-            while state == "PROC":
-                state = agent.check_xfer_state(handle)
-            seconds.append(time.perf_counter() - began)
-            handle.release()
-        local.release()
-        remote.release()
-        agent.remove_remote_agent(peer)
-        agent.deregister_memory(registered)
-        del agent
-        device.free(address)
-    return median(seconds[1:])
-
-
-@contextmanager
-def _target(nbytes: int) -> Iterator[dict[str, Any]]:
-    """Memory of another process on the first GPU: its handle, address, and NIXL metadata."""
-    process = subprocess.Popen(  # noqa: S603  # this very module
-        [sys.executable, "-m", "kvferryd.bench.gpu", str(nbytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "NIXL_LOG_LEVEL": "ERROR"},
-    )
+def main(options: Options) -> int:
+    """Print the table; 0 when every row was measured and every byte arrived."""
+    gpus = cuda.devices() if options.device == "cuda" else ()
+    table = Table(options.json)
     try:
-        assert process.stdout is not None
-        yield json.loads(next(line for line in process.stdout if line.startswith("{")))
+        with table.failing("the run", "all of it"):
+            asyncio.run(_run(options, gpus, table))
+        with table.failing("grpc.aio", "all of it"):
+            found = rpc.measure()
+            print()
+            rpc.show(found)
+            for each in found:
+                table.keep({"round_trip": each.what, "median_us": each.median_us})
     finally:
-        process.kill()
-        process.wait()
+        table.close()
+    if table.failures:
+        print(f"\n{table.failures} rows FAILED")
+    return 1 if table.failures else 0
 
 
-def _serve(nbytes: int) -> None:
-    device = cuda.devices()[0]
-    with device:
-        region = CudaProvider(device.uuid).allocate(nbytes)
-        agent = make_agent("raw-target", threads=0, ucx={})
-        agent.register_memory(np.array([(region.address, region.nbytes, device.index)], dtype=np.uint64), "VRAM")
-        told = {
-            "handle": region.handle.handle.hex(),
-            "address": region.address,
-            "device": device.index,
-            "metadata": agent.get_agent_metadata().hex(),
-        }
-        sys.stdout.write(json.dumps(told) + "\n")
-        sys.stdout.flush()
-        sys.stdin.read()  # until the reader ends
+def _machine(gpus: Sequence[cuda.Device]) -> dict[str, object]:
+    import torch
+
+    names = [torch.cuda.get_device_name(gpu.index) for gpu in gpus] or ["host memory (a rehearsal: no figure counts)"]
+    counted = [f"{len(list(same))} x {name}" for name, same in itertools.groupby(names)]
+    return {"on": " and ".join(counted), "torch": torch.__version__, "cpus": os.cpu_count()}
 
 
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+async def _run(options: Options, gpus: tuple[cuda.Device, ...], table: Table) -> None:
+    every = cases(FULL, len(gpus)) if gpus else cases(TINY, 4)
+    wanted = every[: QUICK if options.quick else None]
+    async with asyncio.timeout(WHOLE_S), Fleet() as fleet:
+        stage = Stage(fleet, gpus, max(case.pair.source.tp for case in wanted))
+        ranks = max(case.pair.destination.tp for case in wanted)
+        for name in (DIRECT, AUTO, STAGED, MAPPED):
+            stage.add(
+                name, *flags(name, 1536 if gpus else 16), wanted[0].pair.destination.tp if name in SLOW else ranks
+            )
+        # Importing torch takes seconds, here as in the daemons.
+        await asyncio.gather(stage.ready(), asyncio.to_thread(lambda: table.head(_machine(gpus))))
+        with table.failing("raw", "all of it"):
+            gpu_raw.measure(wanted[0], gpus, table)
+        for way in stage.ways:
+            if way.refused:
+                table.add(Row(way.name, "not measured", error=way.refused[0]))
+        usable = [way for way in stage.ways if not way.refused]
+        for number, (pair, same) in enumerate(itertools.groupby(wanted, key=lambda case: case.pair)):
+            ways = [way for way in usable if number == 0 or way.name not in SLOW]
+            await _pair(pair, list(same), ways, stage, options.quick, table)
+
+
+async def _pair(pair: Pair, wanted: list[Case], ways: list[Way], stage: Stage, quick: bool, table: Table) -> None:
+    """All cases of a pair of engines, which are made once for each way."""
+    sources, readers = await stage.open(pair, ways)
+    try:
+        for case in wanted:
+            for way in ways:
+                slow = way.name in SLOW
+                if slow and case is not wanted[0]:
+                    continue
+                with table.failing(way.name, case.name):
+                    source, reader = opened(sources[way.source]), opened(readers[way.name])
+                    repeats = SLOW_REPEATS if slow else QUICK_REPEATS if quick else REPEATS
+                    async with asyncio.timeout(CASE_S):
+                        row = await measure(case, way.name, source, reader, repeats, SLOW_WARM_UP if slow else WARM_UP)
+                    table.add(row)
+    finally:
+        for engine in (*readers.values(), *sources.values()):
+            if isinstance(engine, Engine):
+                with contextlib.suppress(KvferryError, TimeoutError):
+                    async with asyncio.timeout(CLOSE_S):
+                        await engine.close()
+
+
+def opened(engine: Engine | BaseException) -> Engine:
+    if isinstance(engine, BaseException):
+        raise engine
+    return engine

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator
 
@@ -23,19 +20,14 @@ except KvferryError as error:
     pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
 pytest.importorskip("torch")
 
-import gpu_engine
-from fleet import until
 from gpu_engine import GpuEngine
-from ranks import HND, NHD, Blocks, Kv, Shape, TestEngine
+from ranks import HND, NHD, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
-MIB = 1 << 20
-SLACK = 24 * MIB
-"""The driver itself, UCX and torch take and return a little."""
 FAR = len(GPUS) - 1
 TOKENS = 300
 
@@ -173,68 +165,3 @@ async def test_a_forced_way_that_is_impossible_fails_and_says_why(fleet, mapped)
     assert caught.value.code == "way_unavailable"
     assert caught.value.blocks_safe
     await asyncio.gather(source.close(), destination.close())
-
-
-def free() -> list[int]:
-    return [gpu.memory()[0] for gpu in GPUS]
-
-
-async def back_to(before: list[int], what: str) -> None:
-    async def is_back() -> bool:
-        gc.collect()
-        return all(now >= then - SLACK for now, then in zip(free(), before, strict=True))
-
-    await until(
-        is_back, f"{what}: {[(then - now) >> 20 for now, then in zip(free(), before, strict=True)]} MiB are gone"
-    )
-
-
-async def test_memory_is_where_it_was_after_many_transfers(near, far) -> None:
-    source = await GpuEngine.on("source", [near], [0], Shape(), adopted=False)
-    destination = await GpuEngine.on("destination", [far], [FAR], Shape(axes=HND), adopted=False)
-    for i in range(220):
-        if i == 20:
-            before, files = free(), [len(os.listdir(f"/proc/{d.process.pid}/fd")) for d in (near, far)]
-        await moved(source, destination, "mapped", 40 + i)
-    await back_to(before, "200 transfers")
-    assert [len(os.listdir(f"/proc/{d.process.pid}/fd")) for d in (near, far)] == files
-    await asyncio.gather(source.close(), destination.close())
-
-
-def engine_process(daemon: DaemonService, engine_id: str, request_id: str) -> subprocess.Popen[str]:
-    command = [sys.executable, gpu_engine.__file__, str(daemon.socket), engine_id, request_id]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-async def test_a_killed_engine_takes_no_memory_with_it(near, far) -> None:
-    """Its adopted memory is mapped by its own daemon and by the reader's: both let go at once."""
-    destination = await GpuEngine.on("destination", [far], [FAR], Shape(), adopted=False)
-    before: list[int] = []
-    for n in range(3):
-        request_id = f"killed-{n}"
-        victim = engine_process(near, f"victim-{n}", request_id)
-        try:
-            assert await asyncio.to_thread(victim.stdout.readline) == "published\n"
-            source = TestEngine(f"victim-{n}", "", Shape(), [near], [], iter(()), iter(()))
-            blocks = Blocks(tuple(range(30)), 1)
-            received = await destination.receive(request_id, blocks, (0, 480), source=source.source())
-            assert received[0].nbytes > 0
-            async with RouterClient(far.url) as router:
-                assert (await router.transfer(received[0].transfer_id)).path == "mapped"
-        finally:
-            victim.kill()
-            victim.wait()
-            victim.stdout.close()
-        if n == 0:
-
-            async def gone() -> bool:
-                async with RouterClient(near.url) as router:
-                    return not [engine for engine in await router.engines() if engine.engine_id.startswith("victim")]
-
-            await until(gone, "the engine is retired")
-            await asyncio.sleep(1)
-            before = free()
-        else:
-            await back_to(before, "a killed engine")
-    assert not [peer for peer in await peers(destination) if peer.engine_id.startswith("victim")]
-    await destination.close()

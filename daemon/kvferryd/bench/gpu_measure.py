@@ -1,0 +1,115 @@
+"""One row of the table: a case moved several times from one engine to another, timed, counted and compared."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from kvferry.engine import EngineClient
+from kvferry.errors import KvferryError
+from kvferry.router import RouterClient
+from kvferry.schemas import TransferRecord
+from kvferry.tables import BlockTable
+from kvferryd.bench.gpu_cases import POISON, Case
+from kvferryd.bench.gpu_engines import Engine, cpu_s
+from kvferryd.bench.gpu_table import Row
+from kvferryd.transfer.together import together
+
+AUTO = "auto"
+
+
+@dataclass(slots=True)
+class Taken:
+    """One repeat: seconds, and the transfer of every request on every rank of the reader, as (rank, id)."""
+
+    seconds: float = 0.0
+    transfers: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+
+async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats: int, warm_up: int) -> Row:
+    """Medians of `repeats`. What arrived last is compared word by word, into blocks that held POISON before.
+
+    Raises KvferryError: `wrong_bytes`, `other_way` when a forced way was not taken, what a transfer failed with.
+    """
+    ids = case.ids()
+    tables = [[{"full": BlockTable.of(blocks)} for blocks in side] for side in ids]
+    daemons = [*source.daemons, *reader.daemons]
+    every, began = [], 0.0
+    for number in range(warm_up + repeats):
+        if number == warm_up:
+            began = cpu_s(daemons)
+        reader.wipe(POISON)
+        every.append(await move(case, source, reader, tables[0], tables[1]))
+        if number == 0:
+            _check_way(way, await _records(reader, every[0]))
+    used = (cpu_s(daemons) - began) / repeats / case.requests
+    records = [request for taken in every[warm_up:] for request in await _records(reader, taken)]
+    _check_way(way, records)
+    reader.synchronize()
+    for rank, held in enumerate(reader.ranks):
+        case.check(ids, rank, held.pool)
+    return Row(
+        way,
+        case.name,
+        case.nbytes,
+        median(taken.seconds for taken in every[warm_up:]),
+        reading_s=_phase_s(records, "reading"),
+        nixl_s=_phase_s(records, "nixl"),
+        copy_s=_phase_s(records, "copy"),
+        cpu_s=used,
+        requests=case.requests,
+        repeats=repeats,
+        path=records[0][0].path,
+    )
+
+
+async def move(
+    case: Case, source: Engine, reader: Engine, given: list[dict[str, BlockTable]], taken: list[dict[str, BlockTable]]
+) -> Taken:
+    """Publish every request on every rank; then order, on every rank, and wait for the done events."""
+    requests = [uuid.uuid4().hex for _ in range(case.requests)]
+    result = Taken(transfers={request_id: [] for request_id in requests})
+
+    async def publish(client: EngineClient, request_id: str, tables: Mapping[str, BlockTable]) -> None:
+        await client.publish(request_id, tables, case.tokens)
+
+    async def receive(rank: int, request_id: str, tables: Mapping[str, BlockTable]) -> None:
+        client = reader.ranks[rank].client
+        received = await client.receive(request_id, tables, (0, case.tokens), source=source.source)
+        result.transfers[request_id].append((rank, received.transfer_id))
+
+    published = list(zip(requests, given, strict=True))
+    await together(publish(rank.client, *each) for rank in source.ranks for each in published)
+    reserved = list(zip(requests, taken, strict=True))
+    began = time.perf_counter()
+    await together(receive(rank, *each) for rank in range(len(reader.ranks)) for each in reserved)
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+async def _records(reader: Engine, taken: Taken) -> list[list[TransferRecord]]:
+    """Of every request, the record that each rank's own daemon has."""
+    found: list[list[TransferRecord]] = []
+    routers = [RouterClient(daemon.url) for daemon in reader.daemons]
+    try:
+        for transfers in taken.transfers.values():
+            found.append([await routers[rank].transfer(transfer_id) for rank, transfer_id in transfers])
+    finally:
+        for router in routers:
+            await router.close()
+    return found
+
+
+def _check_way(way: str, records: list[list[TransferRecord]]) -> None:
+    paths = {record.path for request in records for record in request}
+    if len(paths) != 1 or way not in (AUTO, *paths):
+        raise KvferryError("other_way", f"it went {' and '.join(sorted(paths))}, not {way}")
+
+
+def _phase_s(records: list[list[TransferRecord]], phase: str) -> float | None:
+    """Median over requests of the slowest rank's; None where no time was spent so."""
+    slowest = [max(record.phases_ms.get(phase, 0.0) for record in request) for request in records]
+    return median(slowest) / 1e3 or None

@@ -1,0 +1,114 @@
+"""The rows that kvferry is measured against: the copy ceiling, and the same request read with NIXL alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvferry import cuda
+from kvferryd.bench.gpu_cases import Case
+from kvferryd.bench.gpu_table import Row, Table
+from kvferryd.bench.raw import RawPair, connected, target
+from kvferryd.config import Config
+from kvferryd.memory.cuda import CudaProvider
+from kvferryd.memory.host import HostProvider
+from kvferryd.transport import Span
+from kvferryd.transport.binding import load, make_agent
+
+CEILING_REPEATS, CONTIGUOUS_REPEATS, PERMUTED_REPEATS, WARM_UP = 9, 7, 4, 1
+CEILING, DEFAULTS, BEST = "plain copy, the ceiling", "NIXL, defaults", "NIXL, best knobs"
+
+
+def measure(case: Case, gpus: tuple[cuda.Device, ...], table: Table) -> None:
+    """Add a row each; `case` is the large request. Without GPUs all of it is host memory."""
+    with ExitStack() as stack:
+        source, destination = case.pair.sources()[0], case.pair.destinations()[0]
+        if gpus:
+            told = stack.enter_context(target(f"cuda:{gpus[0].index}", source.nbytes))
+            local = stack.enter_context(_gpu_memory(gpus[-1], destination.nbytes))
+            stack.enter_context(gpus[-1])  # UCX finds its GPU by the current context
+        else:
+            provider = HostProvider(Config().shm_dir)
+            remote, room = provider.allocate(source.nbytes), provider.allocate(destination.nbytes)
+            stack.callback(remote.close)
+            stack.callback(room.close)
+            told, local = stack.enter_context(target(remote.shared.path, source.nbytes)), room.span
+        with table.failing(CEILING, "contiguous"):
+            if gpus:
+                seconds = _copied(gpus[-1], bytes.fromhex(told["handle"]), local, case.nbytes)
+            else:
+                seconds = _copied_on_host(remote.shared.array(), room.shared.array(), case.nbytes)
+            table.ceiling = case.nbytes / seconds
+            table.add(Row(CEILING, "contiguous", case.nbytes, seconds, seconds, repeats=CEILING_REPEATS, path="copy"))
+        for name, best in ((DEFAULTS, False), (BEST, True)):
+            with table.failing(name, "all of it"):
+                _nixl(name, best, told, local, case, table)
+
+
+def _nixl(name: str, best: bool, told: dict[str, Any], local: Span, case: Case, table: Table) -> None:
+    """In a function of its own: the agent ends with it, before the memory."""
+    # 8 KiB: what one block of 16 tokens with 2 heads of 128 is in one row.
+    run_nbytes = case.pair.source.block * case.pair.model.token_nbytes // case.pair.model.rows
+    with connected(_agent(best), told, local) as pair:
+        for what, permuted, repeats in (
+            ("contiguous blocks", False, CONTIGUOUS_REPEATS), (case.name, True, PERMUTED_REPEATS)
+        ):  # fmt: skip
+            taken = _read(pair, run_nbytes, case.nbytes // run_nbytes, permuted, repeats)
+            table.add(Row(name, what, case.nbytes, taken, taken, taken, repeats=repeats, path="direct"))
+
+
+def _agent(best: bool) -> Any:
+    """best: a progress thread that sleeps 10 ms (as every agent of ours has) and 8 threads, the fastest measured."""
+    if best:
+        return make_agent("raw-best", threads=8, ucx={})
+    api = load()
+    return api.nixl_agent("raw-defaults", api.nixl_agent_config(backends=["UCX"]))
+
+
+@contextmanager
+def _gpu_memory(device: cuda.Device, nbytes: int) -> Iterator[Span]:
+    region = CudaProvider(device.uuid).allocate(nbytes)
+    yield region.span
+    region.close()
+
+
+def _copied(device: cuda.Device, handle: bytes, local: Span, nbytes: int) -> float:
+    """Median seconds of a plain copy out of another process's memory."""
+    mapping, stream = device.open(handle), device.stream()
+    began, ended = device.event(timing=True), device.event(timing=True)
+    seconds = []
+    for _ in range(CEILING_REPEATS + WARM_UP):
+        began.record(stream)
+        stream.copy(local.address, mapping.address, nbytes)
+        ended.record(stream)
+        stream.synchronize()
+        seconds.append(ended.ms_since(began) / 1e3)
+    for each in (began, ended, stream, mapping):
+        each.close()
+    return median(seconds[WARM_UP:])
+
+
+def _copied_on_host(source: Any, destination: Any, nbytes: int) -> float:
+    seconds = []
+    for _ in range(CEILING_REPEATS + WARM_UP):
+        began = time.perf_counter()
+        np.copyto(destination[:nbytes], source[:nbytes])
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[WARM_UP:])
+
+
+def _read(pair: RawPair, run_nbytes: int, count: int, permuted: bool, repeats: int) -> float:
+    """Median seconds of reading `count` runs, the same number of them on either side, prepared lists and indices."""
+    rng, runs = np.random.default_rng(1), pair.local.nbytes // run_nbytes
+    seconds = []
+    for _ in range(repeats + WARM_UP):
+        source, destination = (
+            (rng.permutation(runs)[:count] if permuted else np.arange(count)).astype(np.int32) for _ in range(2)
+        )
+        seconds.append(pair.read(run_nbytes, source, destination))
+    return median(seconds[WARM_UP:])

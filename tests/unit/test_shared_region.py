@@ -1,0 +1,38 @@
+"""A mapped region outlives its `close` for as long as somebody looks at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvferry.memory import SharedRegion, open_file_region
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> SharedRegion:
+    file = tmp_path / "region"
+    file.write_bytes(bytes(8192))
+    return open_file_region(str(file), 4096, offset=100)
+
+
+def test_an_array_keeps_the_mapping(region: SharedRegion) -> None:
+    array = region.array()
+    region.close()
+    array[:] = 7
+    assert (array == 7).all()
+
+
+def test_a_tensor_keeps_the_mapping(region: SharedRegion) -> None:
+    tensor = region.tensor()
+    region.close()
+    tensor.fill_(7)
+    assert bool((tensor == 7).all())
+    assert tensor.dtype == torch.uint8
+    assert tensor.shape == (4096,)
+
+
+def test_a_tensor_is_the_memory(region: SharedRegion) -> None:
+    region.tensor()[5] = 9
+    assert region.array()[5] == 9
