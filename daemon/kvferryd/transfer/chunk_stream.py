@@ -12,11 +12,17 @@ from kvferry.v1 import peer_pb2
 from kvferryd.copy import Chunk
 from kvferryd.peers.channels import asking
 from kvferryd.peers.peers import PeerRank
+from kvferryd.transfer.together import together
 from kvferryd.transport import Span
+
+Call = grpc.aio.StreamStreamCall[peer_pb2.PackRequest, peer_pb2.Packed]
 
 
 class ChunkStream:
-    """Opened with the first `want`. `listen` must run beside everything else: it tells who waits."""
+    """Opened with the first `want`. `run` must run beside everything else: it speaks, listens, and tells who waits.
+
+    What is wanted and read at one time goes out in one message, and nobody waits until it has gone.
+    """
 
     def __init__(self, source: PeerRank, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk], timeout_s: float) -> None:
         assert source.staging is not None
@@ -24,12 +30,9 @@ class ChunkStream:
         self.agent_name = source.agent_name
         self._source, self._staging, self._opening = source, source.staging, opening
         self._timeout_s = timeout_s
-        self._call: grpc.aio.StreamStreamCall[peer_pb2.PackRequest, peer_pb2.Packed] | None = None
-        self._opened = asyncio.Event()
-        self._writing = asyncio.Lock()
+        self._next = peer_pb2.PackRequest()
+        self._something = asyncio.Event()
         self._unread = len(chunks)
-        self._over = asyncio.Event()
-        self._why: KvferryError | None = None
         loop = asyncio.get_running_loop()
         self._packed: list[asyncio.Future[peer_pb2.Packed]] = [loop.create_future() for _ in chunks]
 
@@ -38,50 +41,45 @@ class ChunkStream:
         """The source's arena."""
         return self._staging.span
 
-    async def want(self, index: int) -> peer_pb2.Packed:
-        """Ask for a chunk that there is a slot for, and wait until it is packed. The caller bounds the wait."""
-        await self._say(peer_pb2.PackRequest(want=[index]))
-        return await self._packed[index]
+    def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
+        """Ask for a chunk: there is a slot for it, or will be when a copy has ended. Done when it is packed."""
+        self._next.want.append(index)
+        self._something.set()
+        return self._packed[index]
 
-    async def was_read(self, index: int) -> None:
-        """The source may have its slot back. After the last one it says whether all was well: see `listen`."""
-        await self._say(peer_pb2.PackRequest(read=[index]))
+    def was_read(self, index: int) -> None:
+        """The source may have its slot back. After the last one it says whether all was well: see `run`."""
+        self._next.read.append(index)
+        self._something.set()
 
-    async def listen(self) -> None:
+    async def run(self) -> None:
         """Until the source has ended the stream. Raises KvferryError when that was early or not in peace."""
-        try:
-            await self._opened.wait()
-            assert self._call is not None
-            async with asking(self._source.address):
-                async for packed in self._call:
-                    self._hear(packed)
-            if not all(future.done() for future in self._packed):
-                raise self._broken("ended the stream early")
-        except KvferryError as error:
-            self._why = error
-            raise
-        finally:
-            self._over.set()
-
-    def cancel(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-
-    async def _say(self, request: peer_pb2.PackRequest) -> None:
-        async with self._writing:  # gRPC takes one message at a time
-            if self._call is None:
-                request.open.CopyFrom(self._opening)
-                async with asking(self._source.address):
-                    self._call = self._source.stub.Pack(timeout=self._timeout_s)
-                self._opened.set()
+        await self._something.wait()
+        async with asking(self._source.address):
+            call: Call = self._source.stub.Pack(timeout=self._timeout_s)
             try:
-                await self._call.write(request)
+                await together([self._speak(call), self._listen(call)])
+            finally:
+                call.cancel()
+
+    async def _speak(self, call: Call) -> None:
+        self._next.open.CopyFrom(self._opening)
+        try:
+            while self._unread:
+                await self._something.wait()
+                self._something.clear()
+                request, self._next = self._next, peer_pb2.PackRequest()
                 self._unread -= len(request.read)
-                if not self._unread:
-                    await self._call.done_writing()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await self._over.wait()  # `listen` hears why
-                raise self._why or self._broken("ended the stream early") from None
+                await call.write(request)
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # `_listen` hears why
+
+    async def _listen(self, call: Call) -> None:
+        async for packed in call:
+            self._hear(packed)
+        if self._unread:
+            raise self._broken("ended the stream early")
 
     def _hear(self, packed: peer_pb2.Packed) -> None:
         if packed.chunk >= len(self.chunks) or self._packed[packed.chunk].done():

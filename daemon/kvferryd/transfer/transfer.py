@@ -285,8 +285,9 @@ class Transfer:
                     priority = self.order.priority if self.order else 0
                     terms = staged.Terms(read, wanted_now, self._deadline)
                     self.descriptors += await ways.move(
-                        choice.path, bound, self.engine, regions, peer, priority, self._reads, terms
+                        choice, bound, self.engine, regions, peer, priority, self._reads, terms
                     )
+                    self.phases_ms["moving"] = self.phases_ms.get("moving", 0.0) + choice.took_ms
                 self.nbytes += bound.nbytes
                 for copy, segments in bound.pairs:
                     peer.ranks[copy.source_rank].bytes_read += copy.bytes_per_token * int(segments.tokens.sum())
