@@ -66,7 +66,7 @@ class LeaseView:
         )
 
     async def verify(self, agent: Agent) -> None:
-        """Whether the lease held while it was read: all was packed, or its seal is whole. Raises KvferryError: `torn`."""
+        """Whether the lease held while it was read: by its seal, or as all was packed. Raises KvferryError (`torn`)."""
         if self.packed and not self.sealed:
             return
         address, seal = self._seal
