@@ -33,6 +33,11 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "KEPT_S", 0.0)
+
+
 @pytest.fixture
 async def arena() -> AsyncIterator[Arena]:
     arena = Arena(Memory(), HostCopies())  # type: ignore[arg-type]
@@ -67,11 +72,11 @@ class Reader:
         self.packed.append(packed)
         self.heard.set()
 
-    async def says(self, *, then_nothing: bool = False) -> AsyncIterator[Request]:
+    async def says(self, *, then_nothing: bool = False, until: asyncio.Event | None = None) -> AsyncIterator[Request]:
         for request in self.requests:
             yield request
         if then_nothing:
-            await asyncio.Event().wait()
+            await (until or asyncio.Event()).wait()
 
 
 @pytest.fixture
@@ -93,6 +98,38 @@ async def test_a_slot_is_held_until_its_chunk_was_read(
     assert arena.used_nbytes == 0
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
+    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "KEPT_S", 0.2)
+    began, reader = asyncio.get_running_loop().time(), Reader()
+    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
+    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True)))
+    await asyncio.wait_for(reader.heard.wait(), 5)
+    assert reader.packed[0].kept_ms == 200
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert arena.used_nbytes == arena.slot_nbytes
+    await arena.close()
+    assert asyncio.get_running_loop().time() - began >= 0.2, "nor does its memory go"
+
+
+async def test_a_stream_whose_arena_was_closed_does_not_end_in_peace(
+    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray
+) -> None:
+    reader = Reader()
+    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
+    half_closed = asyncio.Event()
+    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True, until=half_closed)))
+    await asyncio.wait_for(reader.heard.wait(), 5)
+    await arena.close()
+    packer._hear(Request(read=[0]))
+    half_closed.set()
+    with pytest.raises(KvferryError) as caught:
+        await asyncio.wait_for(running, 5)
+    assert caught.value.code == "arena_closed"
 
 
 async def test_a_reader_that_holds_slots_and_says_nothing_loses_them(

@@ -617,22 +617,28 @@ Global___PackRequest: typing_extensions.TypeAlias = PackRequest
 
 @typing.final
 class Packed(google.protobuf.message.Message):
+    """Said only if the lease held when all of the chunk had been gathered."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    KEPT_MS_FIELD_NUMBER: builtins.int
     chunk: builtins.int
     address: builtins.int
     nbytes: builtins.int
+    kept_ms: builtins.int
+    """from now on for so long the slot holds these bytes until `read` is heard, whatever else happens"""
     def __init__(
         self,
         *,
         chunk: builtins.int = ...,
         address: builtins.int = ...,
         nbytes: builtins.int = ...,
+        kept_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "chunk", b"chunk", "nbytes", b"nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "chunk", b"chunk", "kept_ms", b"kept_ms", "nbytes", b"nbytes"]) -> None: ...
 
 Global___Packed: typing_extensions.TypeAlias = Packed
 

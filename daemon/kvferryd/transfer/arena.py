@@ -44,6 +44,8 @@ class Slot:
     nbytes: int
     use: Use
     lent: bool = True
+    kept_until: float = 0.0
+    """On the loop's clock: somebody was promised that the bytes stay until then."""
 
 
 class Arena:
@@ -57,11 +59,16 @@ class Arena:
         self.slots = len(self._free)
         self._lent = dict.fromkeys(Use, 0)
         self._waiting: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
+        self._kept: set[Slot] = set()
         self._closed = False
 
     @property
     def span(self) -> Span:
         return self._region.span
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def used_nbytes(self) -> int:
@@ -105,9 +112,23 @@ class Arena:
             quiet.add_done_callback(lambda _: self.give_back(slot))
         elif slot.lent:
             slot.lent = False
+            self._kept.discard(slot)
             self._lent[slot.use] -= 1
             self._free.append(slot.index)
             self._lend()
+
+    def keep(self, slot: Slot, seconds: float) -> None:
+        """The slot's bytes stay for so long, even if the arena is closed meanwhile; unless it is given back."""
+        slot.kept_until = asyncio.get_running_loop().time() + seconds
+        self._kept.add(slot)
+
+    def give_back_kept(self, slot: Slot) -> None:
+        """As soon as its bytes need no longer stay."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < slot.kept_until:
+            loop.call_at(slot.kept_until, self.give_back, slot)
+        else:
+            self.give_back(slot)
 
     def _lend(self) -> None:
         """To those who wait, in order; who may not have one now holds up its own direction only."""
@@ -126,7 +147,10 @@ class Arena:
         self._waiting = held_up
 
     async def close(self, *, unmap: bool = True) -> None:
-        """When the last copy is over: give the memory back, unless its agent may still write to it. Idempotent."""
+        """When the last copy is over and no bytes need stay: give the memory back. Idempotent.
+
+        unmap: false where an agent that did not stop may still write to it.
+        """
         if self._closed:
             return
         self._closed = True
@@ -136,6 +160,9 @@ class Arena:
                 future.exception()
         self._waiting.clear()
         await self.copies.close()
+        left_s = max((slot.kept_until for slot in self._kept), default=0.0) - asyncio.get_running_loop().time()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
         if unmap:
             self._region.close()
 

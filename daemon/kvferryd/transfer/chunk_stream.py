@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import grpc
@@ -19,7 +20,7 @@ Call = grpc.aio.StreamStreamCall[peer_pb2.PackRequest, peer_pb2.Packed]
 
 
 class ChunkStream:
-    """Opened with the first `want`. `run` must run beside everything else: it speaks, listens, and tells who waits.
+    """Opened with the first `want`. `watch` must run beside everything else, and `close` or `end` must follow.
 
     What is wanted and read at one time goes out in one message, and nobody waits until it has gone.
     """
@@ -35,6 +36,10 @@ class ChunkStream:
         self._unread = len(chunks)
         loop = asyncio.get_running_loop()
         self._packed: list[asyncio.Future[peer_pb2.Packed]] = [loop.create_future() for _ in chunks]
+        self._wanted_at = [0.0] * len(chunks)
+        self._to_read, self._in_time = len(chunks), True
+        self._all_read: asyncio.Future[None] = loop.create_future()
+        self._running: asyncio.Task[None] | None = None
 
     @property
     def span(self) -> Span:
@@ -43,16 +48,45 @@ class ChunkStream:
 
     def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
         """Ask for a chunk: there is a slot for it, or will be when a copy has ended. Done when it is packed."""
+        self._wanted_at[index] = asyncio.get_running_loop().time()
         self._next.want.append(index)
         self._something.set()
         return self._packed[index]
 
     def was_read(self, index: int) -> None:
-        """The source may have its slot back. After the last one it says whether all was well: see `run`."""
+        """The source may have its slot back."""
+        took_s = asyncio.get_running_loop().time() - self._wanted_at[index]
+        self._in_time = self._in_time and 1e3 * took_s < self._packed[index].result().kept_ms
+        self._to_read -= 1
+        if not self._to_read:
+            self._all_read.set_result(None)
         self._next.read.append(index)
         self._something.set()
 
-    async def run(self) -> None:
+    async def watch(self) -> None:
+        """Until it is certain that all chunks are what was packed while the lease held.
+
+        That is when the last is read, if every one was read while the source keeps it in any case (kept_ms counts from
+        later than the asking); otherwise when the source has ended the stream in peace. Raises KvferryError.
+        """
+        running = self._running = asyncio.create_task(self._run())
+        await asyncio.wait([running, self._all_read], return_when=asyncio.FIRST_COMPLETED)
+        if running.done() or not self._in_time:
+            await running
+
+    async def end(self) -> None:
+        """Until the source knows that all is read. What goes wrong now is its own to clean up."""
+        if self._running is not None:
+            with contextlib.suppress(KvferryError):
+                await self._running
+
+    async def close(self) -> None:
+        """Give up."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run(self) -> None:
         """Until the source has ended the stream. Raises KvferryError when that was early or not in peace."""
         await self._something.wait()
         async with asking(self._source.address):

@@ -28,6 +28,9 @@ FEW = 4096
 """Blocks of a table that are bound on the loop: it is not worth the way to a thread."""
 PATIENCE_S = 30.0
 """The longest time for which a slot is held for a reader that says nothing: it has a slot of its own to read into."""
+KEPT_S = 0.5
+"""For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read within
+this time of its asking need not hear how the stream ends (0.3 ms and more): its bytes cannot have been replaced."""
 GATHERS = 2
 """Of one stream at once: the next is launched while one is told."""
 
@@ -110,7 +113,8 @@ async def chunks_of(opening: peer_pb2.PackOpen, share: Plan, own: Manifest, leas
 
 
 class Packer:
-    """One reader's stream. `run` returns when the reader has half-closed it; every slot is back by then.
+    """One reader's stream. `run` returns when the reader has half-closed it; what it has read is back by then, and what
+    it has not will be within KEPT_S.
 
     `on_packed` is called once, when every chunk has been gathered while the lease held.
     """
@@ -144,8 +148,10 @@ class Packer:
             ) from None
         finally:
             for slot in self._held.values():
-                self._arena.give_back(slot)
+                self._arena.give_back_kept(slot)
             self._held.clear()
+        if self._arena.closed:  # a slot that was read late may have been gone
+            raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")
 
     async def _listen(self, requests: AsyncIterator[peer_pb2.PackRequest]) -> None:
         async for request in requests:
@@ -180,12 +186,15 @@ class Packer:
                 self._arena.give_back(slot)
                 raise
             self._held[index] = slot
+            self._arena.keep(slot, KEPT_S)
             self._be_patient()
             self._left -= 1
             if not self._left:
                 self._on_packed()
             async with self._saying:  # gRPC takes one message at a time
-                await self._say(peer_pb2.Packed(chunk=index, address=slot.address, nbytes=chunk.nbytes))
+                await self._say(
+                    peer_pb2.Packed(chunk=index, address=slot.address, nbytes=chunk.nbytes, kept_ms=int(1e3 * KEPT_S))
+                )
 
     def _check_held(self) -> None:
         """The seal tells the reader in the end; this tells it now, and gathers nothing that is not the lease's."""

@@ -6,8 +6,9 @@
 Every slot of the reader has a carrier that takes chunk after chunk through it. The first message wants as many chunks
 as there are carriers; afterwards a chunk is wanted as soon as the one before it in its slot has arrived, in the message
 that frees the source's slot, while that one is scattered. So the source gathers ahead, READs run back to back, and no
-READ waits for a message that answers another. The blocks are the source's own again as soon as all is gathered: that
-the stream ended well says that the lease held until then, and that no slot was taken back before it was read.
+READ waits for a message that answers another. The blocks are the source's own again as soon as all is gathered: that a
+chunk is told as packed says that the lease held until then, and `ChunkStream.watch` that no slot was taken back before
+it was read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,8 @@ class Terms:
     wanted: Wanted
     deadline: float
     """On the loop's clock."""
+    spawn: Callable[[Coroutine[None, None, None]], None]
+    """For what is still to be said when all has arrived."""
 
     @property
     def timeout_s(self) -> float:
@@ -142,7 +145,13 @@ async def _move(journey: _Journey, bound: Bound, peer: PeerEngine, terms: Terms)
     turns = _turns(streams)
     chunks_in_all = sum(map(len, by_rank.values()))
     carriers = min(IN_FLIGHT, journey.arena.most, chunks_in_all)
-    await together([*(journey.carry(turns) for _ in range(carriers)), *(stream.run() for stream in streams)])
+    try:
+        await together([*(journey.carry(turns) for _ in range(carriers)), *(stream.watch() for stream in streams)])
+    except BaseException:
+        await asyncio.gather(*(stream.close() for stream in streams))
+        raise
+    for stream in streams:
+        terms.spawn(stream.end())
     for view in last:
         view.packed = True
     return chunks_in_all

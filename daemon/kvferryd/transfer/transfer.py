@@ -283,7 +283,7 @@ class Transfer:
                         self.estimate_ms[name] = self.estimate_ms.get(name, 0.0) + ms
                     self.path = choice.path
                     priority = self.order.priority if self.order else 0
-                    terms = staged.Terms(read, wanted_now, self._deadline)
+                    terms = staged.Terms(read, wanted_now, self._deadline, self._spawn)
                     self.descriptors += await ways.move(
                         choice, bound, self.engine, regions, peer, priority, self._reads, terms
                     )
