@@ -46,6 +46,8 @@ CASES = (
 REPEATS, RAW_REPEATS, WARM_UP = 15, 5, 3
 TOKEN_NBYTES = POOL // TOKENS
 RUN_NBYTES = 8 << 10
+ARENA = ("--arena-mb", "512")
+"""A daemon's own default; that of a fleet for tests is less."""
 CEILING_NBYTES = 1 << 30
 
 
@@ -85,18 +87,20 @@ def _row(way: str, request: str, nbytes: int, total_s: float, reading_s: float, 
 async def _kvferry(ceiling: float) -> None:
     async with Fleet() as fleet:
         gpus = cuda.devices()
-        source, auto, direct = (
+        source, auto, direct, staged = (
             fleet.daemon(name, flags=["--device", f"cuda:{gpu.index}", *flags])
             for name, gpu, flags in (
-                ("source", gpus[0], ()),
+                ("source", gpus[0], ARENA),
                 ("auto", gpus[-1], ()),
                 ("direct", gpus[-1], ("--way", "direct", "--nixl-threads", "8")),
+                ("staged", gpus[-1], ("--way", "staged", *ARENA)),
             )
         )
-        await fleet.ready(source, auto, direct, timeout_s=60)
+        await fleet.ready(source, auto, direct, staged, timeout_s=60)
         await _measure("kvferry direct, 8 threads", source, direct, CASES[0], ceiling, RAW_REPEATS)
         for case in CASES:
             await _measure("kvferry auto", source, auto, case, ceiling, REPEATS)
+            await _measure("kvferry staged", source, staged, case, ceiling, REPEATS)
 
 
 async def _measure(

@@ -220,7 +220,7 @@ class Peers:
             if engine.runner is not None and not peer.unmapped:
                 own = {id: region.span.address for id, region in engine.regions.items()}
                 await compile_kernels(engine.runner, planned, peer.mapped_addresses(), own)
-            if engine.arena is not None:
+            if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
                 await stage(peer, engine.agent, engine.arena, self._config.connect_timeout_s)
         except BaseException:
             await self._unload(engine, peer)

@@ -41,16 +41,20 @@ async def pair(rank: PeerRank, plan: Plan, timeout_s: float) -> None:
 
 async def stage(peer: PeerEngine, agent: Agent, arena: Arena, timeout_s: float) -> None:
     """Make the first staged transfer from this peer as fast as the next. What fails here is tried again by that one."""
-    for rank in [peer.ranks[rank] for rank in peer.plan.reads_from]:
-        if rank.staging is not None:
-            try:
-                await pair(rank, peer.plan, timeout_s + COMPILE_S)
-                async with asyncio.timeout(timeout_s):
-                    rank.staging = replace(rank.staging, bytes_per_s=await _rate(rank, agent, arena))
-            except (KvferryError, TimeoutError) as error:
-                log.info("not staged yet", engine_id=peer.engine_id, rank=rank.rank, why=str(error) or "too slow")
+    ranks = [peer.ranks[rank] for rank in peer.plan.reads_from]
+    await asyncio.gather(*(_stage(rank, peer.plan, agent, arena, timeout_s) for rank in ranks if rank.staging))
     own = {id: region.span.address for id, region in peer.own.regions.items()}
     await prepare_scatter(arena, peer.plan, own)
+
+
+async def _stage(rank: PeerRank, plan: Plan, agent: Agent, arena: Arena, timeout_s: float) -> None:
+    assert rank.staging is not None
+    try:
+        await pair(rank, plan, timeout_s + COMPILE_S)
+        async with asyncio.timeout(timeout_s):
+            rank.staging = replace(rank.staging, bytes_per_s=await _rate(rank, agent, arena))
+    except (KvferryError, TimeoutError) as error:
+        log.info("not staged yet", engine_id=rank.manifest.engine_id, rank=rank.rank, why=str(error) or "too slow")
 
 
 async def _rate(rank: PeerRank, agent: Agent, arena: Arena) -> float:

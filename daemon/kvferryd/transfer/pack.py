@@ -29,8 +29,8 @@ FEW = 4096
 PATIENCE_S = 30.0
 """The longest time for which a slot is held for a reader that says nothing: it has a slot of its own to read into."""
 KEPT_S = 0.5
-"""For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read within
-this time of its asking need not hear how the stream ends (0.3 ms and more): its bytes cannot have been replaced."""
+"""For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read
+within this time of its asking need not hear how the stream ends (0.3 ms and more): they cannot have been replaced."""
 GATHERS = 2
 """Of one stream at once: the next is launched while one is told."""
 
