@@ -183,7 +183,13 @@ class Engine:
             return None
         try:
             if config.device != "cpu" and self.runner is None:
-                raise KvferryError("no_copies", f"nothing can be packed: {self.unmapped}", field="device")
+                raise KvferryError(
+                    "no_copies",
+                    f"nothing can be packed: {self.unmapped}",
+                    field="device",
+                    value=config.device,
+                    remedy="install a CUDA build of torch (it brings Triton)",
+                )
             region = await _made(lambda: memory.allocate(config.arena_mb << 20))
         except KvferryError as error:
             if _must_stage(config):

@@ -19,19 +19,28 @@ from kvferryd.transport import Span
 Call = grpc.aio.StreamStreamCall[peer_pb2.PackRequest, peer_pb2.Packed]
 
 
-class ChunkStream:
-    """Opened with the first `want`. `watch` must run beside everything else, and `close` or `end` must follow.
+async def start(source: PeerRank, timeout_s: float) -> Call:
+    """Call the source; it is on its way when this returns. Raises KvferryError."""
+    async with asking(source.address):
+        call: Call = source.stub.Pack(timeout=timeout_s)
+        await asyncio.sleep(0)  # let gRPC send it
+        return call
 
-    What is wanted and read at one time goes out in one message, and nobody waits until it has gone.
+
+class ChunkStream:
+    """A call that `start` makes, so that it reaches the source while the transfer is cut. `watch` must run beside
+    everything else, and `end` or `close` must follow.
+
+    What is wanted and read at one time goes out in one message, and nobody waits until it has gone. The first has the
+    opening.
     """
 
-    def __init__(self, source: PeerRank, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk], timeout_s: float) -> None:
+    def __init__(self, source: PeerRank, call: Call, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk]) -> None:
         assert source.staging is not None
         self.chunks = chunks
         self.agent_name = source.agent_name
-        self._source, self._staging, self._opening = source, source.staging, opening
-        self._timeout_s = timeout_s
-        self._next = peer_pb2.PackRequest()
+        self._source, self._staging, self._call = source, source.staging, call
+        self._next = peer_pb2.PackRequest(open=opening)
         self._something = asyncio.Event()
         self._unread = len(chunks)
         loop = asyncio.get_running_loop()
@@ -82,35 +91,33 @@ class ChunkStream:
 
     async def close(self) -> None:
         """Give up."""
+        self._call.cancel()
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def _run(self) -> None:
         """Until the source has ended the stream. Raises KvferryError when that was early or not in peace."""
-        await self._something.wait()
         async with asking(self._source.address):
-            call: Call = self._source.stub.Pack(timeout=self._timeout_s)
             try:
-                await together([self._speak(call), self._listen(call)])
+                await together([self._speak(), self._listen()])
             finally:
-                call.cancel()
+                self._call.cancel()
 
-    async def _speak(self, call: Call) -> None:
-        self._next.open.CopyFrom(self._opening)
+    async def _speak(self) -> None:
         try:
             while self._unread:
                 await self._something.wait()
                 self._something.clear()
                 request, self._next = self._next, peer_pb2.PackRequest()
                 self._unread -= len(request.read)
-                await call.write(request)
-            await call.done_writing()
+                await self._call.write(request)
+            await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # `_listen` hears why
 
-    async def _listen(self, call: Call) -> None:
-        async for packed in call:
+    async def _listen(self) -> None:
+        async for packed in self._call:
             self._hear(packed)
         if self._unread:
             raise self._broken("ended the stream early")

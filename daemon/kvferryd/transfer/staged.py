@@ -28,7 +28,7 @@ from kvferryd.peers.peers import PeerEngine, PeerRank
 from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
-from kvferryd.transfer.chunk_stream import ChunkStream
+from kvferryd.transfer.chunk_stream import Call, ChunkStream, start
 from kvferryd.transfer.flight import Flight
 from kvferryd.transfer.share import Wanted
 from kvferryd.transfer.together import together
@@ -128,20 +128,35 @@ async def move(
 async def _move(journey: _Journey, bound: Bound, peer: PeerEngine, terms: Terms) -> int:
     slots = [staging.slot_nbytes for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
     chunk_nbytes = _chunk_nbytes(bound.nbytes, [journey.arena.slot_nbytes, *slots])
+    read = {copy.source_rank for copy, segments in bound.pairs if len(segments.tokens)}
+    views = [view for view in terms.views if view.source.rank in read]
+    pairings = [await _pair(view.source, peer, terms) for view in views]
+    calls: list[Call] = []
+    try:
+        for view in views:
+            calls.append(await start(view.source, terms.timeout_s))
+        return await _carry(journey, bound, terms, chunk_nbytes, list(zip(views, pairings, calls, strict=True)))
+    except BaseException:
+        for call in calls:
+            call.cancel()
+        raise
+
+
+async def _carry(
+    journey: _Journey, bound: Bound, terms: Terms, chunk_nbytes: int, called: Sequence[tuple[LeaseView, str, Call]]
+) -> int:
     # Many segments take milliseconds: not on the loop. A few are not worth the way to a thread.
     few = sum(len(segments.tokens) for _, segments in bound.pairs) <= FEW
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in _cut(bound, chunk_nbytes) if few else await asyncio.to_thread(_cut, bound, chunk_nbytes):
         by_rank[chunk.source_rank].append(chunk)
     streams, last = [], []
-    for view in terms.views:
-        chunks = by_rank.get(view.source.rank)
-        if chunks:
-            opening = _opening(view, await _pair(view.source, peer, terms), terms.wanted, chunk_nbytes, chunks)
-            streams.append(ChunkStream(view.source, opening, chunks, terms.timeout_s))
-            last += [view] if opening.last else []
-    if not streams:
-        return 0
+    for view, pairing, call in called:
+        chunks = by_rank[view.source.rank]
+        assert chunks, "segments have bytes"
+        opening = _opening(view, pairing, terms.wanted, chunk_nbytes, chunks)
+        streams.append(ChunkStream(view.source, call, opening, chunks))
+        last += [view] if opening.last else []
     turns = _turns(streams)
     chunks_in_all = sum(map(len, by_rank.values()))
     carriers = min(IN_FLIGHT, journey.arena.most, chunks_in_all)
