@@ -138,8 +138,9 @@ class TransferRecord(_Answer):
     """A transfer as the daemon that took the order sees it: all ranks of its engine together.
 
     bytes and descriptors: sums over ranks. path: direct, staged or mapped. transport: what NIXL used, for example
-    "UCX", or "cuda_ipc". phases_ms: this rank's time in each state, and `total`. estimate_ms: what reading was expected
-    to take this rank, by way, for all that were possible. tokens: the global range moved.
+    "UCX", or "cuda_ipc". phases_ms: this rank's time in each state, `total`, and `moving`: reading without waits
+    for a publish. estimate_ms: what moving was expected to take this rank, by way, for all that were possible.
+    tokens: the global range moved.
     """
 
     transfer_id: str

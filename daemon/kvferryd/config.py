@@ -62,9 +62,18 @@ class Config:
     roster: str | None = _option(
         None, PLACE, "peer address of rank 0's daemon, which introduces the ranks to each other"
     )
-    arena_mb: int = _option(512, settings.whole(1), "staging arena, MiB, registered once")
+    arena_mb: int = _option(
+        512,
+        settings.whole(0),
+        "staging arena of an engine, MiB; on a GPU made unless way is direct or mapped, on host memory only where "
+        "staging is forced; 0: none",
+    )
     way: str = _option("auto", WAY, "how to move runs; auto takes the cheapest by estimate")
-    programs: int = _option(16, settings.whole(1, 1024), "SMs that one copy kernel may take on the GPU")
+    programs: int = _option(
+        16,
+        settings.whole(1, 1024),
+        "SMs that a mapped copy may take on the GPU; a staging slot's takes twice as many, for 0.1 ms",
+    )
     strict: bool = _option(False, FLAG, "register and export staging slots only: peers can read nothing else")
     allow_peers: tuple[str, ...] = _option(LOOPBACK, PEERS, "addresses that may be dialled and may dial in")
     token_file: Path | None = _option(None, FILE, "bearer tokens of the REST API, one a line; read again on change")

@@ -19,11 +19,11 @@ from kvferry.manifest import Manifest, ManifestError
 from kvferry.v1 import engine_pb2
 from kvferryd import logs
 from kvferryd.config import Config
-from kvferryd.copy import host
 from kvferryd.copy.runner import Runner
 from kvferryd.fences import Fences
 from kvferryd.memory import Files, Provider, Region
 from kvferryd.transfer.arena import Arena
+from kvferryd.transfer.copies import GpuCopies, HostCopies
 from kvferryd.transfer.lease import Lease, Leases
 from kvferryd.transfer.pack import Pairings
 from kvferryd.transport import Agent
@@ -142,9 +142,10 @@ class Engine:
         arena: Arena | None = None
         try:
             await agent.start()
-            if _stages(config):
-                arena = Arena(await _made(lambda: memory.allocate(config.arena_mb << 20)), host.copy)
-                self._check_session()  # else the regions below may be gone
+            await self._start_copies(config)
+            arena = await self._made_arena(config, memory)
+            self._check_session()  # else the regions below may be gone
+            if arena is not None:
                 await agent.register(arena.span)
             for region in manifest.regions if not config.strict else ():
                 await agent.register(self.regions[region.id].span)
@@ -152,7 +153,6 @@ class Engine:
                     self.notes += (f"region {region.id}: {slow}",)
             await agent.register(self.leases.seals.span)
             self.agent_metadata = await agent.metadata()
-            await self._start_copies(config)
             self._check_session()
         except BaseException:
             self.manifest = None
@@ -178,6 +178,31 @@ class Engine:
                 self.notes += (f"no mapped transfers: {error}",)
             else:
                 self.runner = runner
+
+    async def _made_arena(self, config: Config, memory: Provider) -> Arena | None:
+        """None where staging is neither asked for nor to be had for nothing."""
+        if not config.arena_mb or not (_must_stage(config) or (config.device != "cpu" and config.way == "auto")):
+            return None
+        try:
+            if config.device != "cpu" and self.runner is None:
+                raise KvferryError(
+                    "no_copies",
+                    f"nothing can be packed: {self.unmapped}",
+                    field="device",
+                    value=config.device,
+                    remedy="install a CUDA build of torch (it brings Triton)",
+                )
+            region = await _made(lambda: memory.allocate(config.arena_mb << 20))
+        except KvferryError as error:
+            if _must_stage(config):
+                raise
+            self.notes += (f"no staged transfers: {error}",)
+            return None
+        try:
+            return Arena(region, GpuCopies(self.runner) if self.runner is not None else HostCopies())
+        except BaseException:  # too small for its slots
+            region.close()
+            raise
 
     async def _close_copies(self) -> None:
         runner, self.runner = self.runner, None
@@ -426,6 +451,5 @@ class Engines:
             await asyncio.wait(self._retiring, timeout=RETIRE_S)
 
 
-def _stages(config: Config) -> bool:
-    """Whether the engine has a staging arena: on host memory, where it is asked for. On a GPU nothing packs it yet."""
-    return config.device == "cpu" and (config.way == "staged" or config.strict)
+def _must_stage(config: Config) -> bool:
+    return config.way == "staged" or config.strict

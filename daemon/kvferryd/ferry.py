@@ -352,15 +352,14 @@ class Ferry:
 
 
 def _check_ways(config: Config) -> None:
-    """Refuse at the start what this version cannot do, rather than do something else."""
-    if config.device != "cpu" and (config.strict or config.way == "staged"):
-        field = "strict" if config.strict else "way"
+    """Refuse at the start what contradicts itself, rather than do something else."""
+    if not config.arena_mb and (config.strict or config.way == "staged"):
         raise KvferryError(
             "bad_config",
-            "staging on a GPU is not wired in yet: a daemon beside a GPU moves direct and mapped",
-            field=field,
-            value=getattr(config, field),
-            remedy="set strict = false and way = auto, direct or mapped, or device = cpu",
+            f"{'strict = true' if config.strict else 'way = staged'} needs a staging arena",
+            field="arena_mb",
+            value=config.arena_mb,
+            remedy="raise arena_mb, or set strict = false and way = auto, direct or mapped",
         )
     if config.strict and config.way in ("direct", "mapped"):
         raise KvferryError(

@@ -19,6 +19,7 @@ from kvferry.schemas import LeaseState, TransferRecord, TransferState
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
 """64 KiB to 64 GiB, by four."""
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 4, 10)
 OTHER, NONE = "other", "none"
 
 
@@ -81,6 +82,9 @@ class Metrics:
         self.phases = self._histogram(
             "transfer_phase_seconds", "time of transfers in each phase", SECONDS, "phase", "path"
         )
+        self.estimates = self._histogram(
+            "transfer_estimate_ratio", "time in which bytes moved over what was expected of that way", RATIOS, "path"
+        )
         self.sizes = self._histogram("transfer_bytes", "size of done transfers", BYTES, "path")
         self.handshake_times = self._histogram("handshake_seconds", "time of handshakes", SECONDS, "outcome")
 
@@ -112,6 +116,9 @@ class Metrics:
             self.read.labels(*by_read).inc(record.bytes)
             self.descriptors.labels(*by_read).inc(record.descriptors)
             self.sizes.labels(path).observe(record.bytes)
+            estimate_ms = record.estimate_ms.get(record.path, 0.0)
+            if estimate_ms and "moving" in record.phases_ms:
+                self.estimates.labels(path).observe(record.phases_ms["moving"] / estimate_ms)
         if record.error is not None:
             self.failures.labels(self._code(record.error.code), peer).inc()
         for phase, milliseconds in record.phases_ms.items():

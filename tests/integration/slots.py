@@ -17,7 +17,8 @@ from kvferryd.demo.fleet import DaemonService
 Outcomes = list[Received | BaseException]
 
 
-async def idle(daemons: Sequence[DaemonService]) -> None:
+async def idle(daemons: Sequence[DaemonService], arena_nbytes: int = 1 << 20) -> None:
+    """All slots of one engine's arena are back, on each of these daemons."""
     async with httpx.AsyncClient(trust_env=False) as http:
         for daemon in daemons:
 
@@ -25,7 +26,7 @@ async def idle(daemons: Sequence[DaemonService]) -> None:
                 return await gauge(http, daemon, "kvferry_staging_used_bytes") == 0
 
             await until(back, f"all slots of {daemon.name} are back")
-            assert await gauge(http, daemon, "kvferry_staging_bytes") == 1 << 20
+            assert await gauge(http, daemon, "kvferry_staging_bytes") == arena_nbytes
 
 
 async def gauge(http: httpx.AsyncClient, daemon: DaemonService, name: str) -> float:

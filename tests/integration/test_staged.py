@@ -93,6 +93,36 @@ async def test_a_reader_follows_a_prefill_chunk_by_chunk_and_the_state_comes_las
     assert [each.tokens for each in await receiving] == [(0, MANY)] * 3
 
 
+async def test_blocks_are_the_sources_own_again_while_slots_are_still_to_be_read(staged: Pair, request_id: str) -> None:
+    own = staged.decode.ranks[0].manifest
+    async with httpx.AsyncClient(trust_env=False) as http, hog(staged.prefill, own, request_id, 100) as slow:
+        slow.opening.last = True
+        async with slow.holding(slow.opening.chunks) as packed:
+            assert request_id not in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
+            used = await gauge(http, staged.prefill.daemons[0], "kvferry_staging_used_bytes")
+            assert used == len(packed) << 18
+
+
+async def test_a_lease_is_released_only_when_all_its_readers_have_been_packed(staged: Pair, request_id: str) -> None:
+    kv, published = Kv.random(TOKENS), staged.prefill.take(TOKENS)
+    staged.prefill.write(kv, published)
+    leases = await staged.prefill.publish(request_id, published, TOKENS, readers=2)
+    blocks = staged.decode.take(TOKENS)
+    expected = staged.decode.snapshot()
+    staged.decode.write_into(expected, kv, blocks)
+    await staged.decode.receive(request_id, blocks, source=staged.prefill.source())
+    assert not staged.decode.differences(expected)
+    assert request_id in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
+    await staged.prefill_routers[0].abort_request(request_id)
+    assert {await lease.ended() for lease in leases} == {LeaseState.REVOKED}
+
+
+async def test_what_is_not_the_last_of_a_lease_does_not_release_it(staged: Pair, request_id: str) -> None:
+    own = staged.decode.ranks[0].manifest
+    async with hog(staged.prefill, own, request_id, 100) as slow, slow.holding(slow.opening.chunks):
+        assert request_id in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
+
+
 @pytest.mark.parametrize(("first_token", "start"), [(24, 37), (168, 199), (0, 0)])
 async def test_a_prefix_that_is_cached_is_not_touched(
     staged: Pair, request_id: str, first_token: int, start: int

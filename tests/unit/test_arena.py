@@ -13,6 +13,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch
 from kvferryd.transfer.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
+from kvferryd.transfer.copies import HostCopies
 from kvferryd.transport import Span
 
 pytestmark = pytest.mark.anyio
@@ -64,7 +65,7 @@ def gate() -> Gate:
 
 @pytest.fixture
 async def arena(memory: Memory, gate: Gate) -> AsyncIterator[Arena]:
-    arena = Arena(memory, gate.copy)  # type: ignore[arg-type]
+    arena = Arena(memory, HostCopies(gate.copy))  # type: ignore[arg-type]
     yield arena
     gate.let_go.set()
     await arena.close()
@@ -79,6 +80,10 @@ async def taken(arena: Arena, use: Use, count: int) -> list[Slot]:
 async def started(*waits: asyncio.Task[Slot]) -> None:
     await asyncio.sleep(0)
     assert not any(wait.done() for wait in waits)
+
+
+def nothing() -> list[Batch]:
+    return []
 
 
 def wait_for(arena: Arena, use: Use) -> asyncio.Task[Slot]:
@@ -135,6 +140,36 @@ async def test_neither_direction_may_take_all_slots(arena: Arena) -> None:
     more.cancel()
 
 
+async def test_who_keeps_a_slot_learns_who_would_have_it(arena: Arena) -> None:
+    """The slots of one direction are no use to a direction that has all it may have."""
+    (packed,) = await taken(arena, Use.PACKED, 1)
+    reads = await taken(arena, Use.READ, 3)
+    assert not arena.sought(Use.READ)
+    waiting = wait_for(arena, Use.PACKED)
+    await started(waiting)
+    assert arena.sought(Use.READ) and arena.sought(Use.PACKED)
+    for slot in reads[:2]:
+        arena.give_back(slot)
+    await waiting
+    await taken(arena, Use.PACKED, 1)
+    capped = wait_for(arena, Use.PACKED)
+    await started(capped)
+    assert not arena.sought(Use.READ)
+    assert arena.sought(Use.PACKED)
+    capped.cancel()
+    arena.give_back(packed)
+
+
+async def test_a_slot_comes_back_only_when_the_read_into_it_is_quiet(arena: Arena) -> None:
+    (slot,) = await taken(arena, Use.READ, 1)
+    quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    arena.give_back(slot, quiet)
+    assert arena.used_nbytes == KB64
+    quiet.set_result(None)
+    await asyncio.sleep(0)
+    assert arena.used_nbytes == 0
+
+
 async def test_who_gives_up_waiting_takes_nothing_with_it(arena: Arena) -> None:
     (first, *_) = await taken(arena, Use.READ, 3)
     impatient, patient = wait_for(arena, Use.READ), wait_for(arena, Use.READ)
@@ -166,7 +201,7 @@ async def test_a_slot_comes_back_once(arena: Arena) -> None:
 
 
 async def test_a_copy_that_has_begun_ends_before_its_caller_does(arena: Arena, gate: Gate) -> None:
-    copying = asyncio.create_task(arena.copy([]))
+    copying = asyncio.create_task(arena.copies.copy(0, nothing))
     await asyncio.to_thread(gate.begun.wait, 5)
     copying.cancel()
     await asyncio.sleep(0.01)
@@ -182,7 +217,7 @@ async def test_a_copy_that_has_begun_ends_before_its_caller_does(arena: Arena, g
 async def test_closing_waits_for_the_copy_and_tells_those_who_wait(arena: Arena, gate: Gate, memory: Memory) -> None:
     await taken(arena, Use.READ, 3)
     waiting = wait_for(arena, Use.READ)
-    copying = asyncio.create_task(arena.copy([]))
+    copying = asyncio.create_task(arena.copies.copy(0, nothing))
     await asyncio.to_thread(gate.begun.wait, 5)
     closing = asyncio.create_task(arena.close())
     with pytest.raises(KvferryError, match="closed"):
@@ -199,8 +234,7 @@ async def test_an_error_of_the_copy_reaches_the_caller(memory: Memory) -> None:
     def breaks(batches: object) -> None:
         raise ValueError("broken")
 
-    arena = Arena(memory, breaks)  # type: ignore[arg-type]
-    empty: list[Batch] = []
+    arena = Arena(memory, HostCopies(breaks))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="broken"):
-        await arena.copy(empty)
+        await arena.copies.copy(0, nothing)
     await arena.close()

@@ -92,7 +92,7 @@ def test_a_file_holds_the_types_of_toml(file: Path) -> None:
         ("engine_socket", "/" + "x" * 107),
         ("device", "cuda"),
         ("device", "gpu:0"),
-        ("arena_mb", "0"),
+        ("arena_mb", "-1"),
         ("arena_mb", "1.5"),
         ("arena_mb", "512MB"),
         ("way", "quick"),

@@ -82,6 +82,37 @@ async def test_ranks_of_two_epochs_do_not_make_one_reader(leases: Leases, publis
     assert lease.state is LeaseState.PUBLISHED
 
 
+async def test_ranks_count_as_through_when_all_they_want_is_packed(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    first, second = (ReaderId("decode", "1", rank, 2) for rank in range(2))
+    with leases.reading(lease, first) as secret, leases.reading(lease, second):
+        leases.packed(lease, first)
+        assert lease.state is LeaseState.PUBLISHED
+        leases.packed(lease, second)
+        assert lease.state is LeaseState.RELEASED
+        assert leases.close("r", first, secret, True) == (True, "")
+
+
+async def test_what_is_packed_of_a_lease_for_two_engines_keeps_it_for_the_second(
+    leases: Leases, publish: Publish
+) -> None:
+    lease = publish(readers=2)
+    with leases.reading(lease, READER):
+        leases.packed(lease, READER)
+    assert lease.state is LeaseState.PUBLISHED
+    with leases.reading(lease, ReaderId("decode-b", "1", 0, 1)):
+        leases.packed(lease, ReaderId("decode-b", "1", 0, 1))
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_reader_that_has_gone_is_not_through_by_what_is_packed_later(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    with leases.reading(lease, READER):
+        pass
+    leases.packed(lease, READER)
+    assert lease.state is LeaseState.PUBLISHED
+
+
 async def test_a_lease_for_two_engines_is_released_by_the_second(leases: Leases, publish: Publish) -> None:
     lease = publish(readers=2)
     read(leases, READER, lease)

@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 from caches import HND, attention, cache, table
-from test_arena import Memory
+from test_arena import Gate, Memory
 
 from kvferry.errors import KvferryError
+from kvferry.schemas import LeaseState
 from kvferry.v1 import peer_pb2
-from kvferryd.copy import Chunk, host
+from kvferryd.copy import Chunk
 from kvferryd.plan import PlanRefused
 from kvferryd.transfer import pack
 from kvferryd.transfer.arena import Arena
-from kvferryd.transfer.lease import Lease, Leases
+from kvferryd.transfer.copies import HostCopies
+from kvferryd.transfer.lease import Lease, Leases, ReaderId
 from kvferryd.transfer.pack import PAIRINGS, Packer, Pairings
 from kvferryd.transfer.share import Wanted, packs, shapes, share_of
 
@@ -31,9 +33,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "KEPT_S", 0.0)
+
+
 @pytest.fixture
 async def arena() -> AsyncIterator[Arena]:
-    arena = Arena(Memory(), host.copy)  # type: ignore[arg-type]
+    arena = Arena(Memory(), HostCopies())  # type: ignore[arg-type]
     yield arena
     await arena.close()
 
@@ -65,11 +72,11 @@ class Reader:
         self.packed.append(packed)
         self.heard.set()
 
-    async def says(self, *, then_nothing: bool = False) -> AsyncIterator[Request]:
+    async def says(self, *, then_nothing: bool = False, until: asyncio.Event | None = None) -> AsyncIterator[Request]:
         for request in self.requests:
             yield request
         if then_nothing:
-            await asyncio.Event().wait()
+            await (until or asyncio.Event()).wait()
 
 
 @pytest.fixture
@@ -91,6 +98,38 @@ async def test_a_slot_is_held_until_its_chunk_was_read(
     assert arena.used_nbytes == 0
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
+    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "KEPT_S", 0.2)
+    began, reader = asyncio.get_running_loop().time(), Reader()
+    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
+    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True)))
+    await asyncio.wait_for(reader.heard.wait(), 5)
+    assert reader.packed[0].kept_ms == 200
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert arena.used_nbytes == arena.slot_nbytes
+    await arena.close()
+    assert asyncio.get_running_loop().time() - began >= 0.2, "nor does its memory go"
+
+
+async def test_a_stream_whose_arena_was_closed_does_not_end_in_peace(
+    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray
+) -> None:
+    reader = Reader()
+    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
+    half_closed = asyncio.Event()
+    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True, until=half_closed)))
+    await asyncio.wait_for(reader.heard.wait(), 5)
+    await arena.close()
+    packer._hear(Request(read=[0]))
+    half_closed.set()
+    with pytest.raises(KvferryError) as caught:
+        await asyncio.wait_for(running, 5)
+    assert caught.value.code == "arena_closed"
 
 
 async def test_a_reader_that_holds_slots_and_says_nothing_loses_them(
@@ -123,6 +162,42 @@ async def test_nothing_is_packed_of_a_lease_that_has_ended(
     with pytest.raises(KvferryError) as caught:
         await Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear).run(Request(want=[0]), reader.says())
     assert (caught.value.code, reader.packed, arena.used_nbytes) == ("lease_ended", [], 0)
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["all is packed", "one chunk is not"])
+async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
+    arena: Arena, leases: Leases, lease: Lease, chunks: list[Chunk], pool: np.ndarray, more: bool
+) -> None:
+    few, reader, who = chunks[:3], Reader(), ReaderId("decode", "1", 0, 1)
+    with leases.reading(lease, who):
+        packer = Packer(arena, lease, few, {0: pool.ctypes.data}, reader.hear, lambda: leases.packed(lease, who))
+        wanted = range(len(few) - more)
+        running = asyncio.create_task(packer.run(Request(want=wanted), reader.says(then_nothing=True)))
+        async with asyncio.timeout(5):
+            while len(reader.packed) < len(wanted):
+                reader.heard.clear()
+                await reader.heard.wait()
+        assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"
+        assert lease.state is (LeaseState.PUBLISHED if more else LeaseState.RELEASED)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert arena.used_nbytes == 0
+
+
+async def test_a_lease_that_ends_during_the_last_gather_is_not_packed(
+    leases: Leases, lease: Lease, chunks: list[Chunk], pool: np.ndarray
+) -> None:
+    gate, reader, packed = Gate(), Reader(), []
+    arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
+    packer = Packer(arena, lease, chunks[:1], {0: pool.ctypes.data}, reader.hear, lambda: packed.append(1))
+    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True)))
+    await asyncio.to_thread(gate.begun.wait, 5)
+    leases.revoke("r", "for a test")
+    gate.let_go.set()
+    with pytest.raises(KvferryError) as caught:
+        await asyncio.wait_for(running, 5)
+    assert (caught.value.code, reader.packed, packed, arena.used_nbytes) == ("lease_ended", [], [], 0)
+    await arena.close()
 
 
 async def test_pairings_are_named_alike_planned_once_and_bounded() -> None:

@@ -6,21 +6,16 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferryd.config import Config
-from kvferryd.engines import _stages
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
 
 
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [({"way": "staged"}, "way"), ({"strict": True}, "strict"), ({"strict": True, "way": "staged"}, "strict")],
-)
-def test_a_daemon_beside_a_gpu_does_not_stage(settings: dict[str, object], field: str) -> None:
-    config = Config(device="cuda:0", **settings)  # type: ignore[arg-type]
+@pytest.mark.parametrize("settings", [{"way": "staged"}, {"strict": True}, {"strict": True, "way": "staged"}])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_staging_needs_an_arena(device: str, settings: dict[str, object]) -> None:
     with pytest.raises(KvferryError) as refused:
-        Ferry(config, Metrics())
-    assert (refused.value.code, refused.value.field) == ("bad_config", field)
-    assert not _stages(config)
+        Ferry(Config(device=device, arena_mb=0, **settings), Metrics())  # type: ignore[arg-type]
+    assert (refused.value.code, refused.value.field) == ("bad_config", "arena_mb")
 
 
 @pytest.mark.parametrize("way", ["direct", "mapped"])

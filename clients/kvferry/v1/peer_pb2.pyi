@@ -618,6 +618,7 @@ class PackOpen(google.protobuf.message.Message):
     CHUNK_NBYTES_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     epoch: builtins.str
     request_id: builtins.str
@@ -630,6 +631,8 @@ class PackOpen(google.protobuf.message.Message):
     chunks: builtins.int
     """what the reader expects: a pair that cuts otherwise must not go on"""
     nbytes: builtins.int
+    last: builtins.bool
+    """the reader wants nothing of this lease later: once all is packed it counts as one that has read"""
     @property
     def reader(self) -> Global___Reader: ...
     @property
@@ -654,9 +657,10 @@ class PackOpen(google.protobuf.message.Message):
         chunk_nbytes: builtins.int = ...,
         chunks: builtins.int = ...,
         nbytes: builtins.int = ...,
+        last: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reader", b"reader", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "engine_id", b"engine_id", "epoch", b"epoch", "nbytes", b"nbytes", "pairing", b"pairing", "reader", b"reader", "request_id", b"request_id", "secret", b"secret", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "engine_id", b"engine_id", "epoch", b"epoch", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "reader", b"reader", "request_id", b"request_id", "secret", b"secret", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 
@@ -673,7 +677,7 @@ class PackRequest(google.protobuf.message.Message):
 
     @property
     def want(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """chunks that the reader has a slot for"""
+        """chunks that the reader has a slot for, or will have when a copy of its own has ended"""
 
     @property
     def read(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -693,22 +697,28 @@ Global___PackRequest: typing_extensions.TypeAlias = PackRequest
 
 @typing.final
 class Packed(google.protobuf.message.Message):
+    """Said only if the lease held when all of the chunk had been gathered."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    KEPT_MS_FIELD_NUMBER: builtins.int
     chunk: builtins.int
     address: builtins.int
     nbytes: builtins.int
+    kept_ms: builtins.int
+    """from now on for so long the slot holds these bytes until `read` is heard, whatever else happens"""
     def __init__(
         self,
         *,
         chunk: builtins.int = ...,
         address: builtins.int = ...,
         nbytes: builtins.int = ...,
+        kept_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "chunk", b"chunk", "nbytes", b"nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "chunk", b"chunk", "kept_ms", b"kept_ms", "nbytes", b"nbytes"]) -> None: ...
 
 Global___Packed: typing_extensions.TypeAlias = Packed
 

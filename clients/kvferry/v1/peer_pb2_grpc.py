@@ -119,7 +119,8 @@ class PeerServicer(object):
 
     def Pack(self, request_iterator, context):
         """Staged transfers: packs what one open lease holds for this reader into staging slots, chunk by chunk, as asked.
-        Half-closed by the reader when it has read all; ends with OK only if no slot was taken back before.
+        Half-closed by the reader when it has read all; ends with OK only if the lease held while it was packed and no slot
+        was taken back before it was read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -248,7 +248,8 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
 
     Pack: _PeerPackType
     """Staged transfers: packs what one open lease holds for this reader into staging slots, chunk by chunk, as asked.
-    Half-closed by the reader when it has read all; ends with OK only if no slot was taken back before.
+    Half-closed by the reader when it has read all; ends with OK only if the lease held while it was packed and no slot
+    was taken back before it was read.
     """
 
     Order: _PeerOrderType
@@ -345,7 +346,8 @@ class PeerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.Packed], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.Packed]]:
         """Staged transfers: packs what one open lease holds for this reader into staging slots, chunk by chunk, as asked.
-        Half-closed by the reader when it has read all; ends with OK only if no slot was taken back before.
+        Half-closed by the reader when it has read all; ends with OK only if the lease held while it was packed and no slot
+        was taken back before it was read.
         """
 
     @abc.abstractmethod

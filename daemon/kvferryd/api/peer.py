@@ -16,6 +16,7 @@ from kvferryd.engines import MAX_WORLD_SIZE, Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Region
 from kvferryd.peers import allow
+from kvferryd.transfer.ahead import prepare_gather
 from kvferryd.transfer.arena import Arena
 from kvferryd.transfer.check import MAX_SECONDS, check_destination, check_request_id, check_seconds
 from kvferryd.transfer.job import Origin
@@ -143,7 +144,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         sources = [manifest_from_proto(source) for source in request.sources]
         destination = manifest_from_proto(request.destination)
         said = request.SerializeToString(deterministic=True)
-        return peer_pb2.PairReply(pairing=await engine.pairings.add(engine.manifest, sources, destination, said))
+        pairing = await engine.pairings.add(engine.manifest, sources, destination, said)
+        if engine.arena is not None:
+            regions = {id: region.span.address for id, region in engine.regions.items()}
+            await prepare_gather(engine.arena, engine.pairings.get(pairing), regions)
+        return peer_pb2.PairReply(pairing=pairing)
 
     @duplex
     async def Pack(  # type: ignore[override]  # the stubs know generators only
@@ -167,12 +172,17 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         check_request_id(opening.request_id)
         if engine.arena is None:
             raise KvferryError("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
-        share = engine.pairings.get(opening.pairing)
-        lease = engine.leases.opened_by(opening.request_id, _reader(opening.reader), opening.secret)
+        share, reader = engine.pairings.get(opening.pairing), _reader(opening.reader)
+        lease = engine.leases.opened_by(opening.request_id, reader, opening.secret)
         assert engine.manifest is not None
         chunks = await chunks_of(opening, share, engine.manifest, lease, engine.arena)
         regions = {id: region.span.address for id, region in engine.regions.items()}
-        await Packer(engine.arena, lease, chunks, regions, context.write).run(first, requests)
+
+        def packed() -> None:
+            if opening.last:
+                engine.leases.packed(lease, reader)
+
+        await Packer(engine.arena, lease, chunks, regions, context.write, packed).run(first, requests)
 
     @stream
     async def Order(self, request: peer_pb2.OrderRequest, context: Context) -> AsyncIterator[peer_pb2.RankTransfer]:

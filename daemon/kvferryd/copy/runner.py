@@ -42,6 +42,8 @@ class GpuCopy:
     build: Callable[[], Sequence[Batch]]
     done: asyncio.Future[None]
     quiet: asyncio.Future[None]
+    programs: int
+    """SMs that it may take."""
     seconds: float = 0.0
     """From launch to event."""
     phase: str = "copy"
@@ -89,9 +91,15 @@ class Runner:
             await self.close()
             raise
 
-    def copy(self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0) -> GpuCopy:
-        """Start a copy. `build` runs on the thread; `nbytes` is for those who count. Higher priority goes first."""
-        copy = GpuCopy(nbytes, build, self._loop.create_future(), self._loop.create_future())
+    def copy(
+        self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0, programs: int | None = None
+    ) -> GpuCopy:
+        """Start a copy. `build` runs on the thread; `nbytes` is for those who count. Higher priority goes first.
+
+        programs: SMs that it may take; the runner's own number where absent.
+        """
+        done, quiet = self._loop.create_future(), self._loop.create_future()
+        copy = GpuCopy(nbytes, build, done, quiet, programs or self.programs)
         entry = (-priority, next(self._order), copy)
         if not self._closing:
             self._inbox.put(lambda: heapq.heappush(self._waiting, entry))
@@ -188,7 +196,7 @@ class Runner:
         event = self._events.pop() if self._events else self.device.event()
         problem: KvferryError | None = None
         try:
-            self._copier.copy(copy.build(), self._stream)
+            self._copier.copy(copy.build(), self._stream, copy.programs)
         except KvferryError as error:
             problem = error
         except Exception as error:  # noqa: BLE001  as in `call`

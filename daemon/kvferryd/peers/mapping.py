@@ -8,18 +8,17 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import grpc
-import numpy as np
 import structlog
 
 from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
-from kvferryd.copy import mapped, moves
+from kvferryd.copy import mapped
+from kvferryd.copy.ahead import sample
 from kvferryd.copy.runner import Mapped, Runner
 from kvferryd.memory import Probe
 from kvferryd.peers.channels import asking
-from kvferryd.plan import Plan, bind
+from kvferryd.plan import Plan
 
 if TYPE_CHECKING:
     from kvferry.manifest import Manifest
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 TRIES = 3
 """What an engine writes while its adopted memory is probed makes a probe fail that would not the next time."""
-SAMPLE_BLOCKS = 4
 
 
 class RankMapping:
@@ -100,22 +98,5 @@ class RankMapping:
 
 
 async def compile_kernels(runner: Runner, plan: Plan, sources: dict[tuple[int, int], int], own: dict[int, int]) -> None:
-    """Let the first transfer find its kernels compiled: bind the plan to a few blocks, as such a request would."""
-    tokens, tables = SAMPLE_BLOCKS * 4096, {rank: _sample(manifest) for rank, manifest in plan.sources.items()}
-    for manifest in (plan.destination, *plan.sources.values()):
-        for group in manifest.groups:
-            if group.kind == "paged":
-                tokens = min(tokens, min(SAMPLE_BLOCKS, group.num_blocks) * group.block_size)
-    try:
-        bound = bind(plan, tables, _sample(plan.destination), (0, tokens))
-    except KvferryError as error:
-        log.debug("no kernel is compiled ahead", error=str(error))
-        return
-    await runner.prepare(mapped(moves(bound), sources, own))
-
-
-def _sample(manifest: Manifest) -> Tables:
-    return {
-        group.name: BlockTable.of(np.arange(min(SAMPLE_BLOCKS, group.num_blocks) if group.kind == "paged" else 1))
-        for group in manifest.groups
-    }
+    """Let the first transfer find its kernels compiled."""
+    await runner.prepare(mapped(sample(plan), sources, own))

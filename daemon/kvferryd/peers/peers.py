@@ -18,9 +18,11 @@ from kvferryd.config import Config
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.engines import Engine
 from kvferryd.metrics import Metrics
+from kvferryd.peers.calibration import Calibration
 from kvferryd.peers.channels import Channels, asking
 from kvferryd.peers.lease_stream import LeaseStream
 from kvferryd.peers.mapping import RankMapping, compile_kernels
+from kvferryd.peers.staging import stage
 from kvferryd.plan import Plan, plan
 from kvferryd.transport import Agent, Span
 
@@ -42,10 +44,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A peer's staging arena, which it packs slot by slot."""
+    """A peer's staging arena, which it packs slot by slot.
+
+    bytes_per_s: of READs from it into our own; until it is measured, as of Link.
+    """
 
     span: Span
     slot_nbytes: int
+    bytes_per_s: float = 2e9
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +104,7 @@ class PeerEngine:
     unmapped: dict[int, str] = field(default_factory=dict)
     """Why the others could not."""
     watches: list[asyncio.Task[None]] = field(default_factory=list)
+    calibration: Calibration = field(default_factory=Calibration)
 
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """Where (rank, region) begins in this process."""
@@ -177,6 +184,7 @@ class Peers:
         if before is not None:
             if before.epoch == peer.epoch:
                 peer.addresses |= before.addresses
+                peer.calibration = before.calibration
             await self._let_go(engine, before)
         await self._forget_idle(engine)
         return peer
@@ -216,6 +224,8 @@ class Peers:
             if engine.runner is not None and not peer.unmapped:
                 own = {id: region.span.address for id, region in engine.regions.items()}
                 await compile_kernels(engine.runner, planned, peer.mapped_addresses(), own)
+            if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
+                await stage(peer, engine.agent, engine.arena, self._config.connect_timeout_s)
         except BaseException:
             await self._unload(engine, peer)
             raise
@@ -241,13 +251,15 @@ class Peers:
                     remedy="check the fabric between the two daemons and the ucx settings",
                 ) from None
 
-            if agent.device is not None and rank.regions and rank.regions[min(rank.regions)].kind == "cuda":
+            # A strict engine reads nothing but slots, and nothing of a peer's cache is to lie in registered scratch.
+            direct = agent.device is not None and not peer.own.strict
+            if direct and rank.regions and rank.regions[min(rank.regions)].kind == "cuda":
                 rank.link = Link(*await agent.trial(rank.agent_name, rank.regions[min(rank.regions)]))
 
     async def _map(self, engine: Engine, rank: PeerRank, peer: PeerEngine) -> None:
         """Map the rank's memory if it can be done; otherwise keep why not."""
-        if engine.runner is None:
-            peer.unmapped[rank.rank] = engine.unmapped
+        if engine.strict or engine.runner is None:
+            peer.unmapped[rank.rank] = "this daemon is strict" if engine.strict else engine.unmapped
             return
         mapping = RankMapping(engine.runner)
         try:

@@ -1,24 +1,22 @@
 """The staging arena: registered once, cut into slots, lent to transfers in the order in which they ask.
 
-A chunk on its way takes a slot on either side. The reader has its own before it asks the source for one, and neither
-direction may take all slots: so a slot that is lent to be packed always waits for a read that can begin, and two
-daemons that read from each other cannot starve each other.
+A chunk on its way takes a slot on either side. The reader has its own before it asks the source for one, or is about to
+have it: a slot whose bytes have arrived is promised to the next chunk while they are scattered, which waits for nothing
+but this daemon's own copies. And neither direction may take all slots. So a slot that is lent to be packed always waits
+for a read that can begin, and two daemons that read from each other cannot starve each other. A transfer keeps its
+slots from chunk to chunk only while nobody else waits for one (`sought`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from kvferry.errors import KvferryError
-from kvferryd.copy import Batch
 from kvferryd.memory import Region
+from kvferryd.transfer.copies import Copies
 from kvferryd.transport import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 64 << 20}
@@ -26,11 +24,6 @@ SLOT_NBYTES = {"host": 8 << 20, "cuda": 64 << 20}
 FEWEST = 4
 """A small arena has smaller slots rather than fewer."""
 SLOT_ALIGN = 4096
-
-T = TypeVar("T")
-Copy = Callable[[Sequence[Batch]], object]
-"""Runs batches and returns when all bytes have arrived: on host memory `copy.host.copy`; on a GPU a Copier's launch
-and the wait for its stream. Called on one thread of the arena's."""
 
 
 class Use(Enum):
@@ -51,25 +44,31 @@ class Slot:
     nbytes: int
     use: Use
     lent: bool = True
+    kept_until: float = 0.0
+    """On the loop's clock: somebody was promised that the bytes stay until then."""
 
 
 class Arena:
-    """Owns the region and the thread that copies between it and the cache. `close` it after the agent."""
+    """Owns the region and the copies between it and the cache. `close` it after the agent."""
 
-    def __init__(self, region: Region, copy: Copy) -> None:
+    def __init__(self, region: Region, copies: Copies) -> None:
         span = region.span
-        self._region, self._copy = region, copy
+        self._region, self.copies = region, copies
         self.slot_nbytes = slot_nbytes(span)
         self._free = deque(range(span.nbytes // self.slot_nbytes))
         self.slots = len(self._free)
         self._lent = dict.fromkeys(Use, 0)
         self._waiting: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._kept: set[Slot] = set()
         self._closed = False
 
     @property
     def span(self) -> Span:
         return self._region.span
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def used_nbytes(self) -> int:
@@ -84,6 +83,12 @@ class Arena:
     def most(self) -> int:
         """Slots that one direction may take."""
         return self.slots - max(1, self.slots // 4)
+
+    def sought(self, use: Use) -> bool:
+        """Whether a slot lent for this use would go to somebody who waits, were it given back now."""
+        return any(
+            not future.done() and (each is use or self._lent[each] < self.most) for each, future in self._waiting
+        )
 
     async def take(self, use: Use) -> Slot:
         """A slot, first come first served. The caller bounds the wait. Raises KvferryError (`arena_closed`)."""
@@ -101,21 +106,29 @@ class Arena:
                 self._lend()  # who waited behind it may have been held up by it alone
             raise
 
-    @asynccontextmanager
-    async def lend(self, use: Use) -> AsyncIterator[Slot]:
-        slot = await self.take(use)
-        try:
-            yield slot
-        finally:
-            self.give_back(slot)
-
-    def give_back(self, slot: Slot) -> None:
-        """The slot is free. Idempotent."""
-        if slot.lent:
+    def give_back(self, slot: Slot, quiet: asyncio.Future[None] | None = None) -> None:
+        """The slot is free, or will be when the read into it is quiet. Idempotent."""
+        if quiet is not None and not quiet.done():
+            quiet.add_done_callback(lambda _: self.give_back(slot))
+        elif slot.lent:
             slot.lent = False
+            self._kept.discard(slot)
             self._lent[slot.use] -= 1
             self._free.append(slot.index)
             self._lend()
+
+    def keep(self, slot: Slot, seconds: float) -> None:
+        """The slot's bytes stay for so long, even if the arena is closed meanwhile; unless it is given back."""
+        slot.kept_until = asyncio.get_running_loop().time() + seconds
+        self._kept.add(slot)
+
+    def give_back_kept(self, slot: Slot) -> None:
+        """As soon as its bytes need no longer stay."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < slot.kept_until:
+            loop.call_at(slot.kept_until, self.give_back, slot)
+        else:
+            self.give_back(slot)
 
     def _lend(self) -> None:
         """To those who wait, in order; who may not have one now holds up its own direction only."""
@@ -133,27 +146,11 @@ class Arena:
         held_up.extend(self._waiting)
         self._waiting = held_up
 
-    async def copy(self, batches: Sequence[Batch]) -> None:
-        """Run the batches off the loop. Once begun it runs to its end, even if the caller is cancelled meanwhile."""
-        await self.whole(lambda: self._copy(batches))
-
-    async def whole(self, work: Callable[[], T]) -> T:
-        """`work` on the arena's thread; returns, or raises CancelledError, only when it is over or never began."""
-        self._check_open()
-        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        cancelled = False
-        while not running.done():
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError:
-                cancelled = True  # memory that a copy is still in must not be lent to others
-        if cancelled:
-            running.exception()  # retrieved
-            raise asyncio.CancelledError
-        return running.result()
-
     async def close(self, *, unmap: bool = True) -> None:
-        """When the last copy is over: give the memory back, unless its agent may still write to it. Idempotent."""
+        """When the last copy is over and no bytes need stay: give the memory back. Idempotent.
+
+        unmap: false where an agent that did not stop may still write to it.
+        """
         if self._closed:
             return
         self._closed = True
@@ -162,7 +159,10 @@ class Arena:
                 future.set_exception(_closed())
                 future.exception()
         self._waiting.clear()
-        await asyncio.to_thread(self._thread.shutdown)
+        await self.copies.close()
+        left_s = max((slot.kept_until for slot in self._kept), default=0.0) - asyncio.get_running_loop().time()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
         if unmap:
             self._region.close()
 

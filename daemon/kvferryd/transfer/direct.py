@@ -17,6 +17,8 @@ from kvferryd.transport.agent import Descriptors
 
 PATH, TRANSPORT = "direct", "UCX"
 FEW = 8192
+POST_S = 150e-6
+"""To NIXL's thread and back, whatever is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,8 @@ def estimate_s(bound: Bound, peer: PeerEngine) -> float:
     """By the slowest link of the ranks that are read. Runs of neighbouring segments are counted one by one."""
     descriptors = sum(move.rows * move.segments for move in moves(bound))
     links = [peer.ranks[rank].link for rank in peer.plan.reads_from] or [Link()]
-    return descriptors * max(link.descriptor_s for link in links) + bound.nbytes / min(
-        link.bytes_per_s for link in links
-    )
+    moving = bound.nbytes / min(link.bytes_per_s for link in links)
+    return POST_S + descriptors * max(link.descriptor_s for link in links) + moving
 
 
 async def move(

@@ -1,8 +1,13 @@
-"""The source's side of a staged transfer: gather what a reader asks for into slots, and hold them until it has read."""
+"""The source's side of a staged transfer: gather what a reader asks for into slots, and hold them until it has read.
+
+The lease must hold until the last gather has ended, and no longer: what is in a slot is the reader's whatever becomes
+of the blocks. So a reader that wants nothing later counts as one that has read as soon as all is packed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -23,6 +28,11 @@ FEW = 4096
 """Blocks of a table that are bound on the loop: it is not worth the way to a thread."""
 PATIENCE_S = 30.0
 """The longest time for which a slot is held for a reader that says nothing: it has a slot of its own to read into."""
+KEPT_S = 0.5
+"""For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read
+within this time of its asking need not hear how the stream ends (0.3 ms and more): they cannot have been replaced."""
+GATHERS = 2
+"""Of one stream at once: the next is launched while one is told."""
 
 
 class Pairings:
@@ -103,7 +113,11 @@ async def chunks_of(opening: peer_pb2.PackOpen, share: Plan, own: Manifest, leas
 
 
 class Packer:
-    """One reader's stream. `run` returns when the reader has half-closed it; every slot is back by then."""
+    """One reader's stream. `run` returns when the reader has half-closed it; what it has read is back by then, and what
+    it has not will be within KEPT_S.
+
+    `on_packed` is called once, when every chunk has been gathered while the lease held.
+    """
 
     def __init__(
         self,
@@ -112,8 +126,11 @@ class Packer:
         chunks: Sequence[Chunk],
         regions: Mapping[int, int],
         say: Callable[[peer_pb2.Packed], Awaitable[None]],
+        on_packed: Callable[[], None] = lambda: None,
     ) -> None:
         self._arena, self._lease, self._chunks, self._regions, self._say = arena, lease, chunks, regions, say
+        self._on_packed, self._left = on_packed, len(chunks)
+        self._saying = asyncio.Lock()
         self._asked: asyncio.Queue[int | None] = asyncio.Queue()
         self._begun: set[int] = set()
         self._held: dict[int, Slot] = {}
@@ -124,20 +141,23 @@ class Packer:
         try:
             async with asyncio.timeout(None) as self._patience:
                 self._hear(first)
-                await together([self._listen(requests), self._work()])
+                await together([self._listen(requests), *(self._work() for _ in range(GATHERS))])
         except TimeoutError:
             raise KvferryError(
                 "deadline", f"the reader held {len(self._held)} slots for {PATIENCE_S:g} s and said nothing"
             ) from None
         finally:
             for slot in self._held.values():
-                self._arena.give_back(slot)
+                self._arena.give_back_kept(slot)
             self._held.clear()
+        if self._arena.closed:  # a slot that was read late may have been gone
+            raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")
 
     async def _listen(self, requests: AsyncIterator[peer_pb2.PackRequest]) -> None:
         async for request in requests:
             self._hear(request)
-        self._asked.put_nowait(None)
+        for _ in range(GATHERS):
+            self._asked.put_nowait(None)
 
     def _hear(self, request: peer_pb2.PackRequest) -> None:
         for chunk in request.want:
@@ -158,14 +178,23 @@ class Packer:
             slot = await self._arena.take(Use.PACKED)
             try:
                 self._check_held()  # it may have ended while this waited for a slot
-                await self._arena.copy(chunk.gather(self._regions, slot.address))
+                await self._arena.copies.copy(
+                    chunk.nbytes, functools.partial(chunk.gather, self._regions, slot.address)
+                )
                 self._check_held()
             except BaseException:
                 self._arena.give_back(slot)
                 raise
             self._held[index] = slot
+            self._arena.keep(slot, KEPT_S)
             self._be_patient()
-            await self._say(peer_pb2.Packed(chunk=index, address=slot.address, nbytes=chunk.nbytes))
+            self._left -= 1
+            if not self._left:
+                self._on_packed()
+            async with self._saying:  # gRPC takes one message at a time
+                await self._say(
+                    peer_pb2.Packed(chunk=index, address=slot.address, nbytes=chunk.nbytes, kept_ms=int(1e3 * KEPT_S))
+                )
 
     def _check_held(self) -> None:
         """The seal tells the reader in the end; this tells it now, and gathers nothing that is not the lease's."""

@@ -302,10 +302,11 @@ class Transfer:
                         self.estimate_ms[name] = self.estimate_ms.get(name, 0.0) + ms
                     self.path = choice.path
                     priority = self.order.priority if self.order else 0
-                    terms = staged.Terms(read, wanted_now, self._deadline)
+                    terms = staged.Terms(read, wanted_now, self._deadline, self._spawn)
                     self.descriptors += await ways.move(
-                        choice.path, bound, self.engine, regions, peer, priority, self._reads, terms
+                        choice, bound, self.engine, regions, peer, priority, self._reads, terms
                     )
+                    self.phases_ms["moving"] = self.phases_ms.get("moving", 0.0) + choice.took_ms
                 self.nbytes += bound.nbytes
                 for rank, nbytes in bound.nbytes_by_rank.items():
                     peer.ranks[rank].bytes_read += nbytes

@@ -1,0 +1,96 @@
+"""Copies between staging slots and the cache, to be awaited: two implementations of one shape.
+
+Memory that a copy is still in must not be lent to others: `copy` returns, or raises whatever it raises, CancelledError
+included, only when nothing of it runs any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from kvferry.errors import KvferryError
+from kvferryd.copy import Batch, host
+from kvferryd.copy.runner import Runner
+
+Build = Callable[[], Sequence[Batch]]
+"""Makes the batches; called on the thread that copies."""
+
+STAGING_FACTOR = 2
+"""SMs of a staging copy, in units of what `programs` grants a mapped one. A program has 128 KiB in flight; mapped, that
+is some 23 GB/s over NVLink, and 16 programs fill the link (copy.cuda). In local memory a chunk of 64 MiB should take
+well less than its READ does (0.2 ms at 300 GB/s; facts/gpu.md measured 619 GB/s, 0.1 ms, with all SMs), for the first
+gather and the last scatter of a transfer overlap with nothing."""
+
+
+class Copies(Protocol):
+    async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
+        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. Raises KvferryError."""
+
+    async def prepare(self, batches: Sequence[Batch]) -> None:
+        """Pay now for what the first copy of such batches would pay."""
+
+    async def close(self) -> None:
+        """When the last copy is over. Idempotent."""
+
+
+class HostCopies:
+    """On host memory: one thread of its own. `run` copies batches and returns when all bytes have arrived."""
+
+    def __init__(self, run: Callable[[Sequence[Batch]], object] = host.copy) -> None:
+        self._run = run
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+
+    async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._run(build()))
+        except RuntimeError:  # of a thread that was shut down
+            raise _closed() from None
+        if await _until_over(running):
+            running.exception()  # retrieved
+            raise asyncio.CancelledError
+        running.result()
+
+    async def prepare(self, batches: Sequence[Batch]) -> None:
+        """Nothing: numpy needs no compiling."""
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+
+
+class GpuCopies:
+    """On a GPU: through the runner that its engine's mapped copies go through as well, and whose owner closes it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
+        copy = self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
+        # What is not launched yet need not be; what is cannot be called back.
+        if await _until_over(copy.quiet, copy.abandon):
+            raise asyncio.CancelledError
+        copy.done.result()
+
+    async def prepare(self, batches: Sequence[Batch]) -> None:
+        await self._runner.prepare(batches)
+
+    async def close(self) -> None:
+        """Nothing of its own: a closed runner has ended every copy."""
+
+
+async def _until_over(running: asyncio.Future[Any], give_up: Callable[[], None] = lambda: None) -> bool:
+    """Wait until it is done, however often the caller is cancelled meanwhile; whether it was. `give_up`: if so."""
+    cancelled = False
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            cancelled = True
+            give_up()
+    return cancelled
+
+
+def _closed() -> KvferryError:
+    return KvferryError("arena_closed", "the staging arena is closed: its engine is gone")
