@@ -37,7 +37,7 @@ from kvferry.schemas import SourceBody
 from kvferry.tables import BlockTable
 from kvferryd.bench.gpu_cases import POISON, Cache
 from kvferryd.bench.gpu_engines import Engine
-from kvferryd.bench.gpu_measure import measure, move
+from kvferryd.bench.gpu_measure import measure, publish, receive
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
@@ -181,7 +181,8 @@ async def test_a_thousand_transfers_leave_nothing(pair) -> None:
             if number == WARM_UP:
                 before, files = free(), [open_files(each) for each in pair]
                 mapped = [driver_mappings(each) for each in pair]
-            await move(SAME[number % len(SAME)], source, reader, *tables[number % len(SAME)])
+            case, (given, taken) = SAME[number % len(SAME)], tables[number % len(SAME)]
+            await receive(case, source, reader, await publish(case, source, given), taken)
         await moves(source, reader)
         await back_to(before, SLACK, f"after {TRANSFERS - WARM_UP} transfers")
 

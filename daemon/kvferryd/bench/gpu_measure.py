@@ -30,23 +30,26 @@ class Taken:
 
 
 async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats: int, warm_up: int) -> Row:
-    """Medians of `repeats`. What arrived last is compared word by word, into blocks that held POISON before.
+    """Medians of `repeats`, one right after another: everything is published before the first of them is ordered.
 
-    Raises KvferryError: `wrong_bytes`, `other_way` when a forced way was not taken, what a transfer failed with.
+    What arrived last is compared word by word, into blocks that held POISON before. Raises KvferryError: `wrong_bytes`, `other_way` when a forced way was not taken, what a transfer failed with.
     """
     ids = case.ids()
     tables = [[{"full": BlockTable.of(blocks)} for blocks in side] for side in ids]
     daemons = [*source.daemons, *reader.daemons]
-    every, began = [], 0.0
-    for number in range(warm_up + repeats):
-        if number == warm_up:
-            began = cpu_s(daemons)
-        reader.wipe(POISON)
-        every.append(await move(case, source, reader, tables[0], tables[1]))
+    for number in range(warm_up):
+        first = await receive(case, source, reader, await publish(case, source, tables[0]), tables[1])
         if number == 0:
-            _check_way(way, await _records(reader, every[0]))
+            _check_way(way, await _records(reader, first))
+    began = cpu_s(daemons)
+    published = [await publish(case, source, tables[0]) for _ in range(repeats)]
+    every = []
+    for number, requests in enumerate(published):
+        if number == repeats - 1:
+            reader.wipe(POISON)
+        every.append(await receive(case, source, reader, requests, tables[1]))
     used = (cpu_s(daemons) - began) / repeats / case.requests
-    records = [request for taken in every[warm_up:] for request in await _records(reader, taken)]
+    records = [request for taken in every for request in await _records(reader, taken)]
     _check_way(way, records)
     reader.synchronize()
     for rank, held in enumerate(reader.ranks):
@@ -55,7 +58,7 @@ async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats:
         way,
         case.name,
         case.nbytes,
-        median(taken.seconds for taken in every[warm_up:]),
+        median(taken.seconds for taken in every),
         reading_s=_phase_s(records, "reading"),
         nixl_s=_phase_s(records, "nixl"),
         copy_s=_phase_s(records, "copy"),
@@ -66,26 +69,32 @@ async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats:
     )
 
 
-async def move(
-    case: Case, source: Engine, reader: Engine, given: list[dict[str, BlockTable]], taken: list[dict[str, BlockTable]]
-) -> Taken:
-    """Publish every request on every rank; then order, on every rank, and wait for the done events."""
+async def publish(case: Case, source: Engine, tables: list[dict[str, BlockTable]]) -> list[str]:
+    """Every request of the case on every rank; returns their ids."""
     requests = [uuid.uuid4().hex for _ in range(case.requests)]
+
+    async def one(client: EngineClient, request_id: str, given: Mapping[str, BlockTable]) -> None:
+        await client.publish(request_id, given, case.tokens)
+
+    each = list(zip(requests, tables, strict=True))
+    await together(one(rank.client, *request) for rank in source.ranks for request in each)
+    return requests
+
+
+async def receive(
+    case: Case, source: Engine, reader: Engine, requests: list[str], tables: list[dict[str, BlockTable]]
+) -> Taken:
+    """Order every request on every rank at once, and wait for the done events."""
     result = Taken(transfers={request_id: [] for request_id in requests})
 
-    async def publish(client: EngineClient, request_id: str, tables: Mapping[str, BlockTable]) -> None:
-        await client.publish(request_id, tables, case.tokens)
-
-    async def receive(rank: int, request_id: str, tables: Mapping[str, BlockTable]) -> None:
+    async def one(rank: int, request_id: str, taken: Mapping[str, BlockTable]) -> None:
         client = reader.ranks[rank].client
-        received = await client.receive(request_id, tables, (0, case.tokens), source=source.source)
+        received = await client.receive(request_id, taken, (0, case.tokens), source=source.source)
         result.transfers[request_id].append((rank, received.transfer_id))
 
-    published = list(zip(requests, given, strict=True))
-    await together(publish(rank.client, *each) for rank in source.ranks for each in published)
-    reserved = list(zip(requests, taken, strict=True))
+    each = list(zip(requests, tables, strict=True))
     began = time.perf_counter()
-    await together(receive(rank, *each) for rank in range(len(reader.ranks)) for each in reserved)
+    await together(one(rank, *request) for rank in range(len(reader.ranks)) for request in each)
     result.seconds = time.perf_counter() - began
     return result
 

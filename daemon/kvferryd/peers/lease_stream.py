@@ -16,7 +16,7 @@ from kvferry.wire import problem_from_proto
 from kvferryd.peers.channels import asking
 
 CLOSE_S = 1.0
-ANNOUNCED = 256
+ANNOUNCED = 1024
 """Leases kept that were announced and not opened: the last ones."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
 
