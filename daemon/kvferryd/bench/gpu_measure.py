@@ -32,7 +32,8 @@ class Taken:
 async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats: int, warm_up: int) -> Row:
     """Medians of `repeats`, one right after another: everything is published before the first of them is ordered.
 
-    What arrived last is compared word by word, into blocks that held POISON before. Raises KvferryError: `wrong_bytes`, `other_way` when a forced way was not taken, what a transfer failed with.
+    What arrived last is compared word by word, into blocks that held POISON before. Raises KvferryError: `wrong_bytes`,
+    `other_way` when a forced way was not taken, what a transfer failed with.
     """
     ids = case.ids()
     tables = [[{"full": BlockTable.of(blocks)} for blocks in side] for side in ids]
