@@ -398,7 +398,9 @@ Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
 
 @typing.final
 class LeaseClose(google.protobuf.message.Message):
-    """Ends a reading. With a number that was not opened: the reader had nothing to read on this rank, and counts as through."""
+    """Ends a reading. With a number that was not opened: the reader counts as through without, by an announcement or because
+    it had nothing to read on this rank.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -453,8 +455,8 @@ Global___ReadReply: typing_extensions.TypeAlias = ReadReply
 
 @typing.final
 class Announcement(google.protobuf.message.Message):
-    """A lease that was published whole. Unasked, and maybe out of date: a reader that goes by it opens the lease as well,
-    and has read nothing unless the seal is whole afterwards.
+    """A lease that was published whole. Unasked, and maybe out of date: a reader that goes by it need not open the lease, but
+    has read nothing unless the seal is whole afterwards.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

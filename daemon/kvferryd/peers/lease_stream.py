@@ -24,10 +24,8 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.Rea
 class Reading:
     """One lease as its source tells of it. `close` it, whatever came of it."""
 
-    def __init__(self, stream: _Stream, number: int, request_id: str, announced: peer_pb2.LeaseUpdate | None) -> None:
+    def __init__(self, stream: _Stream, number: int, request_id: str) -> None:
         self._stream, self._number, self._request_id = stream, number, request_id
-        self.announced = announced
-        """What the source said before it was asked. The first `update` says it again, or what holds instead."""
         self._said: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
 
     async def update(self) -> peer_pb2.LeaseUpdate:
@@ -56,8 +54,13 @@ class LeaseStream:
         """Ask for a lease."""
         return self._current().open(request_id)
 
-    def nothing_to_read(self, request_id: str) -> None:
-        """This rank had nothing for us: we count as a reader that is through all the same."""
+    def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
+        """What the source said of the lease before it was asked. It is told once."""
+        return self._current().announced.pop(request_id, None)
+
+    def through(self, request_id: str) -> None:
+        """We count as a reader that is through without having opened the lease: with what was announced, or because
+        this rank had nothing for us."""
         self._current().close_reading(0, request_id, True)
 
     def _current(self) -> _Stream:
@@ -78,14 +81,14 @@ class _Stream:
         self._to_say.put_nowait(peer_pb2.ReadRequest(opening=opening))
         self._numbers = itertools.count(1)
         self._readings: dict[int, Reading] = {}
-        self._announced: OrderedDict[str, peer_pb2.LeaseUpdate] = OrderedDict()
+        self.announced: OrderedDict[str, peer_pb2.LeaseUpdate] = OrderedDict()
         self.over = False
         self._call: _Call = stub.Read(self._requests())
         self._listening = asyncio.create_task(self._listen(), name=f"leases-of-{address}")
 
     def open(self, request_id: str) -> Reading:
         number = next(self._numbers)
-        reading = self._readings[number] = Reading(self, number, request_id, self._announced.pop(request_id, None))
+        reading = self._readings[number] = Reading(self, number, request_id)
         self._to_say.put_nowait(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=number, request_id=request_id)))
         return reading
 
@@ -120,9 +123,9 @@ class _Stream:
 
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("announced"):
-            self._announced[reply.announced.request_id] = reply.announced.update
-            if len(self._announced) > ANNOUNCED:
-                self._announced.popitem(last=False)
+            self.announced[reply.announced.request_id] = reply.announced.update
+            if len(self.announced) > ANNOUNCED:
+                self.announced.popitem(last=False)
             return
         reading = self._readings.get(reply.reading)
         if reading is not None:

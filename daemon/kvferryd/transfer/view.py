@@ -14,7 +14,7 @@ from kvferryd.transport import Agent
 
 
 class LeaseView:
-    """Opened with the first `advance`; the reading keeps the lease alive until `close`."""
+    """Opened with the first `advance`, unless the source has announced the lease; `close` it."""
 
     def __init__(self, source: PeerRank, request_id: str) -> None:
         self.source, self._request_id = source, request_id
@@ -31,22 +31,23 @@ class LeaseView:
         self._seal = (0, 0)
         self._reading: Reading | None = None
         self.announced = False
-        """It goes by an announcement: `confirm` waits for the answer."""
+        """It goes by an announcement, and has not opened the lease."""
 
     async def advance(self) -> None:
         """The next thing the source says: the first time its lease, later more tokens. The caller bounds the wait."""
         if self._reading is None:
-            self._reading = self.source.leases.open(self._request_id)
-            if self._reading.announced is not None:
+            announced = self.source.leases.announced(self._request_id)
+            if announced is not None:
                 self.announced = True
-                self._apply(self._reading.announced)
+                self._apply(announced)
                 return
+            self._reading = self.source.leases.open(self._request_id)
         self._apply(await self._reading.update())
 
     async def confirm(self) -> None:
-        """Have the source's own answer, if this goes by an announcement so far. The caller bounds the wait."""
+        """Open the lease, if this goes by an announcement so far. The caller bounds the wait."""
         if self.announced:
-            assert self._reading is not None
+            self._reading = self.source.leases.open(self._request_id)
             self._apply(await self._reading.update())
             self.announced = False
 
@@ -87,7 +88,7 @@ class LeaseView:
         if self._reading is not None:
             self._reading.close(complete=complete)
         elif complete:
-            self.source.leases.nothing_to_read(self._request_id)
+            self.source.leases.through(self._request_id)
 
 
 def views(peer: PeerEngine, request_id: str) -> tuple[list[LeaseView], list[LeaseView]]:
