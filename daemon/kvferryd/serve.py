@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -36,6 +37,9 @@ GRACE_S = 0.5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 32 << 20
 """glibc's own upper bound for the mmap threshold."""
+SWITCH_S = 2e-4
+"""How long a thread may hold the interpreter while another waits. Those of NIXL and of the copies have microseconds of
+work, and Python's 5 ms would be longer than most transfers."""
 MAX_RPCS = 8192
 """Calls and open streams at once: leases being read, orders followed, roster members."""
 
@@ -43,6 +47,7 @@ MAX_RPCS = 8192
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT: then drain, at most drain_timeout_s, and stop. A second signal stops at once."""
     logs.configure(config)
+    sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
     for warning in config.warnings():
         log.warning(warning)

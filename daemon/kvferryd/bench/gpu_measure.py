@@ -115,7 +115,7 @@ async def _records(reader: Engine, taken: Taken) -> list[list[TransferRecord]]:
 
 def _check_way(way: str, records: list[list[TransferRecord]]) -> None:
     paths = {record.path for request in records for record in request}
-    if len(paths) != 1 or way not in (AUTO, *paths):
+    if way != AUTO and paths != {way}:
         raise KvferryError("other_way", f"it went {' and '.join(sorted(paths))}, not {way}")
 
 

@@ -32,15 +32,13 @@ class Transfers:
         """Attempts of other ranks that ended before their order came here, or with it."""
         self._after: set[asyncio.Task[None]] = set()
         self._by_request: dict[tuple[str, str], Job] = {}
+        self.unfinished = 0
+        """Transfers of this rank that have not ended."""
         self.draining = False
         self._appeared = asyncio.Event()
 
     def __iter__(self) -> Iterator[Job]:
         return iter(list(self._by_id.values()))
-
-    @property
-    def unfinished(self) -> int:
-        return sum(not job.transfer.ended.is_set() for job in self._by_id.values())
 
     def get(self, transfer_id: str) -> Job:
         job = self._by_id.get(transfer_id)
@@ -162,6 +160,7 @@ class Transfers:
             self._config.way,
         )
         job = Job(transfer, past=after.past | set(after.origins.values()) if after else frozenset())
+        self.unfinished += 1
         self._by_id[transfer.transfer_id] = job
         self._by_request[engine.engine_id, request_id] = job
         self._appeared.set()
@@ -169,6 +168,7 @@ class Transfers:
         return job
 
     def _on_end(self, transfer: Transfer) -> None:
+        self.unfinished -= 1
         job = self._by_id[transfer.transfer_id]
         job.wake()
         self._finished[transfer.transfer_id] = job
