@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 
 import structlog
 
@@ -113,25 +113,18 @@ class Ferry:
     async def abort_request(self, request_id: str) -> AbortResult:
         """End the request on both sides: here, on the other ranks, and where its KV comes from."""
         check_request_id(request_id)
-        told = []
+        ranks, sources = [], []
         for job in self.jobs.of_request(request_id):
             engine, order = job.transfer.engine, job.transfer.order
-            told += [
-                self._tell(address, engine.engine_id, request_id, fan_out=False)
-                for rank, address in engine.members.items()
-                if rank != engine.rank
-            ]
+            ranks += self._tell_ranks(engine, request_id)
             if order is not None:
-                told.append(self._tell(order.address, order.engine_id, request_id, fan_out=True))
+                sources.append(self._tell(order.address, order.engine_id, request_id, fan_out=True))
         for engine in self.registry:
             if engine.leases.get(request_id) is not None:
-                told += [
-                    self._tell(address, engine.engine_id, request_id, fan_out=False)
-                    for rank, address in engine.members.items()
-                    if rank != engine.rank
-                ]
+                ranks += self._tell_ranks(engine, request_id)
         ended = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
-        replies = await asyncio.gather(*told)
+        # The readers first: to one that hears of its lease's end before, the transfer has failed.
+        replies = [*await asyncio.gather(*ranks), *await asyncio.gather(*sources)]
         return AbortResult(
             transfers_ended=sum(t for t, _ in ended) + sum(reply.transfers_ended for reply in replies),
             leases_ended=sum(leases for _, leases in ended) + sum(reply.leases_ended for reply in replies),
@@ -141,6 +134,14 @@ class Ferry:
         """(transfers, leases) ended on this rank."""
         ended = self.jobs.abort(engine, request_id, why)
         return int(ended), int(engine.leases.revoke(request_id, f"aborted: {why}"))
+
+    def _tell_ranks(self, engine: Engine, request_id: str) -> list[Coroutine[None, None, peer_pb2.AbortReply]]:
+        """The daemons of the engine's other ranks."""
+        return [
+            self._tell(address, engine.engine_id, request_id, fan_out=False)
+            for rank, address in engine.members.items()
+            if rank != engine.rank
+        ]
 
     async def _tell(self, address: str, engine_id: str, request_id: str, *, fan_out: bool) -> peer_pb2.AbortReply:
         """Best effort: a peer that does not hear of it has its own deadlines."""
@@ -156,10 +157,7 @@ class Ferry:
             return peer_pb2.AbortReply()
 
     async def fan_out_abort(self, engine: Engine, request_id: str) -> tuple[int, int]:
-        others = [address for rank, address in engine.members.items() if rank != engine.rank]
-        replies = await asyncio.gather(
-            *(self._tell(address, engine.engine_id, request_id, fan_out=False) for address in others)
-        )
+        replies = await asyncio.gather(*self._tell_ranks(engine, request_id))
         return sum(reply.transfers_ended for reply in replies), sum(reply.leases_ended for reply in replies)
 
     # ---- leases, engines, peers ----
