@@ -206,7 +206,10 @@ async def test_an_aborted_request_may_come_again_with_other_blocks(pair: Pair, r
     for _ in range(3):
         blocks = pair.decode.take(TOKENS)
         receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=pair.prefill.source()))
-        await until(lambda: is_in(pair.routers[0], request_id, TransferState.CONNECTING), "it waits for the publish")
+        for router in pair.routers:  # every rank's order has reached the others: none of this attempt comes late
+            await until(
+                lambda router=router: is_in(router, request_id, TransferState.CONNECTING), "it waits for the publish"
+            )
         await pair.decode.ranks[0].client.abort(request_id)
         await receiving
     kv, _ = await prefilled(pair, request_id, ttl_s=5)

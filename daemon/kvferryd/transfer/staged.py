@@ -37,13 +37,12 @@ from kvferryd.transport import Agent, Read, Span
 
 PATH = "staged"
 IN_FLIGHT = 8
-"""Slots that one transfer may have at once. Over NVLink 6 slots of 64 MiB are 1.3 ms of reading (300 GB/s): more than a
-slot takes to come round (two messages, a gather, a scatter)."""
+"""Slots that one transfer may have at once."""
 LEAST_NBYTES, DEPTH = 8 << 20, 4
 """A transfer is cut into at least DEPTH chunks, where that does not make them smaller than LEAST_NBYTES."""
-OPEN_S, CHUNK_S = 1e-3, 1e-4
+OPEN_S, CHUNK_S = 4e-3, 4e-4
 """What an estimate gives to the opening (a stream, the source's plan, the last word) and to each chunk's messages and
-launches: 84 MB in 0.96 ms, and 67, 34 and 17 MB chunks 3.55, 5.2 and 7.7 ms for 671 MB (facts/gpu.md, a prototype)."""
+launches: 8 MB take 4.3 ms, and 671 MB in chunks of 134 and of 67 MB 7.4 and 10.1 ms (docs/benchmarks.md)."""
 COPY_BYTES_PER_S = {"host": 3e9, "cuda": 600e9}
 """Of a gather or scatter (facts/gpu.md). The first chunk's gather and the last's scatter overlap with no READ."""
 GRACE_S = 1.0
