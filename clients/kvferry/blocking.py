@@ -145,13 +145,16 @@ class BlockingEngineClient:
         source: SourceBody | None = None,
         deadline_s: float = 0.0,
         priority: int = 0,
+        way: str = "",
     ) -> Future[Received]:
         """As `EngineClient.receive`, at once: the future has the outcome.
 
         Cancelling it aborts the transfer; another receive of the request begins when that one's blocks are safe.
         """
         return self._start(
-            self.client.receive(request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority)
+            self.client.receive(
+                request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority, way=way
+            )
         )
 
     def abort(self, request_id: str) -> None:

@@ -296,15 +296,17 @@ class EngineClient:
         source: SourceBody | None = None,
         deadline_s: float = 0.0,
         priority: int = 0,
+        way: str = "",
     ) -> Received:
         """Reserve these blocks for the request and wait for its KV.
 
         tokens: global range to move; None for all that is published, which the tables must then hold. source: where to
-        read from; None when a router orders it. Raises TransferFailed, or KvferryError when the reservation is refused.
+        read from; None when a router orders it. way: auto, direct, staged or mapped instead of what the daemon is
+        configured to do; only with a source. Raises TransferFailed, or KvferryError when the reservation is refused.
         When this call is cancelled it aborts the transfer, and ends when the blocks are safe, at most 5 s later.
         """
         request = engine_pb2.ReceiveRequest(
-            request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority
+            request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way
         )
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))

@@ -7,7 +7,7 @@ with their name; unknown fields of an answer are ignored, so that an old client 
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -43,6 +43,10 @@ class LeaseState(enum.StrEnum):
     @property
     def ended(self) -> bool:
         return self in (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.REVOKED)
+
+
+Way: TypeAlias = Literal["auto", "direct", "staged", "mapped"]
+WAYS: tuple[str, ...] = get_args(Way)
 
 
 class _Request(BaseModel):
@@ -95,7 +99,8 @@ class DestinationBody(_Request):
 
 
 class OrderBody(_Request):
-    """`priority`: higher goes first. `deadline_ms`: from acceptance; the daemon's default where absent.
+    """`priority`: higher goes first. `deadline_ms`: from acceptance; the daemon's default where absent. `way`: how to
+    move this one; as the daemon is configured where absent.
 
     `destination.engine_id` (or the daemon's only engine) says which engine receives.
     """
@@ -105,6 +110,7 @@ class OrderBody(_Request):
     destination: DestinationBody | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     deadline_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    way: Way | None = None
 
 
 class Ordered(_Answer):

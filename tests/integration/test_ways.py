@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 
+import httpx
 import pytest
 from fleet import Daemons
 from lives import engine_on, published
 from pair import Pair, prefilled
+from ranks import Shape, TestEngine
 
 from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody
 
 pytestmark = pytest.mark.anyio
 
@@ -43,3 +48,37 @@ async def test_a_forced_way_that_is_impossible_fails_and_says_why(
     assert (caught.value.code, caught.value.blocks_safe) == ("way_unavailable", True)
     (record,) = await router.transfers(request_id)
     assert (record.error.code, record.path) == ("way_unavailable", "")
+
+
+async def test_an_order_may_force_its_own_way(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
+    near, far = await daemons.start("own-way-source", 1, "--way", "staged"), await daemons.start("own-way", 2)
+    router = await stack.enter_async_context(RouterClient(far[0].url))
+    source, _ = await engine_on(stack, "own-way-source", near[0])
+    reader = await TestEngine.start("own-way", far, Shape.tp(2, num_blocks=16))
+    stack.push_async_callback(reader.close)
+    await published(source, request_id, readers=1)
+    receiving = asyncio.create_task(reader.outcomes(request_id, reader.take(50)))
+    await router.order(OrderBody(request_id=request_id, source=source.source(), way="mapped"))
+    for outcome in await receiving:  # the other rank was told as well
+        assert isinstance(outcome, TransferFailed)
+        assert outcome.code in ("way_unavailable", "rank_failed")
+    kv, _ = await published(source, f"{request_id}-2")
+    for way in ("direct", "auto"):
+        expected, blocks = reader.snapshot(), reader.take(50)
+        reader.write_into(expected, kv, blocks)
+        await reader.receive(f"{request_id}-2", blocks, source=source.source(), way=way)
+        assert not reader.differences(expected)
+        kv, _ = await published(source, f"{request_id}-2")
+
+
+async def test_there_is_no_other_way(pair: Pair, request_id: str) -> None:
+    with pytest.raises(KvferryError) as refused:
+        await pair.decode.ranks[0].client.receive(
+            request_id, pair.decode.take(10).tables(), source=pair.prefill.source(), way="teleport"
+        )
+    assert (refused.value.code, refused.value.value) == ("malformed_way", "teleport")
+    body = OrderBody(request_id=request_id, source=pair.prefill.source()).model_dump() | {"way": "teleport"}
+    async with httpx.AsyncClient(base_url=pair.decode.daemons[0].url, trust_env=False) as http:
+        answer = await http.post("/v1/transfers", json=body)
+    assert answer.status_code == 422
+    assert "way" in answer.text

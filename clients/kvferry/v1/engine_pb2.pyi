@@ -573,10 +573,13 @@ class ReceiveRequest(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     DEADLINE_S_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    WAY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     deadline_s: builtins.float
     """0: the daemon's default"""
     priority: builtins.int
+    way: builtins.str
+    """auto, direct, staged or mapped; empty: as the daemon is configured"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     @property
@@ -596,9 +599,10 @@ class ReceiveRequest(google.protobuf.message.Message):
         source: Global___Source | None = ...,
         deadline_s: builtins.float = ...,
         priority: builtins.int = ...,
+        way: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "way", b"way"]) -> None: ...
 
 Global___ReceiveRequest: typing_extensions.TypeAlias = ReceiveRequest
 

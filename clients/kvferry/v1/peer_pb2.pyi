@@ -738,6 +738,7 @@ class OrderRequest(google.protobuf.message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    WAY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
     request_id: builtins.str
@@ -748,6 +749,8 @@ class OrderRequest(google.protobuf.message.Message):
     """the rank that hands the order on"""
     attempt: builtins.str
     """its transfer: a request id may come again after a failure"""
+    way: builtins.str
+    """empty: as the daemon is configured"""
     @property
     def source(self) -> kvferry.v1.engine_pb2.Source: ...
     @property
@@ -769,9 +772,10 @@ class OrderRequest(google.protobuf.message.Message):
         traceparent: builtins.str = ...,
         rank: builtins.int = ...,
         attempt: builtins.str = ...,
+        way: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 

@@ -18,7 +18,7 @@ from kvferryd.engines import Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.peers import allow
-from kvferryd.transfer.check import check_destination, check_request_id, check_seconds, check_source
+from kvferryd.transfer.check import check_destination, check_request_id, check_seconds, check_source, check_way
 from kvferryd.transfer.orders import reservation
 from kvferryd.transfer.transfer import Order
 
@@ -139,6 +139,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         manifest = _registered(engine)
         check_request_id(request.request_id)
         check_seconds("deadline_s", request.deadline_s)
+        check_way(request.way)
         wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
         reserved = reservation(tables_from_proto(request.tables), wanted)
         check_destination(manifest, reserved.tables, reserved.tokens)
@@ -146,7 +147,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         if request.HasField("source"):
             source = request.source
             allow.check(source.address, self._ferry.config.allow_peers)
-            order = Order(source.engine_id, source.address, source.epoch, request.priority, request.deadline_s or None)
+            deadline_s = request.deadline_s or None
+            order = Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way)
         job = self._ferry.jobs.receive(engine, request.request_id, reserved, order, request.deadline_s or None)
         return engine_pb2.ReceiveReply(transfer_id=job.transfer.transfer_id, state=job.transfer.state.value)
 

@@ -18,7 +18,7 @@ from kvferryd.memory import Region
 from kvferryd.peers import allow
 from kvferryd.transfer.ahead import prepare_gather
 from kvferryd.transfer.arena import Arena
-from kvferryd.transfer.check import MAX_SECONDS, check_destination, check_request_id, check_seconds
+from kvferryd.transfer.check import MAX_SECONDS, check_destination, check_request_id, check_seconds, check_way
 from kvferryd.transfer.job import Origin
 from kvferryd.transfer.lease import ReaderId
 from kvferryd.transfer.orders import reservation
@@ -192,6 +192,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         source = request.source
         allow.check(source.address, ferry.config.allow_peers)
         check_seconds("deadline_s", request.deadline_s)
+        check_way(request.way)
         own = None
         if request.HasField("tables"):
             wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
@@ -204,6 +205,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             source.epoch,
             request.priority,
             request.deadline_s or None,
+            request.way,
             request.traceparent,
         )
         origin = Origin(request.rank, request.attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
+from kvferry.schemas import WAYS
 from kvferry.tables import Tables
 from kvferryd.plan.bind import destination_table_of, local_tokens, table_of
 
@@ -31,6 +32,14 @@ def check_seconds(field: str, seconds: float) -> None:
             field=field,
             value=seconds,
             remedy=f"0 for the default, or at most {MAX_SECONDS:g} seconds",
+        )
+
+
+def check_way(way: str) -> None:
+    """Empty stands for what is configured."""
+    if way not in ("", *WAYS):
+        raise KvferryError(
+            "malformed_way", "there is no such way", field="way", value=way, remedy=f"one of {', '.join(WAYS)}"
         )
 
 

@@ -17,6 +17,7 @@ def order_of(body: OrderBody, traceparent: str) -> Order:
         body.source.epoch or "",
         body.priority,
         body.deadline_ms / 1e3 if body.deadline_ms else None,
+        body.way or "",
         traceparent,
     )
 

@@ -71,6 +71,7 @@ class Ranks:
             traceparent=order.traceparent,
             rank=engine.rank,
             attempt=job.transfer.transfer_id,
+            way=order.way,
         )
         if reservation is not None:
             request.tables.CopyFrom(tables_to_proto(reservation.tables))

@@ -34,13 +34,14 @@ STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lo
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Who to read from. `deadline_s` counts from acceptance; None for the daemon's default."""
+    """Who to read from. `deadline_s` counts from acceptance; None for the daemon's default, as an empty `way`."""
 
     engine_id: str
     address: str
     epoch: str = ""
     priority: int = 0
     deadline_s: float | None = None
+    way: str = ""
     traceparent: str = field(default="", compare=False)
 
 
@@ -294,7 +295,7 @@ class Transfer:
                 bound = bind(peer.plan, tables, self.reservation.tables, wanted_now.tokens, states=last)
                 if bound.nbytes:
                     regions = {id: region.span for id, region in self.engine.regions.items()}
-                    choice = ways.choose(self._way, bound, self.engine, peer)
+                    choice = ways.choose((self.order.way if self.order else "") or self._way, bound, self.engine, peer)
                     if choice.path == staged.PATH and any(view.announced for view in read):
                         await together(view.confirm() for view in read)  # packing needs the lease's secret
                         continue
