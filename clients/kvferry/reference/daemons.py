@@ -13,7 +13,7 @@ from kvferry.manifest import ModelInfo
 from kvferry.memory import SharedRegion
 from kvferry.reference.cache import CacheGeometry, describe
 from kvferry.reference.config import EngineConfig, ModelConfig
-from kvferry.reference.handoff import Origin
+from kvferry.handoff import Origin
 from kvferry.tables import Tables
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from kvferry.reference.cache import axis_order
 from kvferry.reference.config import EngineConfig, ModelSource
 from kvferry.reference.daemons import Daemons, LoadFailed
 from kvferry.reference.fingerprint import fingerprint
-from kvferry.reference.handoff import Handoff, answer
+from kvferry.handoff import Handoff, answer
 from kvferry.reference.publication import Publication, first_token, tables_of
 from kvferry.reference.request import Output, Request, RequestState
 from kvferry.reference.scheduler import Occupancy, Scheduled, Scheduler, step_input
