@@ -21,7 +21,7 @@ from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service
 
 PYTHON = Path(__file__).parents[2] / ".venv-engines" / "bin" / "python"
 START_S = 240.0
-ANSWER_S = 120.0
+ANSWER_S = 240.0
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
 PREFILL_LEG = {
