@@ -60,10 +60,10 @@ class Engines(Fleet):
             "--max-model-len", "4096", "--max-num-batched-tokens", "512", *flags,
         ]  # fmt: skip
         if daemons:
+            extra = {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {})
             connector = {
                 "kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both",
-                "engine_id": name,
-                "kv_connector_extra_config": {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {}),
+                "engine_id": name, "kv_connector_extra_config": extra,
             }  # fmt: skip
             command += ["--tensor-parallel-size", str(len(daemons))]
             command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from engines import PREFILL_LEG, Pair, cache_usage, complete, pair, prompt, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from engines import MODEL, Pair, pair, prompt
 
+from engines import MODEL, Pair, pair, prompt
 from kvferry.reference.config import ModelConfig
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]

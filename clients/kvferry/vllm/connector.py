@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.admit(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return self._kv_cache_config.transfer_group_ids
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.loadable(request, num_computed_tokens)

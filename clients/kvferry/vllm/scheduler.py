@@ -125,9 +125,7 @@ class SchedulerSide:
         step, self._step = self._step, Step()
         return step
 
-    def _computing(
-        self, exchange: Exchange, reached: int, block_ids: Callable[[str], tuple[list[int], ...]]
-    ) -> None:
+    def _computing(self, exchange: Exchange, reached: int, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
         """A step that takes the request to `reached` tokens: publish with it what no later step will add to."""
         request = exchange.request
         prompt = request.num_prompt_tokens

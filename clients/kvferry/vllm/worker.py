@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -14,12 +15,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_sliding_window
 
+from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError
-from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo, Shard, TokenShard
-from kvferry.memory import CudaRegion, SharedRegion, cuda_memory
+from kvferry.manifest import ManifestBuilder, ModelInfo, Shard, TokenShard
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, cuda_memory
+from kvferry.torch_place import placed, region_nbytes
 from kvferry.vllm.fingerprint import fingerprint
 from kvferry.vllm.geometry import parts
-from kvferry.vllm.memory import inside, region_nbytes
 from kvferry.vllm.options import Options
 from kvferry.vllm.session import Session
 from kvferry.vllm.step import Address, Step
@@ -32,116 +34,99 @@ log = init_logger("vllm.kvferry.worker")
 
 
 class WorkerSide:
-    """One engine rank. The session begins here and ends with `close`."""
+    """One engine rank. The session with its daemon begins here and ends with `close`."""
 
     def __init__(self, config: VllmConfig, caches: KVCacheConfig, options: Options) -> None:
         self._config = config
-        self._num_blocks = caches.num_blocks
-        self._nbytes = caches.kv_cache_tensors[0].size
-        # Copied: the model runner adds layers that share another's cache to its groups later.
+        self._num_blocks, self._nbytes = caches.num_blocks, caches.kv_cache_tensors[0].size
+        # Names copied: the model runner adds layers that share another's cache to its groups later.
         self._groups = [
-            (str(group_id), caches.kv_cache_groups[group_id].kv_cache_spec, list(names))
-            for group_id in caches.transfer_group_ids
-            for names in [caches.kv_cache_groups[group_id].layer_names]
+            (str(i), caches.kv_cache_groups[i].kv_cache_spec, tuple(caches.kv_cache_groups[i].layer_names))
+            for i in caches.transfer_group_ids
         ]
         self._options = options
-        self._device = torch.device(config.device_config.device_type)
+        self._device: str = config.device_config.device_type
         parallel = config.parallel_config
         self._tp_rank, self._tp = get_tp_group().rank_in_group, parallel.tensor_parallel_size
         self._rank = get_pp_group().rank_in_group * self._tp + self._tp_rank
         self._world_size = parallel.pipeline_parallel_size * self._tp
-        socket = options.socket_of(
-            self._rank, self._world_size, get_tp_group().local_rank, parallel.data_parallel_index
+        dp_rank = parallel.data_parallel_index
+        socket = options.socket_of(self._rank, self._world_size, get_tp_group().local_rank, dp_rank)
+        self._daemon = BlockingEngineClient.connect(
+            socket,
+            engine_id=config.kv_transfer_config.engine_id,
+            epoch=config.instance_id,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout_s=options.connect_timeout_s,
         )
-        self._session = Session.connect(
-            options, socket, config.kv_transfer_config.engine_id, config.instance_id, self._rank, self._world_size
-        )
-        self._region: SharedRegion | CudaRegion | None = None
+        self._session = Session(self._daemon, options)
+        self._memory: SharedRegion | CudaRegion | CudaMemory | None = None
         log.info("rank %d of %d is with the daemon on %s", self._rank, self._world_size, socket)
 
     @property
     def address(self) -> Address:
-        return Address(self._session.client.peer_address)
+        return Address(self._daemon.peer_address)
 
     def pool(self) -> AbstractContextManager[None] | None:
         """The context for the allocation of the cache; None where vLLM is to allocate it as usual."""
         if self._options.memory == "adopted":
             return None
-        nbytes = region_nbytes(self._nbytes, self._device)
-        self._region = self._session.call(self._session.client.allocate(nbytes))
-        return inside(self._region)
+        self._memory = region = self._daemon.allocate(region_nbytes(self._nbytes, self._device))
+        return placed(region)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe every layer's cache to the daemon. Raises KvferryError."""
         began = time.monotonic()
-        memory = next(iter(caches.values())).untyped_storage()
-        if self._options.memory == "adopted":
-            if self._device.type != "cuda":
-                raise KvferryError(
-                    "bad_option",
-                    "host memory that vLLM allocated cannot be shared with a daemon",
-                    field="kv_connector_extra_config.memory",
-                    value="adopted",
-                    remedy='leave it at "owned"',
-                )
-            adopted = cuda_memory(memory.data_ptr(), memory.nbytes(), device=torch.cuda.current_device())
-            self._session.call(self._session.client.adopt(adopted))
-            kind, address, nbytes = adopted.kind, adopted.address, adopted.nbytes
-        else:
-            assert self._region is not None, "vLLM has allocated its cache without asking get_mem_pool_context"
-            kind, address, nbytes = self._region.kind, self._region.address, self._region.nbytes
-            if not address <= memory.data_ptr() <= memory.data_ptr() + self._nbytes <= address + nbytes:
-                raise KvferryError(
-                    "cache_elsewhere",
-                    "vLLM's cache does not lie in the daemon's memory",
-                    field="kv_caches",
-                    value=hex(memory.data_ptr()),
-                    remedy="this version of vLLM allocates it in another way than docs/vllm.md says: please report it",
-                )
-        manifest = self._describe(caches, kind, address, nbytes)
-        for note in self._session.call(self._session.client.register(manifest)):
-            log.warning("%s", note)
-        log.info("described %d components in %.1f s", len(manifest.components), time.monotonic() - began)
-
-    def _describe(self, caches: Mapping[str, torch.Tensor], kind: str, address: int, nbytes: int) -> Manifest:
+        storage = next(iter(caches.values())).untyped_storage()
+        memory = self._memory
+        if memory is None and self._device == "cuda":
+            memory = cuda_memory(storage.data_ptr(), storage.nbytes(), device=torch.cuda.current_device())
+            self._daemon.adopt(memory)
+        first = storage.data_ptr()
+        if memory is None or not memory.address <= first <= memory.address + memory.nbytes - self._nbytes:
+            raise KvferryError(
+                "cache_elsewhere",
+                "vLLM's cache does not lie in memory that the daemon can reach",
+                field="kv_connector_extra_config.memory",
+                value=self._options.memory,
+                remedy='"owned", or on a GPU "adopted"',
+            )
         config, parallel = self._config, self._config.parallel_config
-        total_heads, dcp = config.model_config.get_total_num_kv_heads(), parallel.decode_context_parallel_size
+        self._memory = memory
         builder = ManifestBuilder(
             config.kv_transfer_config.engine_id,
             config.instance_id,
             ModelInfo(name=config.model_config.model, fingerprint=fingerprint(config, self._options)),
             rank=self._rank,
             world_size=self._world_size,
-            parallel={"tp": self._tp, "pp": parallel.pipeline_parallel_size, "dcp": dcp},
-        ).region(0, kind, nbytes=nbytes, address=address)
-        layers = config.compilation_config.static_forward_context
+            parallel={"tp": self._tp, "pp": parallel.pipeline_parallel_size},
+        ).region(0, memory.kind, nbytes=memory.nbytes, address=memory.address)
+        self._describe(builder, caches)
+        for note in self._daemon.register(builder.build()):
+            log.warning("%s", note)
+        log.info("the daemon knows the cache of %d layers after %.1f s", len(caches), time.monotonic() - began)
+
+    def _describe(self, builder: ManifestBuilder, caches: Mapping[str, torch.Tensor]) -> None:
+        model, parallel = self._config.model_config, self._config.parallel_config
+        layers = self._config.compilation_config.static_forward_context
         seen: dict[int, int] = {}
         for group, spec, names in self._groups:
+            dcp = parallel.decode_context_parallel_size if spec.dcp_sharded else 1
+            share = TokenShard(rank=self._tp_rank % dcp, size=dcp, interleave=parallel.cp_kv_cache_interleave_size)
+            window = get_kv_cache_spec_sliding_window(spec)
             builder.group(
-                group,
-                num_blocks=self._num_blocks,
-                block_size=spec.block_size,
-                window=get_kv_cache_spec_sliding_window(spec),
-                token_shard=TokenShard(
-                    rank=self._tp_rank % dcp, size=dcp, interleave=parallel.cp_kv_cache_interleave_size
-                )
-                if dcp > 1 and spec.dcp_sharded
-                else None,
+                group, num_blocks=self._num_blocks, block_size=spec.block_size, window=window, token_shard=share
             )
             for name in names:
                 one = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-                index = extract_layer_index(name)
+                index, heads = extract_layer_index(name), caches[name].shape[1]
                 nth = seen[index] = seen.get(index, -1) + 1
-                shards = min(self._tp, one.max_tp_shards or total_heads)
-                heads = caches[name].shape[1]
+                shards = min(self._tp, one.max_tp_shards or model.get_total_num_kv_heads())
                 shard = Shard(axis="head", start=self._tp_rank * shards // self._tp * heads, total=shards * heads)
-                found = parts(layers[name], name, one, caches[name], self._num_blocks, config.model_config.dtype)
-                for part in found:
+                for part in parts(layers[name], name, one, caches[name], self._num_blocks, model.dtype):
                     label = f"{part.name}.{nth}" if nth else part.name
-                    builder.component(
-                        group, layer=index, name=label, array=part.view, axes=part.axes, shard=shard
-                    )
-        return builder.build()
+                    builder.component(group, layer=index, name=label, array=part.view, axes=part.axes, shard=shard)
 
     def revoke(self, step: Step) -> None:
         """Before anything else of a step, for its forward pass may overwrite these blocks."""
@@ -161,35 +146,30 @@ class WorkerSide:
             session.load(load)
         for load in step.release:
             session.release(load)
-        for request_id in step.refuse:
-            session.failed.append(request_id)
-            session.arrived.append(request_id)
+        session.failed.extend(step.refuse)
+        session.arrived.extend(step.refuse)
 
     def computed(self, step: Step) -> None:
         """The forward pass is under way: publish what it computes as soon as it has."""
-        if not step.computed:
-            return
         ready = None
-        if self._device.type == "cuda":
-            ready = torch.cuda.Event()
+        if step.computed and self._device == "cuda":
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         for publish in step.computed:
             self._session.publish(publish, ready)
 
     def results(self) -> KVConnectorTransferResults:
         """What has ended since the last step. Never waits."""
-        arrived = _drain(self._session.arrived)  # before `failed`, which is told first
-        return KVConnectorTransferResults(
-            finished_sending=_drain(self._session.sent),
-            finished_recving=arrived,
-            failed_recving=_drain(self._session.failed),
-        )
+        session = self._session
+        sent, arrived, failed = (_drain(ids) for ids in (session.sent, session.arrived, session.failed))
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=arrived, failed_recving=failed)
 
     def close(self) -> None:
-        self._session.close()
-        if self._region is not None:
-            self._region.close()
+        """What is published stays readable until it is read or expires."""
+        self._daemon.close()
+        if isinstance(self._memory, SharedRegion | CudaRegion):
+            self._memory.close()
 
 
-def _drain(queue: Any) -> set[str]:
-    return {queue.popleft() for _ in range(len(queue))}
+def _drain(ids: deque[str]) -> set[str]:
+    return {ids.popleft() for _ in range(len(ids))}

@@ -1,4 +1,4 @@
-"""Where vLLM's cache is allocated: inside `get_mem_pool_context`, in memory that the daemon owns."""
+"""Make torch allocate an engine's cache inside a region of either kind."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from kvferry.memory import CudaRegion, SharedRegion, torch_pool
 from kvferry.torch_pool import segment_nbytes
 
 
-def region_nbytes(nbytes: int, device: torch.device) -> int:
-    """What a region must have for a cache of `nbytes`."""
-    return segment_nbytes(nbytes) if device.type == "cuda" else nbytes
+def region_nbytes(nbytes: int, device: str) -> int:
+    """What a region must have for one tensor of `nbytes`."""
+    return segment_nbytes(nbytes) if device == "cuda" else nbytes
 
 
 @contextmanager
-def inside(region: SharedRegion | CudaRegion) -> Iterator[None]:
-    """vLLM's one allocation of its cache, `torch.zeros(nbytes, dtype=torch.int8)`, lies in the region.
+def placed(region: SharedRegion | CudaRegion) -> Iterator[None]:
+    """Inside, `torch.zeros(nbytes, dtype=torch.int8)` lies in the region, which is new.
 
-    On a GPU torch's own pools do that. Host memory has none: there the one call is answered with the region.
+    On a GPU torch's own pools do that (and for every other allocation too: see `torch_pool`). Host memory has no
+    pools: there the one call that asks for all of the region is answered with it.
     """
     place: AbstractContextManager[Any] = (
-        torch_pool(region) if isinstance(region, CudaRegion) else _Placed(region.tensor().view(torch.int8))
+        torch_pool(region) if isinstance(region, CudaRegion) else _Answered(region.tensor().view(torch.int8))
     )
     with place:
         yield
 
 
-class _Placed(TorchFunctionMode):
+class _Answered(TorchFunctionMode):
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
         self._memory = memory
