@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service
 PYTHON = Path(__file__).parents[2] / ".venv-engines" / "bin" / "python"
 START_S = 240.0
 ANSWER_S = 240.0
+SETTLE_S = 20.0
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
 PREFILL_LEG = {
@@ -167,3 +169,13 @@ def cache_usage(engine: Service) -> float:
         if line.startswith("vllm:kv_cache_usage_perc{"):
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError("the engine does not tell its cache usage")
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Engines and daemons are other processes: they can only be asked again."""
+    deadline = time.monotonic() + SETTLE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

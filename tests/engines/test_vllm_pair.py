@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from engines import PREFILL_LEG, Pair, cache_usage, complete, pair, prompt, tokens_of
+from engines import PREFILL_LEG, Pair, cache_usage, complete, eventually, pair, prompt, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 LENGTHS = [5, 31, 32, 33, 64, 65, 100, 250, 512, 513, 700, 1000, 1025, 1500]
-SETTLE_S = 20.0
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
     with pair(daemon_flags=("--lease-ttl-s", "60")) as both:
         yield both
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Engines and daemons are other processes: they can only be asked again."""
-    deadline = time.monotonic() + SETTLE_S
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def test_the_tokens_depend_on_the_whole_prompt(engines: Pair) -> None:
