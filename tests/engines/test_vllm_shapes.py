@@ -15,8 +15,8 @@ from kvferry.reference.config import ModelConfig
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 LENGTHS = [513, 5, 33, 96, 100, 1100]
-DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960)
-"""vLLM divides by 2 and by 3."""
+DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
+"""By 2 and by 3, as vLLM wants every dimension that it splits."""
 SLIDING = dataclasses.replace(MODEL, window=100, sliding=(True, False, True, False))
 
 
