@@ -7,7 +7,7 @@ ENGINES_VENV  ?= .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-all engines-venv test-engines lint format proto bench clean
+.PHONY: help setup demo test test-all engines-venv test-engines bench-vllm lint format proto bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ proto: $(READY) ## generate clients/kvferry/v1 from proto/
 
 bench: $(READY) ## the benchmarks of docs/benchmarks.md
 	@$(BIN)/kvferry bench
+
+bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, beside vLLM's NixlConnector
+	@$(BIN)/python tests/engines/bench_handover.py
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -53,22 +53,22 @@ class Engines(Fleet):
         transfer: dict[str, Any] | None = None,
         flags: Sequence[str] = (),
     ) -> Service:
-        """One engine with a rank per daemon; none: it stands alone. `options`: kv_connector_extra_config."""
+        """One engine with a rank per daemon; none: vLLM's own NixlConnector. `options`: kv_connector_extra_config."""
         port = self.free_port()
         command = [
+            "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}",
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
             "--host", HOST, "--port", str(port), "--dtype", "float32", "--seed", "0", "--enforce-eager",
             "--skip-tokenizer-init", "--block-size", str(block_size), "--kv-cache-memory-bytes", str(64 << 20),
             "--max-model-len", "4096", "--max-num-batched-tokens", "512", *flags,
         ]  # fmt: skip
+        connector: dict[str, Any] = {"kv_role": "kv_both", "engine_id": name, "kv_connector": "NixlConnector"}
         if daemons:
+            connector |= {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
             extra = {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {})
-            connector = {
-                "kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both",
-                "engine_id": name, "kv_connector_extra_config": extra,
-            }  # fmt: skip
-            command += ["--tensor-parallel-size", str(len(daemons))]
-            command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]
+            connector |= {"kv_connector_extra_config": extra}
+        command += ["--tensor-parallel-size", str(len(daemons) or 1)]
+        command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]
         process, log = self._start(f"vllm-{name}", command)
         return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
 
@@ -124,12 +124,15 @@ def pair(
     tp: tuple[int, int] = (1, 1),
     daemon_flags: Sequence[str] = (),
 ) -> Iterator[Pair]:
-    """Start both with their daemons. `prefill`, `decode`: for `Engines.vllm`."""
+    """Start both with their daemons, one for each rank. `prefill`, `decode`: for `Engines.vllm`. TP of 0: no daemon."""
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: make engines-venv installs one")
     fleet = Engines()
     try:
-        sides = [fleet.daemons(name, count, flags=daemon_flags) for name, count in zip(("p", "d"), tp, strict=True)]
+        sides = [
+            fleet.daemons(name, count, flags=daemon_flags) if count else []
+            for name, count in zip(("p", "d"), tp, strict=True)
+        ]
         asyncio.run(fleet.ready(*sides[0], *sides[1], timeout_s=60))
         model = fleet.model(config)
         engines = [
@@ -163,12 +166,16 @@ def tokens_of(response: httpx.Response) -> list[int]:
     return ids
 
 
+def metric(engine: Service, name: str) -> float:
+    for line in httpx.get(f"{engine.url}/metrics", trust_env=False).text.splitlines():
+        if line.startswith(f"vllm:{name}{{"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"the engine does not tell its {name}")
+
+
 def cache_usage(engine: Service) -> float:
     """The share of the engine's blocks that requests have."""
-    for line in httpx.get(f"{engine.url}/metrics", trust_env=False).text.splitlines():
-        if line.startswith("vllm:kv_cache_usage_perc{"):
-            return float(line.rsplit(" ", 1)[1])
-    raise AssertionError("the engine does not tell its cache usage")
+    return metric(engine, "kv_cache_usage_perc")
 
 
 def eventually(holds: Callable[[], bool]) -> bool:

@@ -136,7 +136,6 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """What does not depend on the step's forward pass."""
         session = self._session
-        self.revoke(step)  # vLLM calls for it itself only when it has preempted somebody
         for request_id in step.cancel:
             session.cancel(request_id)
         for publish in step.finished:
