@@ -31,9 +31,9 @@ def test_a_prefill_that_is_preempted_between_its_chunks(engines: Pair) -> None:
     """Others decode beside it and take its blocks; what it had published of them is withdrawn."""
     before = metric(engines.prefill, "num_preemptions_total")
     others = [prompt(150, seed=20 + i) for i in range(4)]
-    prompts = [prompt(700, seed=30 + i) for i in range(3)]
+    prompts = [prompt(700, seed=30 + i) for i in range(12)]
     with ThreadPoolExecutor(8) as pool:
-        decoding = [pool.submit(complete, engines.prefill, tokens, max_tokens=300) for tokens in others]
+        decoding = [pool.submit(complete, engines.prefill, tokens, max_tokens=500) for tokens in others]
         moved = [pool.submit(engines.handover, tokens) for tokens in prompts]
         tokens_moved = [one.result() for one in moved]
         assert all(tokens_of(one.result()) for one in decoding)
