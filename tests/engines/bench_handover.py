@@ -24,7 +24,7 @@ from engines import ANSWER_S, Pair, Service, pair, prompt
 
 LENGTHS = (33, 250, 700, 1500)
 FLIGHTS = (1, 8)
-REQUESTS = 16
+REQUESTS = 12
 CONNECTORS = ("kvferry", "NixlConnector")
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -79,12 +79,12 @@ def measure(both: Pair, seed: int, say: Callable[[str], None]) -> list[Row]:
         handover_ms(http, both, prompt(40, seed=seed))  # the first contact of the two engines
         for length in LENGTHS:
             for flight in FLIGHTS:
-                say(f"{length} tokens, {flight} in flight")
                 prompts = [prompt(length, seed=seed + 1 + flight * REQUESTS + i) for i in range(REQUESTS)]
                 before = cpu_seconds(both)
                 with ThreadPoolExecutor(flight) as pool:
                     times = list(pool.map(lambda tokens: handover_ms(http, both, tokens), prompts))
                 rows.append(Row(length, flight, times, cpu_seconds(both) - before))
+                say(f"{length} tokens, {flight} in flight: {statistics.median(times):.0f} ms")
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -124,3 +125,16 @@ def test_the_prefill_answer_has_what_routers_pass_on(engines: Pair) -> None:
     assert params["do_remote_decode"] is False
     assert params["remote_num_tokens"] == 77
     assert len(params["remote_block_ids"]) == 1
+
+
+def test_behind_the_proxy(engines: Pair) -> None:
+    proxy = engines.fleet.proxy(
+        engines.prefill, engines.decode, prefill_daemons=engines.prefill_daemons, decode_daemons=engines.decode_daemons
+    )
+    asyncio.run(engines.fleet.ready(proxy, timeout_s=30))
+    before = len(engines.transfers())
+    prompts = [prompt(60 + 150 * i, seed=11) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda tokens: complete(proxy, tokens), prompts))
+    assert [tokens_of(answer) for answer in answers] == [engines.alone(tokens) for tokens in prompts]
+    assert len(engines.transfers()) == before + 4

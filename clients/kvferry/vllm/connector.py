@@ -47,8 +47,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.admit(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
-        return groups
+        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.loadable(request, num_computed_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvferry.reference.fingerprint import sample_weights
 from kvferry.vllm.options import Options
@@ -22,8 +22,8 @@ def fingerprint(config: VllmConfig, options: Options) -> str:
     if options.fingerprint:
         return options.fingerprint
     model, load = config.model_config, config.load_config
-    said: dict[str, Any] = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in OF_THE_FILE}
-    said["computed_in"] = str(model.dtype), model.quantization
+    said = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in OF_THE_FILE}
+    said |= {"computed_in": [str(model.dtype), model.quantization]}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
     folder = Path(model.model)
     if load.load_format == "dummy":

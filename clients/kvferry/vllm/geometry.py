@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvferry.errors import KvferryError
 from kvferry.probing import locate
 
 
@@ -22,8 +24,11 @@ def parts(layer: Any, name: str, spec: Any, cache: torch.Tensor, num_blocks: int
 
     What `content` is, is the backend's affair: it is found by writing to block 0, vLLM's null block, which no request
     ever gets. A cache of anything but one key and one value per head and token is one component, moved as it is.
-    Raises KvferryError (`unknown_layout`).
+    Raises KvferryError: `unknown_layout`; `unsupported_cache` for a state, or one of several tokens.
     """
+    if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
+        remedy = "serve models of attention layers only"
+        raise KvferryError("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
     blocks = cache.view(num_blocks, -1, *cache.shape[1:])
     plain = cache.shape[1] == spec.num_kv_heads and cache.shape[3] == spec.head_size + spec.head_size_v
     if not plain or not spec.head_size_v or layer.get_attn_backend().forward_includes_kv_cache_update:

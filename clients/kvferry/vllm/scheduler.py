@@ -100,18 +100,17 @@ class SchedulerSide:
             if external:
                 self._step.refuse.append(request.request_id)
         elif exchange.origin is not None and external:
-            stop = _reach(exchange.origin, request)
-            tables = self._tables(block_ids, stop - external, stop)
-            self._step.load.append(Load(request.request_id, exchange.origin, tables, (stop - external, stop)))
+            start, stop = _reach(exchange.origin, request) - external, _reach(exchange.origin, request)
+            tables = self._tables(block_ids, start, stop)
+            self._step.load.append(Load(request.request_id, exchange.origin, tables, (start, stop)))
             exchange.origin, exchange.loading = None, True
         else:
             self._release(exchange)
 
     def arrived(self, request_ids: Sequence[str]) -> None:
         """Loads that have ended on every rank, well or not."""
-        for request_id in request_ids:
-            if (exchange := self._exchanges.get(request_id)) is not None:
-                exchange.loading = False
+        for request_id in self._exchanges.keys() & set(request_ids):
+            self._exchanges[request_id].loading = False
 
     def next_step(self, output: SchedulerOutput, block_ids: Callable[[str], tuple[list[int], ...]]) -> Step:
         """What the workers are to do with this step. `block_ids`: a request's blocks by group."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -17,13 +17,10 @@ from kvferry.errors import KvferryError
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Load, Publish
 
+if TYPE_CHECKING:
+    import torch
+
 log = init_logger("vllm.kvferry.session")
-
-
-class Event(Protocol):
-    """A CUDA event."""
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +45,7 @@ class Session:
         self.arrived: deque[str] = deque()
         self.failed: deque[str] = deque()
 
-    def publish(self, publish: Publish, ready: Event | None = None) -> None:
+    def publish(self, publish: Publish, ready: torch.cuda.Event | None = None) -> None:
         """In the order of calls for each request. `ready`: when the KV is in memory."""
         self._start(self._publish(publish, ready))
 
@@ -76,7 +73,7 @@ class Session:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self._daemon.start(_logged(work))
 
-    async def _publish(self, publish: Publish, ready: Event | None) -> None:
+    async def _publish(self, publish: Publish, ready: torch.cuda.Event | None) -> None:
         kept = self._kept.setdefault(publish.request_id, Kept())
         try:
             async with kept.order:

@@ -52,14 +52,11 @@ class WorkerSide:
         self._world_size = parallel.pipeline_parallel_size * self._tp
         dp_rank = parallel.data_parallel_index
         socket = options.socket_of(self._rank, self._world_size, get_tp_group().local_rank, dp_rank)
+        self._engine_id, self._epoch = config.kv_transfer_config.engine_id, config.instance_id
         self._daemon = BlockingEngineClient.connect(
-            socket,
-            engine_id=config.kv_transfer_config.engine_id,
-            epoch=config.instance_id,
-            rank=self._rank,
-            world_size=self._world_size,
+            socket, engine_id=self._engine_id, epoch=self._epoch, rank=self._rank, world_size=self._world_size,
             timeout_s=options.connect_timeout_s,
-        )
+        )  # fmt: skip
         self._session = Session(self._daemon, options)
         self._memory: SharedRegion | CudaRegion | CudaMemory | None = None
         log.info("rank %d of %d is with the daemon on %s", self._rank, self._world_size, socket)
@@ -83,24 +80,15 @@ class WorkerSide:
         if memory is None and self._device == "cuda":
             memory = cuda_memory(storage.data_ptr(), storage.nbytes(), device=torch.cuda.current_device())
             self._daemon.adopt(memory)
-        first = storage.data_ptr()
-        if memory is None or not memory.address <= first <= memory.address + memory.nbytes - self._nbytes:
-            raise KvferryError(
-                "cache_elsewhere",
-                "vLLM's cache does not lie in memory that the daemon can reach",
-                field="kv_connector_extra_config.memory",
-                value=self._options.memory,
-                remedy='"owned", or on a GPU "adopted"',
-            )
-        config, parallel = self._config, self._config.parallel_config
+        if memory is None or not 0 <= storage.data_ptr() - memory.address <= memory.nbytes - self._nbytes:
+            field, remedy = "kv_connector_extra_config.memory", '"owned", or on a GPU "adopted"'
+            what = "vLLM's cache does not lie in memory that the daemon can reach"
+            raise KvferryError("cache_elsewhere", what, field=field, value=self._options.memory, remedy=remedy)
         self._memory = memory
+        model = ModelInfo(name=self._config.model_config.model, fingerprint=fingerprint(self._config, self._options))
+        parallel = {"tp": self._tp, "pp": self._world_size // self._tp}
         builder = ManifestBuilder(
-            config.kv_transfer_config.engine_id,
-            config.instance_id,
-            ModelInfo(name=config.model_config.model, fingerprint=fingerprint(config, self._options)),
-            rank=self._rank,
-            world_size=self._world_size,
-            parallel={"tp": self._tp, "pp": parallel.pipeline_parallel_size},
+            self._engine_id, self._epoch, model, rank=self._rank, world_size=self._world_size, parallel=parallel
         ).region(0, memory.kind, nbytes=memory.nbytes, address=memory.address)
         self._describe(builder, caches)
         for note in self._daemon.register(builder.build()):
@@ -122,9 +110,10 @@ class WorkerSide:
                 one = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
                 index, heads = extract_layer_index(name), caches[name].shape[1]
                 nth = seen[index] = seen.get(index, -1) + 1
+                found = parts(layers[name], name, one, caches[name], self._num_blocks, model.dtype)
                 shards = min(self._tp, one.max_tp_shards or model.get_total_num_kv_heads())
                 shard = Shard(axis="head", start=self._tp_rank * shards // self._tp * heads, total=shards * heads)
-                for part in parts(layers[name], name, one, caches[name], self._num_blocks, model.dtype):
+                for part in found:
                     label = f"{part.name}.{nth}" if nth else part.name
                     builder.component(group, layer=index, name=label, array=part.view, axes=part.axes, shard=shard)
 
