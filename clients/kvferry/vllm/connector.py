@@ -38,6 +38,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, options)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return False  # the cache is the daemon's: vLLM cannot unmap it
+
     # The scheduler's side.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Address]) -> None:
