@@ -156,15 +156,10 @@ class SchedulerSide:
             self._step.finished.append(Publish(request.request_id, tables, num_tokens, True, told))
         self._step.hold.append(request.request_id)
         found = answer(
-            engine_id=self._engine_id,
-            epoch=self._epoch,
-            address=self._address,
-            request_id=request.request_id,
-            block_ids=[block_ids[group_id] for group_id, _ in self._groups],
-            num_tokens=num_tokens,
-            tp=self._parallel.tensor_parallel_size,
-            second_turn=not handoff.do_remote_decode,
-        )
+            engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
+            block_ids=[block_ids[group_id] for group_id, _ in self._groups], num_tokens=num_tokens,
+            tp=self._parallel.tensor_parallel_size, second_turn=not handoff.do_remote_decode,
+        )  # fmt: skip
         return True, found.model_dump()
 
     def _revoke(self, exchange: Exchange) -> None:
