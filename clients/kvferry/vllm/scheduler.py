@@ -183,7 +183,7 @@ class SchedulerSide:
             span = size * (self._parallel.decode_context_parallel_size if group.kv_cache_spec.dcp_sharded else 1)
             first, end = start // span, -(-stop // span)
             ids = block_ids[group_id][:end]
-            while first < end and ids[first] == NULL_BLOCK:
+            while first < len(ids) and ids[first] == NULL_BLOCK:
                 first += 1
             tables[str(group_id)] = BlockTable.of(ids[first:], first * size)
         return tables

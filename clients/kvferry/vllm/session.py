@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 log = init_logger("vllm.kvferry.session")
+GONE_S = 5.0
+"""How long after a call that failed a daemon that is gone is known to be gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,10 +109,13 @@ class Session:
 
     async def _revoke(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
-        if kept is None or self._client.closed.is_set():  # a daemon that is gone serves no reader
+        if kept is None:
             return
         async with kept.order:
-            await self._client.abort(request_id)
+            try:
+                await self._client.abort(request_id)
+            except KvferryError:  # a daemon that is gone serves no reader
+                await asyncio.wait_for(self._client.closed.wait(), GONE_S)
 
     async def _load(self, load: Load) -> None:
         whole = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -74,7 +73,6 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe every layer's cache to the daemon. Raises KvferryError."""
-        began = time.monotonic()
         storage = next(iter(caches.values())).untyped_storage()
         memory = self._memory
         if memory is None and self._device == "cuda":
@@ -93,7 +91,7 @@ class WorkerSide:
         self._describe(builder, caches)
         for note in self._daemon.register(builder.build()):
             log.warning("%s", note)
-        log.info("the daemon knows the cache of %d layers after %.1f s", len(caches), time.monotonic() - began)
+        log.info("the daemon knows the cache of %d layers", len(caches))
 
     def _describe(self, builder: ManifestBuilder, caches: Mapping[str, torch.Tensor]) -> None:
         model, parallel = self._config.model_config, self._config.parallel_config
