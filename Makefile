@@ -10,7 +10,7 @@ export NIXL_LOG_LEVEL ?= ERROR
 .PHONY: help setup demo test test-all engines-venv test-engines bench-vllm lint format proto bench clean
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install the development environment into .venv
 
