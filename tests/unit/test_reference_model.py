@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kvferry.errors import KvferryError
+from kvferry.handoff import Handoff, answer
 from kvferry.manifest import Manifest, ModelInfo
 from kvferry.reference.blocks import BlockPool, prefix_hashes
 from kvferry.reference.cache import LAYOUTS, VIEW_AXES, CacheGeometry, describe
 from kvferry.reference.config import PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
 from kvferry.reference.fingerprint import fingerprint
-from kvferry.reference.handoff import Handoff, answer
 from kvferry.reference.model import Chunk, Decoder, map_cache
 from kvferry.reference.request import Request, RequestState
 from kvferry.reference.scheduler import Scheduler, step_input

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.errors import KvferryError
-from kvferry.reference.handoff import Handoff
+from kvferry.handoff import Handoff
 from kvferry.reference.request import Request
 from kvferry.reference.tokenizer import Tokenizer
 

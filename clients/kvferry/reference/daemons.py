@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from kvferry.engine import EngineClient, Lease, Received, TransferFailed
 from kvferry.errors import KvferryError
+from kvferry.handoff import Origin
 from kvferry.manifest import ModelInfo
 from kvferry.memory import SharedRegion
 from kvferry.reference.cache import CacheGeometry, describe
 from kvferry.reference.config import EngineConfig, ModelConfig
-from kvferry.reference.handoff import Origin
 from kvferry.tables import Tables
 
 T = TypeVar("T")

@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 from kvferry.errors import KvferryError
+from kvferry.handoff import Handoff, answer
 from kvferry.manifest import ModelInfo
 from kvferry.reference.cache import axis_order
 from kvferry.reference.config import EngineConfig, ModelSource
 from kvferry.reference.daemons import Daemons, LoadFailed
 from kvferry.reference.fingerprint import fingerprint
-from kvferry.reference.handoff import Handoff, answer
 from kvferry.reference.publication import Publication, first_token, tables_of
 from kvferry.reference.request import Output, Request, RequestState
 from kvferry.reference.scheduler import Occupancy, Scheduled, Scheduler, step_input

@@ -42,11 +42,16 @@ def fingerprint(source: ModelSource) -> str:
     if source.checkpoint is None:
         digest.update(f"seed {source.seed}".encode())
     else:
-        for path in weight_files(source.checkpoint):
-            nbytes = path.stat().st_size
-            digest.update(f"{path.name} {nbytes}".encode())
-            with path.open("rb") as file:
-                for i in range(_SAMPLES):
-                    file.seek(i * max(0, nbytes - _SAMPLE_NBYTES) // (_SAMPLES - 1))
-                    digest.update(file.read(_SAMPLE_NBYTES))
+        sample_weights(source.checkpoint, digest)
     return digest.hexdigest()[:32]
+
+
+def sample_weights(folder: Path, digest: hashlib._Hash) -> None:
+    """Feed a sample of a checkpoint folder's weights. Raises KvferryError (`malformed_checkpoint`)."""
+    for path in weight_files(folder):
+        nbytes = path.stat().st_size
+        digest.update(f"{path.name} {nbytes}".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(i * max(0, nbytes - _SAMPLE_NBYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_NBYTES))

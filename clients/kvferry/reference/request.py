@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry.errors import KvferryError
-from kvferry.reference.handoff import Handoff, Origin
+from kvferry.handoff import Handoff, Origin
 
 FinishReason = Literal["stop", "length"]
 

@@ -1,0 +1,13 @@
+"""vLLM's KV connector for kvferry.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvferryConnector",
+        "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}'
+
+vLLM makes one connector in its scheduler, which knows requests and block tables, and one in every worker, which has the
+memory and the session with the daemon. They speak in one direction, by the Step that goes with every engine step, and
+in the other by what vLLM itself gathers from the workers: what has been read and what has arrived. docs/vllm.md.
+"""
+
+from kvferry.vllm.connector import KvferryConnector
+
+__all__ = ["KvferryConnector"]

@@ -1,0 +1,65 @@
+"""kv_connector_extra_config: what can be set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvferry.errors import KvferryError
+
+Seconds = Annotated[float, Field(ge=0, le=86400)]
+
+
+class Options(BaseModel):
+    """docs/vllm.md says when to change which."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    socket: str = "/run/kvferry/engine.sock"
+    """Where the daemon beside a worker listens: {rank} (of the engine), {local_rank} (of the host), {dp_rank}."""
+    connect_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    load_timeout_s: Seconds = 0.0
+    """How long KV may take to arrive; 0 for the daemon's default."""
+    lease_ttl_s: Seconds = 0.0
+    """How long finished KV is kept for a reader that does not come; 0 for the daemon's default."""
+    memory: Literal["owned", "adopted"] = "owned"
+    """Whose memory the cache is: the daemon's, or vLLM's own, handed over (GPU only)."""
+    progressive: bool = False
+    """Publish every chunk of a chunked prefill, for routers that start both legs at once."""
+    second_turn: bool = False
+    """Keep the KV of what was decoded here, for the prefill of the conversation's next turn."""
+    fingerprint: str = ""
+    """What both sides must have in common; empty: derived from the model's configuration and weights."""
+
+    @classmethod
+    def parse(cls, extra: dict[str, Any]) -> Options:
+        """Raises KvferryError (`bad_option`) naming the option."""
+        try:
+            return cls.model_validate(extra)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(["kv_connector_extra_config", *(str(part) for part in first["loc"])])
+            raise KvferryError(
+                "bad_option",
+                f"{field}: {first['msg']}",
+                field=field,
+                value=first.get("input", ""),
+                remedy=f"one of {', '.join(cls.model_fields)}: see docs/vllm.md",
+            ) from None
+
+    def socket_of(self, rank: int, world_size: int, local_rank: int, dp_rank: int) -> str:
+        """Raises KvferryError (`bad_option`)."""
+        try:
+            path = self.socket.format(rank=rank, local_rank=local_rank, dp_rank=dp_rank)
+        except (KeyError, IndexError, ValueError):
+            path = ""
+        if not path or (world_size > 1 and path == self.socket):
+            raise KvferryError(
+                "bad_option",
+                f"every one of {world_size} ranks needs a daemon of its own",
+                field="kv_connector_extra_config.socket",
+                value=self.socket,
+                remedy="name them apart, for example /run/kvferry/engine-{rank}.sock",
+            )
+        return path

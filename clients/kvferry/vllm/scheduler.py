@@ -1,0 +1,194 @@
+"""The connector in vLLM's scheduler: which tokens of which request are read from where, and which are kept for whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import is_full_attention_spec
+from vllm.v1.request import RequestStatus
+
+from kvferry.errors import KvferryError
+from kvferry.handoff import Handoff, Origin, answer
+from kvferry.tables import BlockTable
+from kvferry.vllm.options import Options
+from kvferry.vllm.step import Address, Load, Publish, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = init_logger("vllm.kvferry.scheduler")
+NULL_BLOCK = 0
+"""What stands in a block table where a sliding window has passed; no request ever gets it."""
+COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request's part in P/D, until vLLM is done with it."""
+
+    request: Request
+    handoff: Handoff
+    origin: Origin | None = None
+    """Where its KV is to be read from; None once that is under way."""
+    problem: KvferryError | None = None
+    """Why its kv_transfer_params cannot be followed."""
+    loading: bool = False
+    published: bool = False
+    complete: bool = False
+    """All that will ever be published has been."""
+
+
+class SchedulerSide:
+    """`Step` by step: what vLLM asks and tells its scheduler's connector is gathered for the workers."""
+
+    def __init__(self, config: VllmConfig, caches: KVCacheConfig, options: Options) -> None:
+        self._options = options
+        self._parallel = config.parallel_config
+        self._engine_id: str = config.kv_transfer_config.engine_id
+        self._epoch: str = config.instance_id
+        self._groups = [(group_id, caches.kv_cache_groups[group_id]) for group_id in caches.transfer_group_ids]
+        self._early = all(is_full_attention_spec(group.kv_cache_spec) for _, group in self._groups)
+        """Whether blocks stay a request's own until it ends. Others leave it as its window moves on."""
+        self._address = ""
+        self._exchanges: dict[str, Exchange] = {}
+        self._step = Step()
+
+    def reached_at(self, workers: Mapping[tuple[int, int], Address]) -> None:
+        """Rank 0's daemon: from there the others are found."""
+        self._address = workers[min(workers)].address
+
+    def admit(self, request: Request) -> None:
+        """A new request. Its kv_transfer_params come from a public body: nothing in them may harm anyone else."""
+        params = request.kv_transfer_params
+        if params is None or params == {}:
+            return
+        exchange = self._exchanges[request.request_id] = Exchange(request, Handoff())
+        try:
+            exchange.handoff = Handoff.parse(params)
+            exchange.origin = exchange.handoff.origin(request.request_id, request.num_prompt_tokens)
+        except KvferryError as error:
+            exchange.problem = error
+        if not isinstance(params, dict):
+            request.kv_transfer_params = None  # vLLM reads it as a mapping
+
+    def loadable(self, request: Request, computed: int) -> tuple[int, bool]:
+        """How many tokens after the first `computed` are read from elsewhere, between steps. Asked any number of times.
+
+        A request that is refused asks for one token, which then fails to arrive: the one way vLLM has to end it.
+        """
+        exchange = self._exchanges.get(request.request_id)
+        if exchange is None:
+            return 0, False
+        count = 1 if exchange.problem else _reach(exchange.origin, request) - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Request, block_ids: tuple[list[int], ...], external: int) -> None:
+        """The request has blocks, `external` tokens of which are to be read. Comes again without any after that."""
+        exchange = self._exchanges.get(request.request_id)
+        if exchange is None:
+            return
+        if exchange.problem is not None:
+            log.warning("request %s: %s", request.request_id, exchange.problem)
+            exchange.problem = None
+            if external:
+                self._step.refuse.append(request.request_id)
+        elif exchange.origin is not None and external:
+            start, stop = _reach(exchange.origin, request) - external, _reach(exchange.origin, request)
+            tables = self._tables(block_ids, start, stop)
+            self._step.load.append(Load(request.request_id, exchange.origin, tables, (start, stop)))
+            exchange.origin, exchange.loading = None, True
+        else:
+            self._release(exchange)
+
+    def arrived(self, request_ids: Sequence[str]) -> None:
+        """Loads that have ended on every rank, well or not."""
+        for request_id in self._exchanges.keys() & set(request_ids):
+            self._exchanges[request_id].loading = False
+
+    def next_step(self, output: SchedulerOutput, block_ids: Callable[[str], tuple[list[int], ...]]) -> Step:
+        """What the workers are to do with this step. `block_ids`: a request's blocks by group."""
+        for request_id in output.preempted_req_ids or ():
+            if (exchange := self._exchanges.get(request_id)) is not None:
+                self._revoke(exchange)
+        for request_id, count in output.num_scheduled_tokens.items():
+            exchange = self._exchanges.get(request_id)
+            if exchange is not None and exchange.handoff.do_remote_decode and self._early and not exchange.complete:
+                self._computing(exchange, exchange.request.num_computed_tokens + count, block_ids)
+        step, self._step = self._step, Step()
+        return step
+
+    def _computing(self, exchange: Exchange, reached: int, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
+        """A step that takes the request to `reached` tokens: publish with it what no later step will add to."""
+        request = exchange.request
+        prompt = request.num_prompt_tokens
+        last = reached >= prompt and request.max_tokens == 1
+        if not last and not (self._options.progressive and request.num_computed_tokens < prompt):
+            return
+        num_tokens = min(reached, prompt)
+        tables = self._tables(block_ids(request.request_id), 0, num_tokens)
+        self._step.computed.append(Publish(request.request_id, tables, num_tokens, last))
+        exchange.published, exchange.complete = True, last
+
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """(whether its blocks wait for readers, what the router is told). vLLM itself waits for loads under way."""
+        exchange = self._exchanges.pop(request.request_id, None)
+        if exchange is None:
+            return False, None
+        if exchange.loading:
+            self._step.cancel.append(request.request_id)
+        self._release(exchange)
+        handoff = exchange.handoff
+        keep = handoff.do_remote_decode or (handoff.do_remote_prefill and self._options.second_turn)
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
+        if not keep or request.status not in COMPLETE or num_tokens < 1:
+            self._revoke(exchange)
+            return False, None
+        if not exchange.complete:
+            told = json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
+            tables = self._tables(block_ids, 0, num_tokens)
+            self._step.finished.append(Publish(request.request_id, tables, num_tokens, True, told))
+        self._step.hold.append(request.request_id)
+        found = answer(
+            engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
+            block_ids=[block_ids[group_id] for group_id, _ in self._groups], num_tokens=num_tokens,
+            tp=self._parallel.tensor_parallel_size, second_turn=not handoff.do_remote_decode,
+        )  # fmt: skip
+        return True, found.model_dump()
+
+    def _revoke(self, exchange: Exchange) -> None:
+        if exchange.published:
+            self._step.revoke.append(exchange.request.request_id)
+            exchange.published = exchange.complete = False
+
+    def _release(self, exchange: Exchange) -> None:
+        """Nothing is read: the source need not keep it."""
+        if exchange.origin is not None:
+            stop = exchange.origin.num_tokens
+            nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
+            self._step.release.append(Load(exchange.request.request_id, exchange.origin, nothing, (stop, stop)))
+            exchange.origin = None
+
+    def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
+        """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed."""
+        tables = {}
+        for group_id, group in self._groups:
+            size = group.kv_cache_spec.block_size
+            span = size * (self._parallel.decode_context_parallel_size if group.kv_cache_spec.dcp_sharded else 1)
+            first, end = start // span, -(-stop // span)
+            ids = block_ids[group_id][:end]
+            while first < len(ids) and ids[first] == NULL_BLOCK:
+                first += 1
+            tables[str(group_id)] = BlockTable.of(ids[first:], first * size)
+        return tables
+
+
+def _reach(origin: Origin | None, request: Request) -> int:
+    """How many of the request's first tokens another engine has."""
+    return min(origin.num_tokens, request.num_prompt_tokens) if origin is not None else 0

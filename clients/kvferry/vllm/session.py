@@ -1,0 +1,153 @@
+"""What a worker asks of its daemon, on the client's event loop: the worker itself does not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from kvferry.blocking import BlockingEngineClient
+from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.vllm.options import Options
+from kvferry.vllm.step import Load, Publish
+
+if TYPE_CHECKING:
+    import torch
+
+log = init_logger("vllm.kvferry.session")
+GONE_S = 5.0
+"""How long after a call that failed a daemon that is gone is known to be gone."""
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A request that is published. `held`: the scheduler waits for the end of its lease. `over`: it has ended."""
+
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    held: bool = False
+    over: bool = False
+
+
+class Session:
+    """`sent`, `arrived` and `failed` are for the worker to empty; who is in `failed` is in `arrived` a moment later."""
+
+    def __init__(self, daemon: BlockingEngineClient, options: Options) -> None:
+        self._daemon = daemon
+        self._client = daemon.client
+        self._options = options
+        self._kept: dict[str, Kept] = {}
+        self._loading: dict[str, str] = {}
+        self.sent: deque[str] = deque()
+        self.arrived: deque[str] = deque()
+        self.failed: deque[str] = deque()
+
+    def publish(self, publish: Publish, ready: torch.cuda.Event | None = None) -> None:
+        """In the order of calls for each request. `ready`: when the KV is in memory."""
+        self._start(self._publish(publish, ready))
+
+    def hold(self, request_id: str) -> None:
+        """Report the request in `sent` once nobody reads its blocks any more."""
+        self._start(self._hold(request_id))
+
+    def load(self, load: Load) -> None:
+        """Report the request in `arrived` when its KV is there, or never will be and its blocks are safe."""
+        self._loading[load.request_id] = load.origin.request_id
+        self._start(self._load(load))
+
+    def release(self, load: Load) -> None:
+        self._start(self._receive(load))
+
+    def cancel(self, request_id: str) -> None:
+        """The load will not be needed: it is reported as any other, sooner."""
+        if (remote := self._loading.get(request_id)) is not None:
+            self._start(self._client.abort(remote))
+
+    def revoke(self, request_id: str) -> None:
+        """When this returns no read of the request's blocks will be taken for whole. Raises KvferryError."""
+        self._daemon.call(self._revoke(request_id))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._daemon.start(_logged(work))
+
+    async def _publish(self, publish: Publish, ready: torch.cuda.Event | None) -> None:
+        kept = self._kept.setdefault(publish.request_id, Kept())
+        try:
+            async with kept.order:
+                if self._kept.get(publish.request_id) is not kept:
+                    return  # revoked meanwhile
+                if ready is not None:
+                    await asyncio.to_thread(ready.synchronize)
+                lease = await self._client.publish(
+                    publish.request_id,
+                    publish.tables,
+                    publish.num_tokens,
+                    more=not publish.last,
+                    metadata=publish.metadata,
+                    ttl_s=self._options.lease_ttl_s,
+                )
+            if publish.last:
+                await lease.ended()
+        finally:
+            kept.over = publish.last
+            self._report(publish.request_id, kept)
+
+    async def _hold(self, request_id: str) -> None:
+        kept = self._kept[request_id]
+        kept.held = True
+        self._report(request_id, kept)
+
+    def _report(self, request_id: str, kept: Kept) -> None:
+        if kept.held and kept.over and self._kept.get(request_id) is kept:
+            del self._kept[request_id]
+            self.sent.append(request_id)
+
+    async def _revoke(self, request_id: str) -> None:
+        kept = self._kept.pop(request_id, None)
+        if kept is None:
+            return
+        async with kept.order:
+            try:
+                await self._client.abort(request_id)
+            except KvferryError:  # a daemon that is gone serves no reader
+                await asyncio.wait_for(self._client.closed.wait(), GONE_S)
+
+    async def _load(self, load: Load) -> None:
+        whole = False
+        try:
+            await self._receive(load)
+            whole = True
+        finally:
+            if not whole:
+                self.failed.append(load.request_id)
+            self._loading.pop(load.request_id, None)
+            self.arrived.append(load.request_id)
+
+    async def _receive(self, load: Load) -> None:
+        try:
+            await self._client.receive(
+                load.origin.request_id,
+                load.tables,
+                load.tokens,
+                source=load.origin.source,
+                deadline_s=self._options.load_timeout_s,
+            )
+        except TransferFailed as error:
+            with suppress(KvferryError):  # the daemon is gone, and its reads with it
+                await error.quiesced()
+            raise
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except KvferryError as error:
+        log.warning("%s", error)
+    except Exception:
+        log.exception("kvferry's connector failed")
+        raise

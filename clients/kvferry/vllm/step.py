@@ -1,0 +1,59 @@
+"""What the scheduler's connector tells the workers' with each engine step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+from kvferry.handoff import Origin
+from kvferry.tables import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """The KV of tokens [0, num_tokens) is in these blocks; `last` when no more follows."""
+
+    request_id: str
+    tables: dict[str, BlockTable]
+    num_tokens: int
+    last: bool
+    metadata: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read tokens [start, stop) from another engine. No tokens and empty tables: only tell it that it is done."""
+
+    request_id: str
+    origin: Origin
+    tables: dict[str, BlockTable]
+    tokens: tuple[int, int]
+
+
+@dataclass(slots=True)
+class Step(KVConnectorMetadata):
+    """In the order in which a worker sees to them."""
+
+    revoke: list[str] = field(default_factory=list)
+    """Requests whose blocks other requests may get in this very step: nobody may read them any more."""
+    cancel: list[str] = field(default_factory=list)
+    """Requests that were aborted while their KV was on its way."""
+    finished: list[Publish] = field(default_factory=list)
+    """The KV of requests that are over, all of it computed in earlier steps."""
+    hold: list[str] = field(default_factory=list)
+    """Requests whose blocks wait for their readers: report each once, when its lease has ended."""
+    load: list[Load] = field(default_factory=list)
+    release: list[Load] = field(default_factory=list)
+    """KV that is not needed after all."""
+    refuse: list[str] = field(default_factory=list)
+    """Requests whose kv_transfer_params mean nothing: report them as failed loads."""
+    computed: list[Publish] = field(default_factory=list)
+    """KV that is there when this step has been computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address(KVConnectorHandshakeMetadata):
+    """host:port at which other daemons reach a worker's daemon."""
+
+    address: str

@@ -1,0 +1,162 @@
+"""The connector in a vLLM worker: the cache's memory and manifest, and what each step publishes, loads and reports."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_sliding_window
+
+from kvferry.blocking import BlockingEngineClient
+from kvferry.errors import KvferryError
+from kvferry.manifest import ManifestBuilder, ModelInfo, Shard, TokenShard
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
+from kvferry.torch_place import placed, region_nbytes
+from kvferry.vllm.fingerprint import fingerprint
+from kvferry.vllm.geometry import parts
+from kvferry.vllm.options import Options
+from kvferry.vllm.session import Session
+from kvferry.vllm.step import Address, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = init_logger("vllm.kvferry.worker")
+
+
+class WorkerSide:
+    """One engine rank. The session with its daemon begins here and ends with `close`."""
+
+    def __init__(self, config: VllmConfig, caches: KVCacheConfig, options: Options) -> None:
+        self._config = config
+        self._num_blocks, self._nbytes = caches.num_blocks, caches.kv_cache_tensors[0].size
+        # Names copied: the model runner adds layers that share another's cache to its groups later.
+        self._groups = [
+            (str(i), caches.kv_cache_groups[i].kv_cache_spec, tuple(caches.kv_cache_groups[i].layer_names))
+            for i in caches.transfer_group_ids
+        ]
+        self._options = options
+        self._device: str = config.device_config.device_type
+        parallel = config.parallel_config
+        self._tp_rank, self._tp = get_tp_group().rank_in_group, parallel.tensor_parallel_size
+        self._rank = get_pp_group().rank_in_group * self._tp + self._tp_rank
+        self._world_size = parallel.pipeline_parallel_size * self._tp
+        dp_rank = parallel.data_parallel_index
+        socket = options.socket_of(self._rank, self._world_size, get_tp_group().local_rank, dp_rank)
+        self._engine_id, self._epoch = config.kv_transfer_config.engine_id, config.instance_id
+        self._daemon = BlockingEngineClient.connect(
+            socket, engine_id=self._engine_id, epoch=self._epoch, rank=self._rank, world_size=self._world_size,
+            timeout_s=options.connect_timeout_s,
+        )  # fmt: skip
+        self._session = Session(self._daemon, options)
+        self._memory: SharedRegion | CudaRegion | CudaMemory | VmmMemory | None = None
+        log.info("rank %d of %d is with the daemon on %s", self._rank, self._world_size, socket)
+
+    @property
+    def address(self) -> Address:
+        return Address(self._daemon.peer_address)
+
+    def pool(self) -> AbstractContextManager[None] | None:
+        """The context for the allocation of the cache; None where vLLM is to allocate it as usual."""
+        if self._options.memory == "adopted":
+            return None
+        self._memory = region = self._daemon.allocate(region_nbytes(self._nbytes, self._device))
+        return placed(region)
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe every layer's cache to the daemon. Raises KvferryError."""
+        storage = next(iter(caches.values())).untyped_storage()
+        memory = self._memory
+        if memory is None and self._device == "cuda":
+            memory = adopted = cuda_memory(storage.data_ptr(), storage.nbytes(), device=torch.cuda.current_device())
+            self._daemon.adopt(adopted)
+        if memory is None or not 0 <= storage.data_ptr() - memory.address <= memory.nbytes - self._nbytes:
+            field, remedy = "kv_connector_extra_config.memory", '"owned", or on a GPU "adopted"'
+            what = "vLLM's cache does not lie in memory that the daemon can reach"
+            raise KvferryError("cache_elsewhere", what, field=field, value=self._options.memory, remedy=remedy)
+        self._memory = memory
+        model = ModelInfo(name=self._config.model_config.model, fingerprint=fingerprint(self._config, self._options))
+        parallel = {"tp": self._tp, "pp": self._world_size // self._tp}
+        builder = ManifestBuilder(
+            self._engine_id, self._epoch, model, rank=self._rank, world_size=self._world_size, parallel=parallel
+        ).region(0, memory.kind, nbytes=memory.nbytes, address=memory.address)
+        self._describe(builder, caches)
+        for note in self._daemon.register(builder.build()):
+            log.warning("%s", note)
+        log.info("the daemon knows the cache of %d layers", len(caches))
+
+    def _describe(self, builder: ManifestBuilder, caches: Mapping[str, torch.Tensor]) -> None:
+        model, parallel = self._config.model_config, self._config.parallel_config
+        layers = self._config.compilation_config.static_forward_context
+        seen: dict[int, int] = {}
+        for group, spec, names in self._groups:
+            dcp = parallel.decode_context_parallel_size if spec.dcp_sharded else 1
+            share = TokenShard(rank=self._tp_rank % dcp, size=dcp, interleave=parallel.cp_kv_cache_interleave_size)
+            window = get_kv_cache_spec_sliding_window(spec)
+            builder.group(
+                group, num_blocks=self._num_blocks, block_size=spec.block_size, window=window, token_shard=share
+            )
+            for name in names:
+                one = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+                index, heads = extract_layer_index(name), caches[name].shape[1]
+                nth = seen[index] = seen.get(index, -1) + 1
+                found = parts(layers[name], name, one, caches[name], self._num_blocks, model.dtype)
+                shards = min(self._tp, one.max_tp_shards or model.get_total_num_kv_heads())
+                shard = Shard(axis="head", start=self._tp_rank * shards // self._tp * heads, total=shards * heads)
+                for part in found:
+                    label = f"{part.name}.{nth}" if nth else part.name
+                    builder.component(group, layer=index, name=label, array=part.view, axes=part.axes, shard=shard)
+
+    def revoke(self, step: Step) -> None:
+        """Before anything else of a step, for its forward pass may overwrite these blocks."""
+        for request_id in step.revoke:
+            self._session.revoke(request_id)
+
+    def begin(self, step: Step) -> None:
+        """What does not depend on the step's forward pass."""
+        session = self._session
+        for request_id in step.cancel:
+            session.cancel(request_id)
+        for publish in step.finished:
+            session.publish(publish)
+        for request_id in step.hold:
+            session.hold(request_id)
+        for load in step.load:
+            session.load(load)
+        for load in step.release:
+            session.release(load)
+        session.failed.extend(step.refuse)
+        session.arrived.extend(step.refuse)
+
+    def computed(self, step: Step) -> None:
+        """The forward pass is under way: publish what it computes as soon as it has."""
+        ready = None
+        if step.computed and self._device == "cuda":
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        for publish in step.computed:
+            self._session.publish(publish, ready)
+
+    def results(self) -> KVConnectorTransferResults:
+        """What has ended since the last step. Never waits."""
+        session = self._session
+        sent, arrived, failed = (_drain(ids) for ids in (session.sent, session.arrived, session.failed))
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=arrived, failed_recving=failed)
+
+    def close(self) -> None:
+        """What is published stays readable until it is read or expires."""
+        self._daemon.close()
+        if isinstance(self._memory, SharedRegion | CudaRegion):
+            self._memory.close()
+
+
+def _drain(ids: deque[str]) -> set[str]:
+    return {ids.popleft() for _ in range(len(ids))}

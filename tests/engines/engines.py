@@ -1,0 +1,188 @@
+"""Real vLLM engines on the CPU, each rank with a daemon, and what to ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.reference.config import PRESETS, ModelConfig, ModelSource
+from kvferry.reference.weights import write_checkpoint
+from kvferry.schemas import LeaseRecord, TransferRecord
+from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service
+
+PYTHON = Path(__file__).parents[2] / ".venv-engines" / "bin" / "python"
+START_S = 240.0
+ANSWER_S = 240.0
+SETTLE_S = 20.0
+MODEL = PRESETS["demo"]
+"""Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
+PREFILL_LEG = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""What every router sends to a prefill engine."""
+
+
+class Engines(Fleet):
+    """A Fleet that also starts vLLM, from a virtual environment of its own (`make engines-venv`)."""
+
+    def model(self, config: ModelConfig = MODEL) -> Path:
+        """A checkpoint folder."""
+        folder = self.directory / "model"
+        write_checkpoint(ModelSource(config), folder)
+        return folder
+
+    def vllm(
+        self,
+        name: str,
+        model: Path,
+        daemons: Sequence[DaemonService] = (),
+        *,
+        block_size: int = 32,
+        options: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        flags: Sequence[str] = (),
+    ) -> Service:
+        """One engine with a rank per daemon; none: vLLM's own NixlConnector. `options`: kv_connector_extra_config."""
+        port = self.free_port()
+        command = [
+            "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}",
+            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
+            "--host", HOST, "--port", str(port), "--dtype", "float32", "--seed", "0", "--enforce-eager",
+            "--skip-tokenizer-init", "--block-size", str(block_size), "--kv-cache-memory-bytes", str(64 << 20),
+            "--max-model-len", "4096", "--max-num-batched-tokens", "512", *flags,
+        ]  # fmt: skip
+        connector: dict[str, Any] = {"kv_role": "kv_both", "engine_id": name, "kv_connector": "NixlConnector"}
+        if daemons:
+            connector |= {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
+            extra = {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {})
+            connector |= {"kv_connector_extra_config": extra}
+        command += ["--tensor-parallel-size", str(len(daemons) or 1)]
+        command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]
+        process, log = self._start(f"vllm-{name}", command)
+        return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
+
+    def _environment(self) -> dict[str, str]:
+        return super()._environment() | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": str(self.directory / "cache"),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill engine and a decode engine."""
+
+    fleet: Engines
+    prefill: Service
+    decode: Service
+    prefill_daemons: Sequence[DaemonService]
+    decode_daemons: Sequence[DaemonService]
+
+    def handover(self, tokens: Sequence[int], **more: Any) -> list[int]:
+        """Prefill on one, decode on the other: the tokens that the client gets."""
+        return tokens_of(complete(self.decode, tokens, kv_transfer_params=self.prefilled(tokens), **more))
+
+    def prefilled(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The answer's kv_transfer_params."""
+        answer = complete(self.prefill, tokens, max_tokens=1, kv_transfer_params=PREFILL_LEG)
+        assert answer.status_code == 200, answer.text
+        params = answer.json()["kv_transfer_params"]
+        assert isinstance(params, dict)
+        return params
+
+    def alone(self, tokens: Sequence[int], **more: Any) -> list[int]:
+        """What the prefill engine makes of it without help."""
+        return tokens_of(complete(self.prefill, tokens, **more))
+
+    def transfers(self) -> list[TransferRecord]:
+        """On rank 0 of decode, the oldest first."""
+        body = httpx.get(f"{self.decode_daemons[0].url}/v1/transfers", trust_env=False).json()
+        return [TransferRecord.model_validate(one) for one in body["transfers"]]
+
+    def leases(self) -> list[LeaseRecord]:
+        body = httpx.get(f"{self.prefill_daemons[0].url}/v1/leases", trust_env=False).json()
+        return [LeaseRecord.model_validate(one) for one in body["leases"]]
+
+
+@contextmanager
+def pair(
+    config: ModelConfig = MODEL,
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    tp: tuple[int, int] = (1, 1),
+    daemon_flags: Sequence[str] = (),
+) -> Iterator[Pair]:
+    """Start both with their daemons, one for each rank. `prefill`, `decode`: for `Engines.vllm`. TP of 0: no daemon."""
+    if not PYTHON.exists():
+        pytest.skip("there is no vLLM here: make engines-venv installs one")
+    fleet = Engines()
+    try:
+        sides = [
+            fleet.daemons(name, count, flags=daemon_flags) if count else []
+            for name, count in zip(("p", "d"), tp, strict=True)
+        ]
+        asyncio.run(fleet.ready(*sides[0], *sides[1], timeout_s=60))
+        model = fleet.model(config)
+        engines = [
+            fleet.vllm(name, model, daemons, **(more or {}))
+            for name, daemons, more in zip(("p", "d"), sides, (prefill, decode), strict=True)
+        ]
+        asyncio.run(fleet.ready(*engines, timeout_s=START_S))
+        yield Pair(fleet, *engines, *sides)
+    finally:
+        fleet.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids, the same ones for the same arguments; 0 to 2 are left to the model."""
+    return random.Random(seed * 4096 + length).choices(range(3, MODEL.vocab_size), k=length)
+
+
+def complete(engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, **more: Any) -> httpx.Response:
+    body = {
+        "model": "m", "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "detokenize": False,
+    }  # fmt: skip
+    with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
+        return http.post(f"{engine.url}/v1/completions", json=body | more)
+
+
+def tokens_of(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    ids = response.json()["choices"][0]["token_ids"]
+    assert isinstance(ids, list)
+    return ids
+
+
+def metric(engine: Service, name: str) -> float:
+    for line in httpx.get(f"{engine.url}/metrics", trust_env=False).text.splitlines():
+        if line.startswith(f"vllm:{name}{{"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"the engine does not tell its {name}")
+
+
+def cache_usage(engine: Service) -> float:
+    """The share of the engine's blocks that requests have."""
+    return metric(engine, "kv_cache_usage_perc")
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Engines and daemons are other processes: they can only be asked again."""
+    deadline = time.monotonic() + SETTLE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

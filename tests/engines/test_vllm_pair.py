@@ -1,0 +1,140 @@
+"""Two vLLM engines of one shape: the decoded tokens are those of one engine alone, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from engines import PREFILL_LEG, Pair, cache_usage, complete, eventually, pair, prompt, tokens_of
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+LENGTHS = [5, 31, 32, 33, 64, 65, 100, 250, 512, 513, 700, 1000, 1025, 1500]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Pair]:
+    with pair(daemon_flags=("--lease-ttl-s", "60")) as both:
+        yield both
+
+
+def test_the_tokens_depend_on_the_whole_prompt(engines: Pair) -> None:
+    """Or equal tokens would say nothing about the KV that was moved."""
+    tokens = prompt(700)
+    assert engines.alone(tokens) != engines.alone([tokens[0] ^ 1, *tokens[1:]])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_request_alone(engines: Pair, length: int) -> None:
+    tokens = prompt(length)
+    assert engines.handover(tokens) == engines.alone(tokens)
+    moved = engines.transfers()[-1]
+    assert moved.state == "done"
+    assert moved.tokens == (0, length)
+
+
+def test_eight_at_once(engines: Pair) -> None:
+    prompts = [prompt(5 + 83 * i, seed=1) for i in range(18)]
+    with ThreadPoolExecutor(8) as pool:
+        moved = list(pool.map(engines.handover, prompts))
+        assert moved == list(pool.map(engines.alone, prompts))
+
+
+def test_what_decode_has_already_is_not_moved(engines: Pair) -> None:
+    first = prompt(100, seed=2)
+    longer = first + prompt(60, seed=3)
+    engines.handover(first)
+    assert engines.handover(longer) == engines.alone(longer)
+    assert engines.transfers()[-1].tokens == (96, 160)
+
+
+def test_the_source_keeps_nothing_that_was_read(engines: Pair) -> None:
+    engines.handover(prompt(200, seed=4))
+    assert eventually(lambda: not engines.leases())
+    assert eventually(lambda: cache_usage(engines.prefill) == 0)
+    assert eventually(lambda: cache_usage(engines.decode) == 0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": "yes"},
+        {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]},
+        {"do_remote_prefill": True, "remote_block_ids": [[10**30]], "remote_engine_id": "p"},
+        {"do_remote_prefill": True, "remote_num_tokens": -1},
+        {
+            "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "never", "remote_port": 9,
+            "remote_host": "192.0.2.1",
+        },
+        {"do_remote_decode": {"a": 1}},
+        {"do_remote_decode": True, "remote_engine_id": "p" * 100_000},
+    ],
+)  # fmt: skip
+def test_params_that_mean_nothing_fail_their_own_request_only(engines: Pair, params: dict[str, Any]) -> None:
+    tokens = prompt(40, seed=5)
+    assert complete(engines.decode, tokens, kv_transfer_params=params).status_code >= 400
+    assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
+
+
+def test_params_that_are_no_object_fail_their_own_request_only(engines: Pair) -> None:
+    """vLLM passes vllm_xargs on as they are."""
+    tokens = prompt(40, seed=6)
+    answer = complete(engines.decode, tokens, vllm_xargs={"kv_transfer_params": "do_remote_prefill"})
+    assert answer.status_code >= 400
+    assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
+
+
+def test_more_tokens_than_were_published_fail_their_own_request_only(engines: Pair) -> None:
+    tokens = prompt(90, seed=7)
+    params = engines.prefilled(tokens[:40]) | {"remote_num_tokens": 90}
+    assert complete(engines.decode, tokens, kv_transfer_params=params).status_code >= 400
+    assert engines.handover(tokens) == engines.alone(tokens)
+
+
+def test_an_abort_of_a_load_gives_its_blocks_back(engines: Pair) -> None:
+    """The KV of a request that was never prefilled is waited for; then the client leaves."""
+    params = engines.prefilled(prompt(70, seed=8)) | {"remote_request_id": "not-yet"}
+    before = len(engines.transfers())
+    body = {"model": "m", "prompt": prompt(70, seed=8), "max_tokens": 4, "kv_transfer_params": params}
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(trust_env=False, timeout=2.0) as http:
+        http.post(f"{engines.decode.url}/v1/completions", json=body)
+    assert len(engines.transfers()) == before + 1
+    assert eventually(lambda: engines.transfers()[-1].state == "aborted")
+    assert eventually(lambda: cache_usage(engines.decode) == 0)
+
+
+def test_a_decode_that_needs_nothing_tells_the_source(engines: Pair) -> None:
+    """remote_num_tokens = 0: everything is computed here, and the lease ends all the same."""
+    tokens = prompt(50, seed=9)
+    params = engines.prefilled(tokens)
+    done = complete(engines.decode, tokens, kv_transfer_params=params | {"remote_num_tokens": 0})
+    assert tokens_of(done) == engines.alone(tokens)
+    assert eventually(lambda: params["remote_request_id"] not in {lease.request_id for lease in engines.leases()})
+
+
+def test_the_prefill_answer_has_what_routers_pass_on(engines: Pair) -> None:
+    params = engines.prefilled(prompt(77, seed=10))
+    wanted = {*PREFILL_LEG, "remote_request_id", "remote_num_tokens", "remote_epoch", "tp_size"}
+    assert wanted <= set(params)
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert params["remote_num_tokens"] == 77
+    assert len(params["remote_block_ids"]) == 1
+
+
+def test_behind_the_proxy(engines: Pair) -> None:
+    proxy = engines.fleet.proxy(
+        engines.prefill, engines.decode, prefill_daemons=engines.prefill_daemons, decode_daemons=engines.decode_daemons
+    )
+    asyncio.run(engines.fleet.ready(proxy, timeout_s=30))
+    before = len(engines.transfers())
+    prompts = [prompt(60 + 150 * i, seed=11) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda tokens: complete(proxy, tokens), prompts))
+    assert [tokens_of(answer) for answer in answers] == [engines.alone(tokens) for tokens in prompts]
+    assert len(engines.transfers()) == before + 4
