@@ -7,7 +7,7 @@ with their name; unknown fields of an answer are ignored, so that an old client 
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -46,7 +46,6 @@ class LeaseState(enum.StrEnum):
 
 
 Way: TypeAlias = Literal["auto", "direct", "staged", "mapped"]
-WAYS: tuple[str, ...] = get_args(Way)
 
 
 class _Request(BaseModel):

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from kvferry.errors import KvferryError
-from kvferry.schemas import WAYS
 from kvferryd import settings
 from kvferryd.settings import Kind, LogFormat, LogLevel, Wrong
 
@@ -30,6 +29,7 @@ T = TypeVar("T")
 ADDRESS, PLACE = settings.address(any_port=True), settings.address(any_port=False)
 FILE, DIRECTORY, SOCKET = settings.readable_file(), settings.directory(), settings.socket_path()
 FLAG, PEERS, UCX = settings.flag(), settings.peers(), settings.ucx()
+WAYS = ("auto", "direct", "staged", "mapped")
 DEVICE, WAY = settings.device(), settings.one_of(*WAYS)
 
 

@@ -62,13 +62,12 @@ async def test_an_order_may_force_its_own_way(daemons: Daemons, stack: AsyncExit
     for outcome in await receiving:  # the other rank was told as well
         assert isinstance(outcome, TransferFailed)
         assert outcome.code in ("way_unavailable", "rank_failed")
-    kv, _ = await published(source, f"{request_id}-2")
     for way in ("direct", "auto"):
+        kv, _ = await published(source, f"{request_id}-{way}")
         expected, blocks = reader.snapshot(), reader.take(50)
         reader.write_into(expected, kv, blocks)
-        await reader.receive(f"{request_id}-2", blocks, source=source.source(), way=way)
+        await reader.receive(f"{request_id}-{way}", blocks, source=source.source(), way=way)
         assert not reader.differences(expected)
-        kv, _ = await published(source, f"{request_id}-2")
 
 
 async def test_there_is_no_other_way(pair: Pair, request_id: str) -> None:

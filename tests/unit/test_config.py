@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvferry.errors import KvferryError
+from kvferry.schemas import Way
 from kvferryd import config as configuration
-from kvferryd.config import Config, ConfigError, load, misspelt, reach, resolve
+from kvferryd.config import WAYS, Config, ConfigError, load, misspelt, reach, resolve
 from kvferryd.settings import LogFormat, is_loopback, is_wildcard, split_address
 
 
@@ -227,3 +229,7 @@ def test_every_setting_has_a_flag_in_both_spellings() -> None:
 def test_the_manual_lists_every_setting() -> None:
     manual = Path(__file__).parents[2] / "docs" / "operations.md"
     assert configuration.markdown_table() in manual.read_text(), "paste kvferryd.config.markdown_table()"
+
+
+def test_an_order_may_name_the_ways_that_a_daemon_may_be_configured_with() -> None:
+    assert get_args(Way) == WAYS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
-from kvferry.schemas import WAYS
 from kvferry.tables import Tables
+from kvferryd.config import WAYS
 from kvferryd.plan.bind import destination_table_of, local_tokens, table_of
 
 MAX_METADATA = 64 << 10
