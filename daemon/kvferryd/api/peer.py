@@ -129,9 +129,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             raise KvferryError("malformed_stream", "the first message says who reads from whom", field="opening")
         opening = first.opening
         engine = self._of_epoch(opening.engine_id, opening.epoch)
-        readings = Readings(engine.leases, _reader(opening.reader), announcing=not engine.strict)
+        readings = Readings(engine.leases, _reader(opening.reader), engine.retired, announcing=not engine.strict)
         try:
-            async for reply in said_beside(readings.said, readings.run(requests, engine.retired)):
+            async for reply in said_beside(readings.said, readings.run(requests)):
                 yield reply
         finally:
             readings.close()

@@ -26,27 +26,27 @@ class _Reading:
 class Readings:
     """`run` it beside sending what is `said`; `close` it when the stream ends: from then on nothing is read."""
 
-    def __init__(self, leases: Leases, who: ReaderId, *, announcing: bool) -> None:
-        """announcing: the reader may hear of leases that it did not ask for."""
-        self._leases, self._who, self._announcing = leases, who, announcing
+    def __init__(self, leases: Leases, who: ReaderId, retired: asyncio.Event, *, announcing: bool) -> None:
+        """retired: set when the engine is. announcing: the reader may hear of leases that it did not ask for."""
+        self._leases, self._who, self._retired, self._announcing = leases, who, retired, announcing
         self._open: dict[int, _Reading] = {}
         self.said: asyncio.Queue[peer_pb2.ReadReply | None] = asyncio.Queue()
 
-    async def run(self, requests: AsyncIterator[peer_pb2.ReadRequest], retired: asyncio.Event) -> None:
+    async def run(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
         """Listen to the reader until it ends the stream, or the engine is retired and readers have been told of it.
 
         Raises KvferryError for what no reader of ours says.
         """
         listening = asyncio.create_task(self._listen(requests))
-        retiring = asyncio.create_task(retired.wait())
+        retiring = asyncio.create_task(self._retired.wait())
         if self._announcing:
             self._leases.audience.add(self.announce)
         try:
             await asyncio.wait([listening, retiring], return_when=asyncio.FIRST_COMPLETED)
-            if listening.done():
-                listening.result()
-            else:
+            if self._retired.is_set():
                 await self._all_ended()
+            else:
+                listening.result()
         finally:
             self._leases.audience.discard(self.announce)
             listening.cancel()
@@ -59,6 +59,8 @@ class Readings:
 
     async def _listen(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
         async for request in requests:
+            if self._retired.is_set():
+                return  # not "the lease has ended": the end of the stream says that the engine may have started anew
             match request.WhichOneof("kind"):
                 case "open":
                     self._begin(request.open)
