@@ -431,7 +431,8 @@ class EngineClient:
             async for event in events:
                 self._handle(event)
         except grpc.aio.AioRpcError as error:
-            why = error_of(error, f"the daemon on {self._socket}")
+            if error.code() != grpc.StatusCode.INTERNAL:  # gRPC's own word where we were writing when the stream ended
+                why = error_of(error, f"the daemon on {self._socket}")
         finally:
             self._gone(_closed() if self._closing else why)
 

@@ -114,7 +114,8 @@ class _Stream:
                 async for reply in self._call:
                     self._hear(reply)
         except KvferryError as error:
-            why = error
+            if error.code != "rpc_failed":  # gRPC's own word where we were writing when the other end ended the stream
+                why = error
         finally:
             self.over = True
             for reading in self._readings.values():
