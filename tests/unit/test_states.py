@@ -73,9 +73,7 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     config, metrics = Config(), Metrics()
     engine = Engine("decode", "1", 0, 1, config, lambda lease: None)
     ended: list[Transfer] = []
-    transfer = Transfer(
-        engine, "r", Peers(config, "instance", metrics), 60.0, 1.0, ended.append, lambda work: work.close()
-    )
+    transfer = Transfer(engine, "r", Peers(config, "instance", metrics), 60.0, ended.append, lambda work: work.close())
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
     async with asyncio.timeout(5):
         await transfer.ended.wait()

@@ -62,14 +62,13 @@ class Transfer:
         request_id: str,
         peers: Peers,
         deadline_s: float,
-        timeout_s: float,
         on_end: Callable[[Transfer], None],
         spawn: Callable[[Coroutine[None, None, None]], None],
         way: str = "auto",
     ) -> None:
         self.transfer_id = uuid.uuid4().hex
         self.engine, self.request_id = engine, request_id
-        self._peers, self._timeout_s, self._on_end, self._way = peers, timeout_s, on_end, way
+        self._peers, self._on_end, self._way = peers, on_end, way
         self._spawn = spawn
         self.order: Order | None = None
         self.reservation: Reservation | None = None
@@ -93,7 +92,6 @@ class Transfer:
         self._deadline_s = deadline_s
         self._deadline = asyncio.get_running_loop().time() + deadline_s
         self._matched = asyncio.Event()
-        self.path = ""
         self.estimate_ms: dict[str, float] = {}
         self._reads: list[Flight] = []
         self._stop: tuple[TransferState, KvferryError] | None = None

@@ -154,7 +154,6 @@ class Transfers:
             request_id,
             self._peers,
             deadline_s or self._config.deadline_s,
-            self._config.connect_timeout_s,
             self._on_end,
             self._spawn,
             self._config.way,
