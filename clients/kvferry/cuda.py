@@ -54,12 +54,20 @@ class Device:
     index: int
     uuid: str
 
+    def bind(self) -> None:
+        """Make the context current in this thread for good: what it does with this GPU then needs no switching."""
+        if _thread.bound != self.index:
+            call("cuCtxPushCurrent_v2", _primary(self.index))
+            _thread.bound = self.index
+
     def __enter__(self) -> Device:
-        call("cuCtxPushCurrent_v2", _primary(self.index))
+        if _thread.bound != self.index:
+            call("cuCtxPushCurrent_v2", _primary(self.index))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        call("cuCtxPopCurrent_v2", byref(c_void_p()))
+        if _thread.bound != self.index:
+            call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def alloc(self, nbytes: int) -> int:
         """The address of new memory, not cleared. Raises KvferryError (`out_of_memory`). End it with `free`."""
@@ -303,6 +311,12 @@ class Registered:
             self.address = 0
 
 
+class _Thread(threading.local):
+    bound = -1
+    """Index of the GPU whose context this thread keeps."""
+
+
+_thread = _Thread()
 _mappings: dict[tuple[int, bytes], list[int]] = {}
 """(device index, handle) -> [address, opens]."""
 _mappings_lock = threading.RLock()

@@ -80,6 +80,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
 }
+_QUICK = frozenset(
+    {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemcpyAsync", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent"}
+)
+"""What returns in microseconds is called with the GIL held: to wait for it again can take some hundred of them."""
 _REMEDIES = {
     "cuMemAlloc_v2": "free memory on this GPU, or ask for fewer bytes",
     "cuMemHostAlloc": "raise the limit of locked memory (capability IPC_LOCK), or ask for fewer bytes",
@@ -96,18 +100,19 @@ _ANY_REMEDY = "an earlier copy or kernel of this process may have failed: the fi
 
 
 @functools.cache
-def _library() -> Any:
+def _functions() -> dict[str, Any]:
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library, holding = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
     except OSError as error:
         raise missing(str(error)) from None
+    functions: dict[str, Any] = {}
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
+        function = functions[name] = getattr(holding if name in _QUICK else library, name)
         function.argtypes, function.restype = arguments, c_int
-    status = library.cuInit(0)
+    status = functions["cuInit"](0)
     if status:
-        raise missing(" ".join(_words(library, status)))
-    return library
+        raise missing(" ".join(_words(functions, status)))
+    return functions
 
 
 def driver_version() -> int:
@@ -129,23 +134,23 @@ def missing(why: str) -> KvferryError:
     )
 
 
-def _words(library: Any, status: int) -> list[str]:
+def _words(functions: dict[str, Any], status: int) -> list[str]:
     """The driver's name and sentence for a status."""
     texts = []
-    for function in (library.cuGetErrorName, library.cuGetErrorString):
+    for name in ("cuGetErrorName", "cuGetErrorString"):
         text = c_char_p()
-        function(status, byref(text))
+        functions[name](status, byref(text))
         texts.append((text.value or b"").decode() or f"error {status}")
     return texts
 
 
 def call(function: str, *arguments: object) -> bool:
     """Call the driver; False when it answers "not ready". Raises KvferryError with the driver's own words."""
-    library = _library()
-    status = getattr(library, function)(*arguments)
+    functions = _functions()
+    status = functions[function](*arguments)
     if status in (0, NOT_READY):
         return bool(status == 0)
-    name, sentence = _words(library, status)
+    name, sentence = _words(functions, status)
     ipc, memory = function.startswith("cuIpc"), name == "CUDA_ERROR_OUT_OF_MEMORY"
     raise KvferryError(
         "out_of_memory" if memory else "cuda_ipc_failed" if ipc else "cuda_failed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,8 +54,12 @@ class _Scratch:
         return np.frombuffer(memoryview(memory).cast("B"), dtype=np.int64)
 
 
+class NotCompiled(Exception):
+    """What a copy needs is not there yet: `prepare` makes it."""
+
+
 class Copier:
-    """Copies on one GPU. `close` it. One thread at a time; any number of streams."""
+    """Copies on one GPU, on any number of streams. `close` it. One thread may `prepare` beside the one that copies."""
 
     def __init__(self, device: cuda.Device, programs: int = PROGRAMS, *, tile: int = TILE, warps: int = WARPS) -> None:
         """`programs`: how many SMs a copy may take. Raises KvferryError: `triton_missing`."""
@@ -78,19 +83,25 @@ class Copier:
         self._kept = 0
         self._scratch: list[_Scratch] = []
         self._uploads = device.stream()
+        self._uploading = threading.Lock()
 
-    def copy(self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None) -> int:
+    def copy(
+        self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None, *, compiling: bool = True
+    ) -> int:
         """Put the batches on a stream, one launch for each width of word. Returns the number of launches.
 
         Addresses are raw: of this GPU, of a mapped peer, or of pinned host memory; nothing checks them. The batches of
-        one call run in any order and at once. The first use of a kernel shape compiles it (a second; see `prepare`).
+        one call run in any order and at once. The first use of a kernel shape compiles it (a second), or raises
+        NotCompiled, before anything is launched, where that is not wanted.
         """
         groups = list(self._grouped(batches))
         if not groups:
             return 0
+        if not compiling and any(shape not in self._compiled for shape, _ in groups):
+            raise NotCompiled
         words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)
-        scratch = self._take(8 * words)
-        with self.device:
+        with self.device, self._uploading:
+            scratch = self._take(8 * words)
             launches = self._fill(scratch, groups)
             try:
                 stream.copy(scratch.address, scratch.host.address, 8 * words)
@@ -106,10 +117,13 @@ class Copier:
     def prepare(self, batches: Sequence[Batch]) -> None:
         """Compile and upload what `copy` of such batches needs, so that the first transfer does not pay for it."""
         with self.device:
-            for shape, found in self._grouped(batches):
-                self._kernel_of(shape)
+            groups = list(self._grouped(batches))
+            for _, found in groups:
                 for batch in found:
-                    self._table(batch.source), self._table(batch.destination)
+                    with self._uploading:
+                        self._table(batch.source), self._table(batch.destination)
+            for shape, _ in groups:
+                self._kernel_of(shape)
 
     def close(self) -> None:
         """Wait for every copy and give back all memory."""

@@ -1,7 +1,8 @@
-"""One GPU's copies, the memory of others mapped for them, and the one thread that owns all of it.
+"""One GPU's copies, and the memory of others mapped for them.
 
-The event loop hands over work and awaits futures. A copy cannot be called back once it is launched: it is quiet when
-its event has been reached, whatever became of the transfer.
+Copies are launched, and their end is noticed, on the event loop: that takes microseconds, and the way to a thread and
+back takes longer than a small copy. What takes longer (compiling, mapping) is done on a thread. A copy cannot be called
+back once it is launched: it is quiet when its event has been reached, whatever became of the transfer.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from typing import TypeVar
 from kvferry import cuda
 from kvferry.errors import KvferryError
 from kvferryd.copy.batch import Batch
-from kvferryd.copy.cuda import Copier
+from kvferryd.copy.cuda import Copier, NotCompiled
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import read
-from kvferryd.settle import settle
+from kvferryd.settle import settle, settle_now
 
 T = TypeVar("T")
 IN_FLIGHT = 2
 """Copies on the stream at once: the next is launched while one runs. More would only take its SMs away."""
-SPIN_S = 150e-6
-POLL_S = 50e-6
+SPIN_S, POLL_S = 5e-3, 1e-3
+"""For so long after its launch a copy is asked for at every turn of the event loop, later once in POLL_S: a GPU wakes
+nobody when it is done, and a timer of the loop is good to a millisecond."""
 CLOSE_S = 10.0
 TRIAL_NBYTES = 32 << 20
 
@@ -40,10 +42,12 @@ class GpuCopy:
 
     nbytes: int
     build: Callable[[], Sequence[Batch]]
+    """Called when it is its turn, on the loop."""
     done: asyncio.Future[None]
     quiet: asyncio.Future[None]
     programs: int
     """SMs that it may take."""
+    priority: int = 0
     seconds: float = 0.0
     """From launch to event."""
     phase: str = "copy"
@@ -75,7 +79,9 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name=f"copies-{device.index}", daemon=True)
         self._closing = False
         self._waiting: list[tuple[int, int, GpuCopy]] = []
+        self._compiling: set[GpuCopy] = set()
         self._in_flight: deque[GpuCopy] = deque()
+        self._asking: asyncio.Handle | None = None
         self._events: list[cuda.Event] = []
         self._order = itertools.count()
         self._mappings: set[cuda.Mapping] = set()
@@ -87,6 +93,7 @@ class Runner:
         self._thread.start()
         try:
             await self.call(self._start)
+            self.device.bind()
         except BaseException:
             await self.close()
             raise
@@ -94,17 +101,16 @@ class Runner:
     def copy(
         self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0, programs: int | None = None
     ) -> GpuCopy:
-        """Start a copy. `build` runs on the thread; `nbytes` is for those who count. Higher priority goes first.
+        """Start a copy; `nbytes` is for those who count. Higher priority goes first.
 
         programs: SMs that it may take; the runner's own number where absent.
         """
         done, quiet = self._loop.create_future(), self._loop.create_future()
-        copy = GpuCopy(nbytes, build, done, quiet, programs or self.programs)
-        entry = (-priority, next(self._order), copy)
-        if not self._closing:
-            self._inbox.put(lambda: heapq.heappush(self._waiting, entry))
+        copy = GpuCopy(nbytes, build, done, quiet, programs or self.programs, priority)
+        if self._closing:
+            _end(copy, _closed())
         else:
-            self._end(copy, _closed())
+            self._wait(copy)
         return copy
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
@@ -120,10 +126,21 @@ class Runner:
         await self.call(lambda: self._unmap([each.mapping for each in every]))
 
     async def close(self) -> None:
-        """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for the thread."""
+        """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for each."""
         self._closing = True
+        for copy in (*self._compiling, *(entry[2] for entry in self._waiting)):
+            _end(copy, _closed())
+        self._compiling.clear()
+        self._waiting.clear()
+        if self._in_flight:
+            await asyncio.wait([copy.quiet for copy in self._in_flight], timeout=CLOSE_S)
+        if self._asking is not None:
+            self._asking.cancel()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
+        for copy in self._in_flight:
+            _end(copy, _closed())
+        self._in_flight.clear()
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run something on the thread. Raises what it raises, as KvferryError."""
@@ -144,39 +161,28 @@ class Runner:
         self._inbox.put(run)
         return await future
 
-    # ---- everything below runs on the thread ----
+    # ---- on the event loop ----
 
-    def _start(self) -> None:
-        self._copier = Copier(self.device, self.programs)
-        self._stream = self.device.stream()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                work = self._inbox.get(timeout=self._patience())
-            except queue.Empty:
-                self._advance()
-            else:
-                if work is None:
-                    break
-                work()
-        self._stop()
-
-    def _patience(self) -> float | None:
-        """Not at all with a copy to launch or one just launched; for ever with none."""
-        if self._in_flight:
-            launching = bool(self._waiting) and len(self._in_flight) < IN_FLIGHT
-            fresh = time.monotonic() - self._in_flight[0].launched_at < SPIN_S
-            return 0.0 if launching or fresh else POLL_S
-        return 0.0 if self._waiting else None
+    def _wait(self, copy: GpuCopy) -> None:
+        """Until it is its turn, which may be now."""
+        heapq.heappush(self._waiting, (-copy.priority, next(self._order), copy))
+        self._advance()
 
     def _advance(self) -> None:
+        """Launch what can be launched."""
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
             copy = heapq.heappop(self._waiting)[2]
             if copy.abandoned:
-                self._end(copy, KvferryError("abandoned", "the copy was given up"))
+                _end(copy, KvferryError("abandoned", "the copy was given up"))
             else:
                 self._launch(copy)
+        if self._in_flight and self._asking is None:
+            fresh = time.monotonic() - self._in_flight[0].launched_at < SPIN_S
+            self._asking = self._loop.call_soon(self._ask) if fresh else self._loop.call_later(POLL_S, self._ask)
+
+    def _ask(self) -> None:
+        """Whether copies have ended."""
+        self._asking = None
         while self._in_flight:
             copy = self._in_flight[0]
             assert copy.event is not None
@@ -188,7 +194,8 @@ class Runner:
                 problem = error
             self._in_flight.popleft()
             self._events.append(copy.event)
-            self._end(copy, problem)
+            _end(copy, problem)
+        self._advance()
 
     def _launch(self, copy: GpuCopy) -> None:
         assert self._copier is not None and self._stream is not None
@@ -196,7 +203,12 @@ class Runner:
         event = self._events.pop() if self._events else self.device.event()
         problem: KvferryError | None = None
         try:
-            self._copier.copy(copy.build(), self._stream, copy.programs)
+            batches = copy.build()
+            self._copier.copy(batches, self._stream, copy.programs, compiling=False)
+        except NotCompiled:
+            self._events.append(event)
+            self._compile(copy, batches)
+            return
         except KvferryError as error:
             problem = error
         except Exception as error:  # noqa: BLE001  as in `call`
@@ -204,17 +216,50 @@ class Runner:
         if problem is not None:
             self._stream.synchronize()  # of several launches some may run
             self._events.append(event)
-            self._end(copy, problem)
+            _end(copy, problem)
             return
         event.record(self._stream)
         copy.event = event
         self._in_flight.append(copy)
 
-    def _end(self, copy: GpuCopy, problem: KvferryError | None) -> None:
-        if copy.launched_at:
-            copy.seconds = time.monotonic() - copy.launched_at
-        settle(copy.done, error=problem)
-        settle(copy.quiet, None)
+    def _compile(self, copy: GpuCopy, batches: Sequence[Batch]) -> None:
+        """On the thread; then it is the copy's turn again."""
+        copier, compiled = self._copier, asyncio.Future[None](loop=self._loop)
+        assert copier is not None
+        self._compiling.add(copy)
+
+        def again(_: object) -> None:
+            if copy in self._compiling:
+                self._compiling.remove(copy)
+                problem = compiled.exception()
+                if isinstance(problem, KvferryError):
+                    _end(copy, problem)
+                    self._advance()
+                else:
+                    self._wait(copy)
+
+        def run() -> None:
+            try:
+                copier.prepare(batches)
+            except Exception as error:  # noqa: BLE001  as in `call`
+                settle(compiled, error=error if isinstance(error, KvferryError) else _failed(error))
+            else:
+                settle(compiled)
+
+        compiled.add_done_callback(again)
+        self._inbox.put(run)
+
+    # ---- on the thread ----
+
+    def _run(self) -> None:
+        while (work := self._inbox.get()) is not None:
+            work()
+        self._stop()
+
+    def _start(self) -> None:
+        self.device.bind()
+        self._copier = Copier(self.device, self.programs)
+        self._stream = self.device.stream()
 
     def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe) -> Mapped:
         mapping = self.device.open(allocation.handle)
@@ -242,19 +287,19 @@ class Runner:
 
     def _rate(self, source: int, nbytes: int) -> float:
         """Bytes per second of a plain copy; the first touch of the mapping is not counted."""
-        assert self._stream is not None
-        room, began, ended = self.device.alloc(nbytes), self.device.event(timing=True), self.device.event(timing=True)
+        stream, room = self.device.stream(), self.device.alloc(nbytes)
+        began, ended = self.device.event(timing=True), self.device.event(timing=True)
         try:
-            self._stream.copy(room, source, nbytes)
-            began.record(self._stream)
-            self._stream.copy(room, source, nbytes)
-            ended.record(self._stream)
-            self._stream.synchronize()
+            stream.copy(room, source, nbytes)
+            began.record(stream)
+            stream.copy(room, source, nbytes)
+            ended.record(stream)
+            stream.synchronize()
             return nbytes / max(1e-6, ended.ms_since(began) / 1e3)
         finally:
             self.device.free(room)
-            began.close()
-            ended.close()
+            for each in (began, ended, stream):
+                each.close()
 
     def _unmap(self, mappings: Sequence[cuda.Mapping]) -> None:
         for mapping in mappings:
@@ -262,20 +307,24 @@ class Runner:
             mapping.close()
 
     def _stop(self) -> None:
-        if self._stream is not None and self._copier is not None:
-            try:
-                self._stream.synchronize()
-                self._unmap(list(self._mappings))
-                self._copier.close()
-                self._stream.close()
-                for event in (*self._events, *(copy.event for copy in self._in_flight if copy.event)):
-                    event.close()
-            except KvferryError:
-                pass  # a broken context: the process keeps what it holds until it ends
-        for copy in (*self._in_flight, *(entry[2] for entry in self._waiting)):
-            self._end(copy, _closed())
-        self._in_flight.clear()
-        self._waiting.clear()
+        if self._stream is None or self._copier is None:
+            return
+        try:
+            self._stream.synchronize()
+            self._unmap(list(self._mappings))
+            self._copier.close()
+            self._stream.close()
+            for event in (*self._events, *(copy.event for copy in self._in_flight if copy.event)):
+                event.close()
+        except KvferryError:
+            pass  # a broken context: the process keeps what it holds until it ends
+
+
+def _end(copy: GpuCopy, problem: KvferryError | None) -> None:
+    if copy.launched_at:
+        copy.seconds = time.monotonic() - copy.launched_at
+    settle_now(copy.done, error=problem)
+    settle_now(copy.quiet)
 
 
 def _closed() -> KvferryError:

@@ -126,7 +126,7 @@ class Agent:
 
     def _start(self) -> None:
         if self.device is not None:
-            self.device.__enter__()  # for good: UCX looks at whatever context is current in the thread that calls it
+            self.device.bind()  # UCX looks at whatever context is current in the thread that calls it
         self._nixl = make_agent(self.name, threads=self._threads, ucx=self._ucx)
         self._register(Span(self._scratch.ctypes.data, self._scratch.nbytes, "host"))
         if self.device is not None:
