@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ MAX_BLOCKS = 1 << 20
 """Blocks in one table; 2^20 blocks of 16 tokens are 16 million tokens."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BlockTable:
     """`block_ids[i]` holds the rank's local tokens `first_token + i * block_size` onward.
 
@@ -26,6 +27,18 @@ class BlockTable:
 
     block_ids: BlockIds
     first_token: int = 0
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The lowest and the highest id; (0, 0) where there is none."""
+        return (int(self.block_ids.min()), int(self.block_ids.max())) if len(self.block_ids) else (0, 0)
+
+    @cached_property
+    def twice(self) -> int | None:
+        """An id that is there more than once."""
+        ids = np.sort(self.block_ids)
+        same = ids[1:] == ids[:-1]
+        return int(ids[1:][same][0]) if same.any() else None
 
     @classmethod
     def of(cls, block_ids: Sequence[int] | BlockIds, first_token: int = 0, *, field: str = "tables") -> BlockTable:

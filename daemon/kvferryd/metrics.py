@@ -14,7 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
 
 from kvferry import __version__
-from kvferry.schemas import LeaseState, TransferRecord, TransferState
+from kvferry.schemas import LeaseState, RankTransfer, TransferState
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
@@ -103,25 +103,22 @@ class Metrics:
         self.draining = self._gauge("draining", "1 while the daemon takes no new transfers")
         self.ready = self._gauge("ready", "what /readyz says: 1 for ready")
 
-    def transfer_ended(self, record: TransferRecord, peer_engine: str) -> None:
-        """Count this rank's share of a transfer at its end. Every rank's daemon counts its own.
-
-        record: `bytes` and `descriptors` of this rank alone, not the sums that REST answers with.
-        """
-        state = record.state.value
-        path, peer = self._path(record.path), self._peer(peer_engine)
-        by_read = (path, self._transport(record.transport), peer)
+    def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
+        """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""
+        state = share.state.value
+        path, peer = self._path(share.path), self._peer(peer_engine)
+        by_read = (path, self._transport(share.transport), peer)
         self.ended.labels(state, *by_read).inc()
-        if record.state is TransferState.DONE:
-            self.read.labels(*by_read).inc(record.bytes)
-            self.descriptors.labels(*by_read).inc(record.descriptors)
-            self.sizes.labels(path).observe(record.bytes)
-            estimate_ms = record.estimate_ms.get(record.path, 0.0)
-            if estimate_ms and "moving" in record.phases_ms:
-                self.estimates.labels(path).observe(record.phases_ms["moving"] / estimate_ms)
-        if record.error is not None:
-            self.failures.labels(self._code(record.error.code), peer).inc()
-        for phase, milliseconds in record.phases_ms.items():
+        if share.state is TransferState.DONE:
+            self.read.labels(*by_read).inc(share.bytes)
+            self.descriptors.labels(*by_read).inc(share.descriptors)
+            self.sizes.labels(path).observe(share.bytes)
+            estimate_ms = share.estimate_ms.get(share.path, 0.0)
+            if estimate_ms and "moving" in share.phases_ms:
+                self.estimates.labels(path).observe(share.phases_ms["moving"] / estimate_ms)
+        if share.error is not None:
+            self.failures.labels(self._code(share.error.code), peer).inc()
+        for phase, milliseconds in share.phases_ms.items():
             self.phases.labels(self._phase(phase), path).observe(milliseconds / 1000)
 
     def lease_ended(self, state: LeaseState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvferry.schemas import ErrorBody, LeaseState, TransferRecord, TransferState
+from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
 from kvferryd.metrics import Few, Metrics, Stats, markdown_table
 
 
@@ -12,16 +12,16 @@ def text(metrics: Metrics, stats: Stats | None = None) -> str:
     return metrics.exposition(stats or Stats(), ready=True)[0].decode()
 
 
-def record(state: TransferState, error: ErrorBody | None = None) -> TransferRecord:
-    return TransferRecord(
-        transfer_id="1", request_id="r", engine_id="decode", state=state, bytes=1 << 20, descriptors=3, path="staged",
-        transport="UCX", phases_ms={"reading": 20.0, "total": 21.0}, error=error,
+def share(state: TransferState, error: ErrorBody | None = None) -> RankTransfer:
+    return RankTransfer(
+        rank=0, state=state, bytes=1 << 20, descriptors=3, path="staged", transport="UCX",
+        phases_ms={"reading": 20.0, "total": 21.0}, error=error,
     )  # fmt: skip
 
 
 def test_a_done_transfer_is_counted_with_its_bytes_and_phases() -> None:
     metrics = Metrics()
-    metrics.transfer_ended(record(TransferState.DONE), "prefill")
+    metrics.transfer_ended(share(TransferState.DONE), "prefill")
     said = text(metrics)
     labels = 'path="staged",peer_engine="prefill",'
     assert f'kvferry_transfers_ended_total{{{labels}state="done",transport="UCX"}} 1.0' in said
@@ -31,7 +31,7 @@ def test_a_done_transfer_is_counted_with_its_bytes_and_phases() -> None:
 
 def test_a_failed_transfer_is_counted_by_code_and_its_bytes_are_not() -> None:
     metrics = Metrics()
-    metrics.transfer_ended(record(TransferState.FAILED, ErrorBody(code="deadline", message="")), "")
+    metrics.transfer_ended(share(TransferState.FAILED, ErrorBody(code="deadline", message="")), "")
     said = text(metrics)
     assert 'kvferry_transfer_failures_total{code="deadline",peer_engine="none"} 1.0' in said
     assert "kvferry_read_bytes_total{" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -48,10 +49,8 @@ class _Scratch:
     host: cuda.Pinned
     address: int
     used: cuda.Event
-
-    def words(self) -> Ints:
-        memory = (ctypes.c_ubyte * self.host.nbytes).from_address(self.host.address)
-        return np.frombuffer(memoryview(memory).cast("B"), dtype=np.int64)
+    words: Ints
+    """The host's memory, as an array."""
 
 
 class NotCompiled(Exception):
@@ -153,7 +152,7 @@ class Copier:
 
     def _fill(self, scratch: _Scratch, groups: list[tuple[Shape, list[Batch]]]) -> list[tuple[Shape, int, int]]:
         """Write entries and segments; returns (shape, address of the entries, tiles) for every launch."""
-        words = scratch.words()
+        words = scratch.words
         at = self._fields * sum(len(found) for _, found in groups)  # segments come after all entries
         entry, launches = 0, []
         for shape, found in groups:
@@ -207,7 +206,10 @@ class Copier:
             if scratch.host.nbytes >= nbytes and scratch.used.reached():
                 return scratch
         nbytes = max(SCRATCH_NBYTES, 1 << (nbytes - 1).bit_length())
-        scratch = _Scratch(self.device.pinned(nbytes), self.device.alloc(nbytes), self.device.event())
+        host = self.device.pinned(nbytes)
+        memory = (ctypes.c_ubyte * nbytes).from_address(host.address)
+        words = np.frombuffer(memoryview(memory).cast("B"), dtype=np.int64)
+        scratch = _Scratch(host, self.device.alloc(nbytes), self.device.event(), words)
         self._scratch.append(scratch)
         return scratch
 
@@ -232,6 +234,7 @@ class Copier:
         return found
 
 
+@functools.lru_cache(maxsize=1024)
 def piece_words(words: int) -> int:
     """The longest piece in which runs of so many words waste little."""
     return max(piece for piece in PIECES if piece == 1 or -(-words // piece) * piece <= PADDING * words)

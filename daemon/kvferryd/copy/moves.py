@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,11 +61,17 @@ def moves(bound: Bound) -> list[Move]:
     found = []
     for copy, segments in bound.pairs:
         where = copy.source_rank, copy.geometry.source_region, copy.geometry.destination_region
-        for length in np.unique(segments.tokens).tolist():
-            chosen = segments.tokens == length
+        for length, chosen in _by_length(segments.tokens):
             source, destination = segments.source_offsets[chosen], segments.destination_offsets[chosen]
             found += [Move(*where, pattern, source, destination) for pattern in copy.patterns(length)]
     return found
+
+
+def _by_length(tokens: Ints) -> Iterable[tuple[int, Any]]:
+    """(length, index of the segments that have it)."""
+    if len(tokens) and (tokens == tokens[0]).all():
+        return [(int(tokens[0]), slice(None))]
+    return [(length, tokens == length) for length in np.unique(tokens).tolist()]
 
 
 def mapped(

@@ -178,16 +178,20 @@ def _cut(
 
     source_at, own_at = source_at - theirs.first_token, own_at - ours.first_token
     begin = np.cumsum(count) - count
-    cuts = [begin]
-    for at, size in (
-        (source_at, min(source.block_size, grain[0] or source.block_size)),
-        (own_at, min(own.block_size, grain[1] or own.block_size)),
-    ):
-        cuts.append(_multiples(at, count, size) + np.repeat(begin, (at + count - 1) // size - at // size))
-    starts = _distinct(np.concatenate(cuts))
-    interval = np.searchsorted(begin, starts, side="right") - 1 if len(begin) > 1 else np.zeros_like(starts)
-    inside = starts - begin[interval]
-    source_token, own_token = source_at[interval] + inside, own_at[interval] + inside
+    starts = _distinct(
+        np.concatenate(
+            [
+                begin,
+                _edges(source_at, begin, count, min(source.block_size, grain[0] or source.block_size)),
+                _edges(own_at, begin, count, min(own.block_size, grain[1] or own.block_size)),
+            ]
+        )
+    )
+    inside = starts
+    if len(begin) > 1:
+        interval = np.searchsorted(begin, starts, side="right") - 1
+        source_at, own_at, inside = source_at[interval], own_at[interval], starts - begin[interval]
+    source_token, own_token = source_at + inside, own_at + inside
     return _Cut(
         theirs.block_ids[source_token // source.block_size],
         source_token % source.block_size,
@@ -252,11 +256,13 @@ def _global_token(shard: TokenShard, local: int) -> int:
     return local // shard.interleave * ring + shard.rank * shard.interleave + local % shard.interleave
 
 
-def _multiples(at: Ints, count: Ints, size: int) -> Ints:
-    """For every interval [at, at + count) the distances from `at` to the multiples of `size` inside it."""
+def _edges(at: Ints, begin: Ints, count: Ints, size: int) -> Ints:
+    """For every interval [at, at + count), counted from `begin`, the multiples of `size` inside it."""
+    if len(at) == 1:
+        return np.arange(begin[0] + size - at[0] % size, begin[0] + count[0], size)
     number = (at + count - 1) // size - at // size
     nth = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
-    found: Ints = (np.repeat(at // size + 1, number) + nth) * size - np.repeat(at, number)
+    found: Ints = (np.repeat(at // size + 1, number) + nth) * size - np.repeat(at - begin, number)
     return found
 
 
@@ -284,9 +290,9 @@ def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
             value=sorted(tables),
             remedy="give every group a table; an empty block_ids list means that nothing of it is wanted",
         )
-    ids = table.block_ids
-    if len(ids) and (ids.min() < 0 or ids.max() >= group.num_blocks):
-        wrong = int(ids[(ids < 0) | (ids >= group.num_blocks)][0])
+    lowest, highest = table.span
+    if lowest < 0 or highest >= max(1, group.num_blocks):
+        wrong = lowest if lowest < 0 else highest
         raise KvferryError(
             "block_id_out_of_range",
             f"the {whose} table of group {group.name} names block {wrong}",
@@ -300,14 +306,12 @@ def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
 def destination_table_of(tables: Tables, group: Group) -> BlockTable:
     """The same for a destination, whose blocks must be distinct."""
     table = table_of(tables, group, "destination")
-    ids = np.sort(table.block_ids)
-    twice = np.flatnonzero(ids[1:] == ids[:-1])
-    if len(twice):
+    if table.twice is not None:
         raise KvferryError(
             "duplicate_block",
             f"the destination table of group {group.name} names a block twice",
             field=f"tables.{group.name}.block_ids",
-            value=int(ids[twice[0]]),
+            value=table.twice,
             remedy="every destination block holds different tokens",
         )
     return table

@@ -174,10 +174,8 @@ class Transfers:
         if transfer.state is not TransferState.DONE:
             self._ranks.stop(job)
         source = transfer.order.engine_id if transfer.order else ""
-        record = job.record().model_copy(
-            update={"state": transfer.state, "bytes": transfer.nbytes, "descriptors": transfer.descriptors}
-        )
-        self._metrics.transfer_ended(record, source)
+        share = transfer.share()
+        self._metrics.transfer_ended(share, source)
         say = log.info if transfer.problem is None else log.warning
         say(
             "transfer ended",
@@ -189,10 +187,10 @@ class Transfers:
             state=transfer.state.value,
             bytes=transfer.nbytes,
             descriptors=transfer.descriptors,
-            path=record.path,
-            transport=record.transport,
+            path=share.path,
+            transport=share.transport,
             announced=transfer.announced,
-            phases_ms=record.phases_ms,
+            phases_ms=share.phases_ms,
             traceparent=transfer.order.traceparent if transfer.order else "",
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),
         )

@@ -23,6 +23,9 @@ def load() -> Any:
     # UCX takes memory that it did not see allocated for host memory, and it does not see IPC mappings being opened:
     # without its cache it asks the driver. Of the process, not of a context, and read when UCX is loaded.
     os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
+    # A cached mapping of a peer's GPU memory is never given up (openucx/ucx 11753): what a daemon that died had taken
+    # would stay taken for as long as this one lives. Without the cache it goes with the peer's name.
+    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
     older = driver_version() in range(1, CUDA_13)
     for name in (BUILDS[1], BUILDS[0], BUILDS[2]) if older else BUILDS:
         try:
