@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from contextlib import AsyncExitStack
 
 import httpx
@@ -33,6 +36,34 @@ async def test_a_peer_says_why_it_is_not_mapped(pair: Pair, request_id: str) -> 
     await pair.decode.receive(request_id, pair.decode.take(200), source=pair.prefill.source())
     found = [peer for peer in await pair.routers[0].peers() if peer.engine_id == "prefill"]
     assert [(peer.ways["direct"], "host memory" in peer.ways["mapped"]) for peer in found] == [("", True)] * len(found)
+
+
+async def test_explain_tells_what_each_way_was_expected_to_take_and_what_came_of_it(
+    pair: Pair, request_id: str
+) -> None:
+    await prefilled(pair, request_id)
+    await pair.decode.receive(request_id, pair.decode.take(200), source=pair.prefill.source())
+    daemon = ["--daemon", pair.decode.daemons[0].url]
+    status, said, _ = await ran("explain", "--transfer", request_id, *daemon)
+    assert status == 0 and f"request {request_id}, from prefill to decode: done" in said
+    lines = [line.split() for line in said.splitlines()]
+    assert any(line[:1] == ["direct"] and line[-1:] == ["taken"] for line in lines)
+    assert "cannot: rank 0" in next(line for line in said.splitlines() if line.startswith("mapped"))
+    status, said, _ = await ran("explain", "--transfer", request_id, "--json", *daemon)
+    (record,) = await pair.routers[0].transfers(request_id)
+    answer = json.loads(said)
+    assert answer["transfer"]["estimate_ms"] == record.estimate_ms and "mapped" in answer["refused_ways"]
+    status, _, wrong = await ran("explain", "--transfer", "nobody", *daemon)
+    assert status == 2 and "knows no transfer and no request nobody" in wrong
+
+
+async def ran(*command: str) -> tuple[int | None, str, str]:
+    """A `kvferry` command: its exit status, stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvferryd", *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, error = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode, out.decode(), error.decode()
 
 
 async def test_a_forced_way_that_is_impossible_fails_and_says_why(

@@ -252,6 +252,7 @@ def test_tables_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_an_unknown_flag_and_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert wrong(capsys, ["--sauce", "x"])["code"] == "bad_argument"
     assert wrong(capsys, [])["code"] == "bad_argument"
+    assert wrong(capsys, ["--transfer", "r", "--source", "x"])["field"] == "--transfer"
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

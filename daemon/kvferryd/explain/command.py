@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import sys
@@ -20,12 +21,16 @@ OK, REFUSED = 0, 2
 DESCRIPTION = """\
 Says who would read what from whom when one destination rank receives from a source engine, and in which runs of
 bytes. Needs no daemon. Exits 0 when the two can be paired, 2 when they are refused or a file is not what it should be.
+
+With --transfer it asks the reader's daemon instead: which ways a transfer had, what each was expected to take, which
+was taken, and what that took.
 """
 EXAMPLES = """\
 examples:
   kvferry explain --source s0.json --source s1.json --destination d.json
   kvferry explain --source s0.json --destination d.json \\
       --source-tables st.json --destination-tables dt.json --tokens 0:512 --json
+  kvferry explain --transfer req-17
 
 A manifest is what GET /v1/engines shows and docs/protocol.md describes. Destination tables are
 {"<group>": {"block_ids": [4, 7], "first_token": 0}}; source tables the same by rank, {"<rank>": {"<group>": ...}},
@@ -50,23 +55,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--source", action="append", required=True, metavar="FILE", help="a source rank's manifest; one per rank"
+        "--source", action="append", default=[], metavar="FILE", help="a source rank's manifest; one per rank"
     )
-    parser.add_argument("--destination", required=True, metavar="FILE", help="the destination rank's manifest")
+    parser.add_argument("--destination", metavar="FILE", help="the destination rank's manifest")
     parser.add_argument("--source-tables", metavar="FILE", help="block tables of the source ranks")
     parser.add_argument("--destination-tables", metavar="FILE", help="block tables of the destination rank")
     parser.add_argument("--tokens", metavar="A:B", help="global tokens A to B - 1")
     parser.add_argument("--json", action="store_true", help="the plan's summary or, with tables, every run as JSON")
+    parser.add_argument("--transfer", metavar="ID", help="a transfer that there was, or its request, instead of files")
+    parser.add_argument("--daemon", metavar="URL", help="who knows of it (default: this machine's daemon)")
+    parser.add_argument("--token-file", metavar="FILE", help="the daemon's bearer token, on the first line")
+    parser.add_argument("--config", metavar="FILE", help="the daemon's settings; KVFERRY_* variables count as well")
     try:
         parsed = parser.parse_args(arguments)
+        _check_flags(parsed)
     except KvferryError as error:
         return _say_wrong(error, as_json="--json" in arguments)
     return explain_command(parsed)
 
 
+def _check_flags(args: argparse.Namespace) -> None:
+    files = [*args.source, *filter(None, (args.destination, args.source_tables, args.destination_tables, args.tokens))]
+    if args.transfer is not None and files:
+        raise KvferryError(
+            "bad_argument",
+            "--transfer is of a transfer that there was, files are of one that there might be",
+            field="--transfer",
+            value=args.transfer,
+            remedy="give one of the two",
+        )
+    missing = [flag for flag, given in (("--source", args.source), ("--destination", args.destination)) if not given]
+    if args.transfer is None and missing:
+        raise KvferryError(
+            "bad_argument",
+            f"the following arguments are required: {', '.join(missing)}",
+            field=missing[0],
+            remedy="kvferry explain --help",
+        )
+
+
 def explain_command(args: argparse.Namespace) -> int:
     """Explain parsed arguments (`main` has them); prints to stdout, errors that are no refusal to stderr."""
     try:
+        if args.transfer is not None:
+            from kvferryd.explain.outcome import explain_transfer  # an HTTP client, which files do not need
+
+            return asyncio.run(explain_transfer(args))
         sources = [_manifest(file, "source") for file in args.source]
         destination = _manifest(args.destination, "destination")
         tables = _tables(args, sources)

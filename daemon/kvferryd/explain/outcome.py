@@ -1,0 +1,68 @@
+"""`kvferry explain --transfer`: which ways a transfer had, what each was expected to take, and what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from math import inf
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import PeerRecord, TransferRecord
+from kvferryd import ask
+from kvferryd import config as configuration
+
+
+async def explain_transfer(arguments: argparse.Namespace) -> int:
+    """Ask the daemon for the transfer, by its id or by its request's, and say it. Raises KvferryError."""
+    reach = configuration.reach({"token_file": arguments.token_file, "config": arguments.config})
+    async with ask.client(reach, arguments) as daemon:
+        records = await daemon.transfers()
+        wanted = arguments.transfer
+        found = [record for record in records if wanted in (record.transfer_id, record.request_id)]
+        if not found:
+            raise KvferryError(
+                "unknown_transfer",
+                f"the daemon at {daemon.url} knows no transfer and no request {wanted}",
+                field="--transfer",
+                value=wanted,
+                remedy="kvferry transfers lists what it knows; the reader's daemon has the record",
+            )
+        record = max(found, key=lambda record: record.created_at)
+        source = record.source.engine_id if record.source else ""
+        why_not = _why_not([peer for peer in await daemon.peers() if peer.engine_id == source])
+    if arguments.json:
+        print(json.dumps({"transfer": record.model_dump(mode="json"), "refused_ways": why_not}))
+    else:
+        print(outcome_text(record, why_not))
+    return ask.DONE
+
+
+def _why_not(peers: Sequence[PeerRecord]) -> dict[str, str]:
+    """Ways that the pair cannot take."""
+    return {way: why for peer in peers for way, why in peer.ways.items() if why}
+
+
+def outcome_text(record: TransferRecord, why_not: Mapping[str, str]) -> str:
+    """A record in words. why_not: ways that its pair cannot take, with the reason."""
+    source = record.source.engine_id if record.source else "nobody yet"
+    head = f"request {record.request_id}, from {source} to {record.engine_id}: {record.state.value}"
+    if record.error:
+        head += f" ({record.error.code}: {record.error.message})"
+    moved = f"{ask.size(record.bytes)} in {ask.duration(record.phases_ms.get('total', 0.0))}"
+    tokens = f", tokens {record.tokens[0]} to {record.tokens[1]} (excluded)" if record.tokens else ""
+    transport = f" over {record.transport}" if record.transport else ""
+    taken = f", {record.path}{transport}, {ask.count(record.descriptors, 'descriptor')}" if record.path else ""
+    cheapest_first = sorted((record.estimate_ms.get(way, inf), way) for way in {*record.estimate_ms, *why_not})
+    rows = [_row(record, way, why_not) for _, way in cheapest_first]
+    heads = ("WAY", "EXPECTED", "TOOK", "")
+    phases = ", ".join(f"{name} {ask.duration(ms)}" for name, ms in record.phases_ms.items() if name != "total")
+    lines = [head, f"{moved}{tokens}{taken}", "", ask.table(heads, rows, "nothing was expected: nothing has moved")]
+    return "\n".join([*lines, "", f"phases: {phases}"] if phases else lines)
+
+
+def _row(record: TransferRecord, way: str, why_not: Mapping[str, str]) -> tuple[str, str, str, str]:
+    expected = ask.duration(record.estimate_ms[way]) if way in record.estimate_ms else "-"
+    if way == record.path:
+        return way, expected, ask.duration(record.phases_ms.get("moving", 0.0)), "taken"
+    return way, expected, "-", f"cannot: {why_not[way]}" if way in why_not else ""
