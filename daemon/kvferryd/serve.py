@@ -21,7 +21,7 @@ from kvferry.errors import KvferryError
 from kvferry.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
-from kvferryd import logs
+from kvferryd import garbage, logs
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
@@ -49,6 +49,7 @@ def run(config: Config) -> int:
     logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
+    garbage.spare()
     for warning in config.warnings():
         log.warning(warning)
     return asyncio.run(_serve(config))

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferryd import garbage
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import Copier, NotCompiled
 from kvferryd.memory import Probe
@@ -258,7 +260,10 @@ class Runner:
 
     def _start(self) -> None:
         self.device.bind()
+        first = "torch" not in sys.modules
         self._copier = Copier(self.device, self.programs)
+        if first:
+            garbage.spare()
         self._stream = self.device.stream()
 
     def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe) -> Mapped:

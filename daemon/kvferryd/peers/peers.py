@@ -218,9 +218,9 @@ class Peers:
         peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
         try:
             for rank in sorted(ranks):
-                await self._load(engine.agent, ranks[rank], peer)
                 if rank in planned.reads_from:
-                    await self._map(engine, ranks[rank], peer)
+                    await self._map(engine, ranks[rank], peer)  # first: then UCX need not map it for each descriptor
+                await self._load(engine.agent, ranks[rank], peer)
             if engine.runner is not None and not peer.unmapped:
                 own = {id: region.span.address for id, region in engine.regions.items()}
                 await compile_kernels(engine.runner, planned, peer.mapped_addresses(), own)
