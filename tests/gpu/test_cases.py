@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 
 import pytest
+from needs import GPUS
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
-from kvferry import cuda
+# isort: split
 from kvferry.errors import KvferryError
-
-try:
-    GPUS = cuda.devices()
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
-pytest.importorskip("torch")
-
 from kvferry.router import RouterClient
 from kvferryd.bench.gpu import flags
 from kvferryd.bench.gpu_cases import TINY, Case, cases
@@ -28,11 +19,6 @@ from kvferryd.demo.fleet import Fleet
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 CASES = cases(TINY, len(GPUS))
 WAYS = ("mapped", "staged", "direct", "auto")
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from needs import GPUS
 
-from kvferry import cuda
-from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
 from kvferryd.copy import Batch, Chunk, cut, host, mapped, moves
@@ -28,10 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from caches import HND, NHD, array, attention, cache
 from strategies import Case, cases
 
-try:
-    GPU = cuda.devices()[-1]
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
+GPU = GPUS[-1]
 pytestmark = pytest.mark.gpu
 GUARD = 64
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
-from collections.abc import AsyncIterator
 
 import pytest
+from needs import GPUS
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
-from kvferry import cuda
-from kvferry.errors import KvferryError
-
-try:
-    GPUS = cuda.devices()
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
-pytest.importorskip("torch")
+# isort: split
 
 from gpu_engine import GpuEngine
 from ranks import HND, NHD, Kv, Shape, TestEngine
@@ -30,17 +20,6 @@ from kvferryd.demo.fleet import DaemonService, Fleet
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 FAR = len(GPUS) - 1
 TOKENS = 300
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
 
 
 async def daemon(fleet: Fleet, name: str, gpu: int | None, *flags: str, roster: DaemonService | None = None):

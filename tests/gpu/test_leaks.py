@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import sys
 import uuid
@@ -13,25 +12,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from needs import GPUS
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-sys.path.append(str(Path(__file__).parents[1] / "integration"))
-
-from kvferry import cuda
-from kvferry.errors import KvferryError
-
-try:
-    GPUS = cuda.devices()
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
-pytest.importorskip("torch")
-
+# isort: split
 import torch
 import traffic
 from fleet import open_files, until
 from traffic import CASE, COUNT, EARLY, SAME
 
 from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
 from kvferry.tables import BlockTable
@@ -48,17 +38,6 @@ SLACK, KILLED_SLACK = 24 * MIB, 64 * MIB
 TRANSFERS, WARM_UP = 1000, 100
 LIMIT_S = 60.0
 NEAR, FAR = (0, len(GPUS) - 1) if GPUS else (-1, -1)
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
 
 
 async def daemon(fleet: Fleet, name: str, gpu: int) -> DaemonService:

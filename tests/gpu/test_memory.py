@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from needs import GPUS
 
 from kvferry import cuda
 from kvferry.errors import KvferryError
@@ -23,10 +24,7 @@ from kvferry.torch_pool import segment_nbytes
 from kvferry.v1 import engine_pb2
 from kvferryd.memory.cuda import CudaProvider, OwnedRegion
 
-try:
-    GPU = cuda.devices()[-1]
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
+GPU = GPUS[-1]
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 SLACK = 8 * MIB

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import subprocess
 import sys
 import time
@@ -13,18 +12,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
+from needs import GPUS
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
-from kvferry import cuda
-from kvferry.errors import KvferryError
-
-try:
-    GPUS = cuda.devices()
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
-pytest.importorskip("torch")
-
+# isort: split
 import gpu_engine
 import torch
 from fleet import until
@@ -32,6 +22,7 @@ from gpu_engine import GpuEngine
 from ranks import HND, Blocks, Bytes, Kv, Shape
 
 from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
 from kvferry.fences import Fence
 from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
@@ -43,17 +34,6 @@ TOKENS = 300
 SECOND = 2_000_000_000
 """Cycles of a spinning kernel; H200s run at just below 2 GHz."""
 SLACK = 24 << 20
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
 
 
 async def daemon(fleet: Fleet, name: str, gpu: int, *flags: str) -> DaemonService:

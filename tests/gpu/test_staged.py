@@ -6,34 +6,23 @@ The arenas are so small (four slots of 256 KiB, three for one direction) that mo
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
-from kvferry import cuda
-from kvferry.errors import KvferryError
-
-try:
-    GPUS = cuda.devices()
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
-pytest.importorskip("torch")
-
-from gpu_engine import GpuEngine  # first: it makes the integration tests' modules importable
+from needs import GPUS
 
 # isort: split
 import numpy as np
 import torch
 from fleet import peer_stub, refusal
+from gpu_engine import GpuEngine
 from hog import hog
 from ranks import HND, NHD, Kv, Shape
 from slots import Outcomes, failed, idle, reading
 
+from kvferry import cuda
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, TransferRecord
 from kvferry.v1 import peer_pb2
@@ -49,17 +38,6 @@ MARK = 0xA5
 STAGED = ("--way", "staged", "--arena-mb", "1")
 STRICT = ("--strict", "--arena-mb", "1")
 BIG = Shape(num_blocks=640)
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
 
 
 async def daemon(fleet: Fleet, name: str, gpu: int, *flags: str, roster: DaemonService | None = None) -> DaemonService:

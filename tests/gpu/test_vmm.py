@@ -10,22 +10,13 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 
 import pytest
+from needs import GPUS
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
-from kvferry import cuda
-from kvferry.errors import KvferryError
-
-try:
-    GPUS = cuda.devices()
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
-pytest.importorskip("torch")
-
+# isort: split
 import gpu_engine
 import numpy as np
 import torch
@@ -33,10 +24,11 @@ from fleet import open_files, until
 from gpu_engine import GpuEngine, GpuRank, Mirror, registered
 from ranks import HND, Blocks, Kv, Shape, TestEngine
 
-from kvferry import cuda_vmm
+from kvferry import cuda, cuda_vmm
 from kvferry.cuda_driver import Access, Location, call
 from kvferry.cuda_vmm import VmmMapping
 from kvferry.engine import EngineClient
+from kvferry.errors import KvferryError
 from kvferry.handover import sealed_file
 from kvferry.memory import VmmMemory, cuda_memory
 from kvferry.router import RouterClient
@@ -102,11 +94,6 @@ class Vmm:
                 call("cuMemUnmap", at, size)
                 at += size
             call("cuMemAddressFree", self.address, self.nbytes)
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture
@@ -210,12 +197,6 @@ def test_a_hundred_adoptions_leave_nothing(memory: Vmm) -> None:
 
 
 # through daemons
-
-
-@pytest.fixture(scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
 
 
 async def daemon(fleet: Fleet, name: str, gpu: int, *flags: str) -> DaemonService:

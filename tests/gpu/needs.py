@@ -1,0 +1,23 @@
+"""What the tests in this folder need. Imported first: where there is no GPU or no torch the module is skipped."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+sys.path.append(str(Path(__file__).parents[1] / "integration"))
+
+from kvferry import cuda
+from kvferry.errors import KvferryError
+
+try:
+    GPUS = cuda.devices()
+except KvferryError as error:
+    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
+if find_spec("torch") is None:  # not imported: some of the processes that tests start do without it
+    pytest.skip("needs torch", allow_module_level=True)
