@@ -240,6 +240,10 @@ class Stream(_Owned):
         """Any kind of memory on either side. From pageable host memory it waits until the bytes are staged."""
         self._call("cuMemcpyAsync", destination, source, nbytes, self.handle)
 
+    def upload(self, destination: int, source: Pinned, nbytes: int) -> None:
+        """Its first bytes, without waiting. They must stay until the stream has taken them."""
+        self._call("cuMemcpyHtoDAsync_v2", destination, source.address, nbytes, self.handle)
+
     def fill(self, address: int, nbytes: int, value: int = 0) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, self.handle)
 

@@ -66,6 +66,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemSetAccess": (c_uint64, c_size_t, POINTER(Access), c_size_t),
     "cuMemRelease": (c_uint64,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
@@ -81,7 +82,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (c_void_p,),
 }
 _QUICK = frozenset(
-    {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemcpyAsync", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent"}
+    {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery"}
 )
 """What returns in microseconds is called with the GIL held: to wait for it again can take some hundred of them."""
 _REMEDIES = {

@@ -209,12 +209,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], none: str) -> str
     """Columns as wide as their widest cell, two blanks between. Control characters of what is shown are not sent on."""
     if not rows:
         return none
-    lines = [list(heads), *([_printable(cell) for cell in row] for row in rows)]
+    lines = [list(heads), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

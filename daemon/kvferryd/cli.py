@@ -42,7 +42,9 @@ class Forwarded:
 FORWARDED = {
     "demo": Forwarded("kvferryd.demo", "two engines of different shape, their daemons and a proxy", "daemon,reference"),
     "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "daemon"),
-    "explain": Forwarded("kvferryd.explain", "what a transfer between two manifests would do", "daemon"),
+    "explain": Forwarded(
+        "kvferryd.explain", "what a transfer between two manifests would do, or what one did", "daemon"
+    ),
     "proxy": Forwarded("kvferry.proxy", "the reference routing proxy, OpenAI-compatible", "reference"),
 }
 

@@ -28,6 +28,7 @@ from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.app import create_app
 from kvferryd.api.rest.server import rest_server
 from kvferryd.config import Config
+from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
 
@@ -49,6 +50,10 @@ def run(config: Config) -> int:
     logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
+    if config.device != "cpu":
+        log.info("loading torch and Triton: some seconds")
+        with contextlib.suppress(KvferryError):  # engines are told when they register, and read directly
+            load()
     garbage.spare()
     for warning in config.warnings():
         log.warning(warning)

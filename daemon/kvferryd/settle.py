@@ -18,7 +18,7 @@ def settle(future: asyncio.Future[T], result: T | None = None, *, error: Kvferry
 
 
 def settle_now(future: asyncio.Future[T], result: T | None = None, *, error: KvferryError | None = None) -> None:
-    """The same, on its loop."""
+    """The same, at once; for who runs on its loop."""
     if future.done():
         return
     if error is not None:

@@ -53,8 +53,24 @@ class _Scratch:
     """The host's memory, as an array."""
 
 
-class NotCompiled(Exception):
-    """What a copy needs is not there yet: `prepare` makes it."""
+class NotPrepared(Exception):
+    """A kernel or a table that a copy needs is not on the GPU yet: `prepare` brings it there."""
+
+
+def load() -> Any:
+    """torch, which brings Triton: seconds at the first time. Raises KvferryError (`triton_missing`)."""
+    try:
+        import torch
+
+        from kvferryd.copy import kernel  # noqa: F401
+    except ImportError as error:
+        raise KvferryError(
+            "triton_missing",
+            f"copies on a GPU need torch for CUDA and its Triton: {error}",
+            field="triton",
+            remedy="install a CUDA build of torch (it brings Triton), or set device = cpu",
+        ) from None
+    return torch
 
 
 class Copier:
@@ -62,67 +78,72 @@ class Copier:
 
     def __init__(self, device: cuda.Device, programs: int = PROGRAMS, *, tile: int = TILE, warps: int = WARPS) -> None:
         """`programs`: how many SMs a copy may take. Raises KvferryError: `triton_missing`."""
-        try:
-            import torch
+        self._torch = load()
+        from kvferryd.copy import kernel
 
-            from kvferryd.copy import kernel
-        except ImportError as error:
-            raise KvferryError(
-                "triton_missing",
-                f"copies on a GPU need torch for CUDA and its Triton: {error}",
-                field="triton",
-                remedy="install a CUDA build of torch (it brings Triton), or set device = cpu",
-            ) from None
         self.device, self.programs = device, programs
         self._tile, self._warps = tile, warps
-        self._torch, self._kernel = torch, kernel.copy_runs
+        self._kernel = kernel.copy_runs
         self._fields: int = kernel.FIELDS.value
         self._compiled: dict[Shape, Any] = {}
         self._tables: OrderedDict[Table, int] = OrderedDict()
         self._kept = 0
         self._scratch: list[_Scratch] = []
         self._uploads = device.stream()
-        self._uploading = threading.Lock()
+        self._using = threading.Lock()
+        """The tables, from the look at them to the launch: once launched, `free` waits for who uses them."""
 
     def copy(
-        self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None, *, compiling: bool = True
+        self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None, *, prepare: bool = True
     ) -> int:
         """Put the batches on a stream, one launch for each width of word. Returns the number of launches.
 
         Addresses are raw: of this GPU, of a mapped peer, or of pinned host memory; nothing checks them. The batches of
-        one call run in any order and at once. The first use of a kernel shape compiles it (a second), or raises
-        NotCompiled, before anything is launched, where that is not wanted.
+        one call run in any order and at once. What the first copy of a kind needs is made (see `prepare`), or it raises
+        NotPrepared, before anything is launched, where that is not wanted.
         """
         groups = list(self._grouped(batches))
         if not groups:
             return 0
-        if not compiling and any(shape not in self._compiled for shape, _ in groups):
-            raise NotCompiled
         words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)
-        with self.device, self._uploading:
-            scratch = self._take(8 * words)
-            launches = self._fill(scratch, groups)
-            try:
-                stream.copy(scratch.address, scratch.host.address, 8 * words)
-                for shape, entries, tiles in launches:
-                    grid = (min(programs or self.programs, tiles), 1, 1)
-                    # Constants included: the compiled kernel's own launcher wants every parameter.
-                    constants = shape.word, shape.piece, shape.tile, shape.padded
-                    self._kernel_of(shape)[grid](entries, tiles, *constants, stream=stream.handle)
-            finally:
-                scratch.used.record(stream)
+        with self.device, self._using:
+            if self._is_prepared(groups):
+                return self._launch(groups, words, stream, programs or self.programs)
+        if not prepare:
+            raise NotPrepared
+        self.prepare(batches)
+        return self.copy(batches, stream, programs, prepare=False)
+
+    def _launch(self, groups: list[tuple[Shape, list[Batch]]], words: int, stream: cuda.Stream, programs: int) -> int:
+        scratch = self._take(8 * words)
+        launches = self._fill(scratch, groups)
+        try:
+            stream.upload(scratch.address, scratch.host, 8 * words)
+            for shape, entries, tiles in launches:
+                grid = (min(programs, tiles), 1, 1)
+                # Constants included: the compiled kernel's own launcher wants every parameter.
+                constants = shape.word, shape.piece, shape.tile, shape.padded
+                self._compiled[shape][grid](entries, tiles, *constants, stream=stream.handle)
+        finally:
+            scratch.used.record(stream)
         return len(launches)
 
     def prepare(self, batches: Sequence[Batch]) -> None:
         """Compile and upload what `copy` of such batches needs, so that the first transfer does not pay for it."""
         with self.device:
-            groups = list(self._grouped(batches))
-            for _, found in groups:
-                for batch in found:
-                    with self._uploading:
-                        self._table(batch.source), self._table(batch.destination)
-            for shape, _ in groups:
-                self._kernel_of(shape)
+            self._drop_tables()
+            for shape, found in self._grouped(batches):
+                for table in {side.table: None for batch in found for side in (batch.source, batch.destination)}:
+                    self._upload(table)
+                if shape not in self._compiled:
+                    self._compiled[shape] = self._compile(shape)
+
+    def _is_prepared(self, groups: list[tuple[Shape, list[Batch]]]) -> bool:
+        return all(
+            shape in self._compiled
+            and all(batch.source.table in self._tables and batch.destination.table in self._tables for batch in found)
+            for shape, found in groups
+        )
 
     def close(self) -> None:
         """Wait for every copy and give back all memory."""
@@ -183,25 +204,34 @@ class Copier:
         return launches
 
     def _table(self, side: Side) -> int:
-        """Where a side's first row lies on the GPU; uploaded at first sight."""
-        table = side.table
-        address = self._tables.get(table)
-        if address is None:
-            nbytes = table.offsets.nbytes
-            address = self._tables[table] = self.device.alloc(nbytes)
-            self._kept += nbytes
-            self._uploads.copy(address, table.offsets.ctypes.data, nbytes)
+        """Where a side's first row lies on the GPU."""
+        self._tables.move_to_end(side.table)
+        return self._tables[side.table] + 8 * side.first_row
+
+    def _upload(self, table: Table) -> None:
+        if table not in self._tables:
+            address = self.device.alloc(table.offsets.nbytes)
+            self._uploads.copy(address, table.offsets.ctypes.data, table.offsets.nbytes)
             self._uploads.synchronize()
-        self._tables.move_to_end(table)
-        return address + 8 * side.first_row
+            with self._using:
+                kept = self._tables.setdefault(table, address)
+                self._kept += table.offsets.nbytes if kept == address else 0
+            if kept != address:  # it was brought there meanwhile
+                self.device.free(address)
+
+    def _drop_tables(self) -> None:
+        """Those that were not used for longest, where there are too many."""
+        dropped = []
+        with self._using:
+            while self._kept > KEPT_NBYTES and len(self._tables) > 1:
+                table, address = self._tables.popitem(last=False)
+                self._kept -= table.offsets.nbytes
+                dropped.append(address)
+        for address in dropped:
+            self.device.free(address)
 
     def _take(self, nbytes: int) -> _Scratch:
         """A free scratch of that size, kept for good: there are as many as copies have been under way at once."""
-        while self._kept > KEPT_NBYTES and len(self._tables) > 1:
-            # Before any launch of this copy is prepared: `free` waits for those that may still use the table.
-            table, address = self._tables.popitem(last=False)
-            self._kept -= table.offsets.nbytes
-            self.device.free(address)
         for scratch in self._scratch:
             if scratch.host.nbytes >= nbytes and scratch.used.reached():
                 return scratch
@@ -213,25 +243,23 @@ class Copier:
         self._scratch.append(scratch)
         return scratch
 
-    def _kernel_of(self, shape: Shape) -> Any:
-        """Compiled once; the compiled kernel is launched without Triton's own dispatch, which takes 20 us and more."""
-        found = self._compiled.get(shape)
-        if found is None:
-            warmup: Callable[..., Any] = self._kernel.warmup
-            with self._torch.cuda.device(self.device.index):
-                found = self._compiled[shape] = warmup(
-                    2**40,  # an address and a number of tiles: only their types count
-                    7,
-                    WORD=shape.word,
-                    PIECE=shape.piece,
-                    TILE=shape.tile,
-                    PADDED=shape.padded,
-                    num_warps=shape.warps,
-                    maxnreg=min(REGISTERS, 65536 // (32 * shape.warps)),
-                    grid=(1, 1, 1),
-                )
-                found[(1, 1, 1)]  # loads it onto this GPU
-        return found
+    def _compile(self, shape: Shape) -> Any:
+        """The kernel, loaded: it is launched without Triton's own dispatch, which takes 20 us and more."""
+        warmup: Callable[..., Any] = self._kernel.warmup
+        with self._torch.cuda.device(self.device.index):
+            compiled = warmup(
+                2**40,  # an address and a number of tiles: only their types count
+                7,
+                WORD=shape.word,
+                PIECE=shape.piece,
+                TILE=shape.tile,
+                PADDED=shape.padded,
+                num_warps=shape.warps,
+                maxnreg=min(REGISTERS, 65536 // (32 * shape.warps)),
+                grid=(1, 1, 1),
+            )
+            compiled[(1, 1, 1)]  # loads it onto this GPU
+        return compiled
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,6 @@ import asyncio
 import heapq
 import itertools
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -21,9 +20,8 @@ from typing import TypeVar
 
 from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferryd import garbage
 from kvferryd.copy.batch import Batch
-from kvferryd.copy.cuda import Copier, NotCompiled
+from kvferryd.copy.cuda import Copier, NotPrepared
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import read
 from kvferryd.settle import settle, settle_now
@@ -44,17 +42,21 @@ class GpuCopy:
 
     nbytes: int
     build: Callable[[], Sequence[Batch]]
-    """Called when it is its turn, on the loop."""
+    """Called when it is its turn, on the loop; twice where something had to be prepared for it first."""
     done: asyncio.Future[None]
     quiet: asyncio.Future[None]
     programs: int
     """SMs that it may take."""
-    priority: int = 0
+    place: tuple[int, int]
+    """In the queue: lower goes first."""
     seconds: float = 0.0
     """From launch to event."""
     phase: str = "copy"
     launched_at: float = 0.0
     event: cuda.Event | None = None
+    prepared: bool = False
+    problem: KvferryError | None = None
+    """Why it is not whole. Something of it may run all the same, until its event."""
     abandoned: bool = False
 
     def abandon(self) -> None:
@@ -80,8 +82,8 @@ class Runner:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"copies-{device.index}", daemon=True)
         self._closing = False
-        self._waiting: list[tuple[int, int, GpuCopy]] = []
-        self._compiling: set[GpuCopy] = set()
+        self._waiting: list[tuple[tuple[int, int], GpuCopy]] = []
+        self._preparing: set[GpuCopy] = set()
         self._in_flight: deque[GpuCopy] = deque()
         self._asking: asyncio.Handle | None = None
         self._events: list[cuda.Event] = []
@@ -108,7 +110,7 @@ class Runner:
         programs: SMs that it may take; the runner's own number where absent.
         """
         done, quiet = self._loop.create_future(), self._loop.create_future()
-        copy = GpuCopy(nbytes, build, done, quiet, programs or self.programs, priority)
+        copy = GpuCopy(nbytes, build, done, quiet, programs or self.programs, (-priority, next(self._order)))
         if self._closing:
             _end(copy, _closed())
         else:
@@ -128,52 +130,53 @@ class Runner:
         await self.call(lambda: self._unmap([each.mapping for each in every]))
 
     async def close(self) -> None:
-        """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for each."""
+        """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for each. A copy that has not
+        ended by then is quiet when the thread knows that it has."""
         self._closing = True
-        for copy in (*self._compiling, *(entry[2] for entry in self._waiting)):
+        for copy in (*self._preparing, *(copy for _, copy in self._waiting)):
             _end(copy, _closed())
-        self._compiling.clear()
+        self._preparing.clear()
         self._waiting.clear()
-        if self._in_flight:
-            await asyncio.wait([copy.quiet for copy in self._in_flight], timeout=CLOSE_S)
-        if self._asking is not None:
-            self._asking.cancel()
-        self._inbox.put(None)
+        try:
+            if self._in_flight:
+                await asyncio.wait([copy.quiet for copy in self._in_flight], timeout=CLOSE_S)
+        finally:
+            if self._asking is not None:
+                self._asking.cancel()
+            self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
-        for copy in self._in_flight:
-            _end(copy, _closed())
-        self._in_flight.clear()
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run something on the thread. Raises what it raises, as KvferryError."""
+        if self._closing:
+            raise _closed()
+        return await self._submit(work)
+
+    def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
             try:
                 result = work()
-            except KvferryError as error:
-                settle(future, error=error)
             except Exception as error:  # noqa: BLE001  Triton's and torch's are of many kinds
-                settle(future, error=_failed(error))
+                settle(future, error=_typed(error))
             else:
                 settle(future, result)
 
-        if self._closing:
-            raise _closed()
         self._inbox.put(run)
-        return await future
+        return future
 
     # ---- on the event loop ----
 
     def _wait(self, copy: GpuCopy) -> None:
         """Until it is its turn, which may be now."""
-        heapq.heappush(self._waiting, (-copy.priority, next(self._order), copy))
+        heapq.heappush(self._waiting, (copy.place, copy))
         self._advance()
 
     def _advance(self) -> None:
         """Launch what can be launched."""
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
-            copy = heapq.heappop(self._waiting)[2]
+            copy = heapq.heappop(self._waiting)[1]
             if copy.abandoned:
                 _end(copy, KvferryError("abandoned", "the copy was given up"))
             else:
@@ -188,7 +191,7 @@ class Runner:
         while self._in_flight:
             copy = self._in_flight[0]
             assert copy.event is not None
-            problem: KvferryError | None = None
+            problem = copy.problem
             try:
                 if not copy.event.reached():
                     break
@@ -200,56 +203,43 @@ class Runner:
         self._advance()
 
     def _launch(self, copy: GpuCopy) -> None:
+        """Never raises: what is wrong is the copy's."""
         assert self._copier is not None and self._stream is not None
         copy.launched_at = time.monotonic()
-        event = self._events.pop() if self._events else self.device.event()
-        problem: KvferryError | None = None
         try:
-            batches = copy.build()
-            self._copier.copy(batches, self._stream, copy.programs, compiling=False)
-        except NotCompiled:
-            self._events.append(event)
-            self._compile(copy, batches)
-            return
-        except KvferryError as error:
-            problem = error
-        except Exception as error:  # noqa: BLE001  as in `call`
-            problem = _failed(error)
-        if problem is not None:
-            self._stream.synchronize()  # of several launches some may run
-            self._events.append(event)
-            _end(copy, problem)
-            return
-        event.record(self._stream)
-        copy.event = event
-        self._in_flight.append(copy)
+            event = self._events.pop() if self._events else self.device.event()
+            try:
+                batches = copy.build()
+                self._copier.copy(batches, self._stream, copy.programs, prepare=copy.prepared)
+            except NotPrepared:
+                self._events.append(event)
+                self._prepare(copy, batches)
+                return
+            except Exception as error:  # noqa: BLE001  as in `_submit`; of several launches some may run
+                copy.problem = _typed(error)
+            event.record(self._stream)
+        except KvferryError as error:  # the context is broken: nothing of it runs any more
+            _end(copy, error)
+        else:
+            copy.event = event
+            self._in_flight.append(copy)
 
-    def _compile(self, copy: GpuCopy, batches: Sequence[Batch]) -> None:
+    def _prepare(self, copy: GpuCopy, batches: Sequence[Batch]) -> None:
         """On the thread; then it is the copy's turn again."""
-        copier, compiled = self._copier, asyncio.Future[None](loop=self._loop)
+        copier = self._copier
         assert copier is not None
-        self._compiling.add(copy)
+        copy.prepared = True
+        self._preparing.add(copy)
 
-        def again(_: object) -> None:
-            if copy in self._compiling:
-                self._compiling.remove(copy)
-                problem = compiled.exception()
-                if isinstance(problem, KvferryError):
+        def again(prepared: asyncio.Future[None]) -> None:
+            if copy in self._preparing:
+                self._preparing.remove(copy)
+                if isinstance(problem := prepared.exception(), KvferryError):
                     _end(copy, problem)
-                    self._advance()
                 else:
                     self._wait(copy)
 
-        def run() -> None:
-            try:
-                copier.prepare(batches)
-            except Exception as error:  # noqa: BLE001  as in `call`
-                settle(compiled, error=error if isinstance(error, KvferryError) else _failed(error))
-            else:
-                settle(compiled)
-
-        compiled.add_done_callback(again)
-        self._inbox.put(run)
+        self._submit(lambda: copier.prepare(batches)).add_done_callback(again)
 
     # ---- on the thread ----
 
@@ -260,10 +250,7 @@ class Runner:
 
     def _start(self) -> None:
         self.device.bind()
-        first = "torch" not in sys.modules
         self._copier = Copier(self.device, self.programs)
-        if first:
-            garbage.spare()
         self._stream = self.device.stream()
 
     def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe) -> Mapped:
@@ -312,17 +299,19 @@ class Runner:
             mapping.close()
 
     def _stop(self) -> None:
-        if self._stream is None or self._copier is None:
-            return
         try:
-            self._stream.synchronize()
-            self._unmap(list(self._mappings))
-            self._copier.close()
-            self._stream.close()
-            for event in (*self._events, *(copy.event for copy in self._in_flight if copy.event)):
-                event.close()
+            if self._stream is not None and self._copier is not None:
+                self._stream.synchronize()
+                self._unmap(list(self._mappings))
+                self._copier.close()
+                self._stream.close()
+                for event in (*self._events, *(copy.event for copy in self._in_flight if copy.event)):
+                    event.close()
         except KvferryError:
-            pass  # a broken context: the process keeps what it holds until it ends
+            pass  # a broken context: nothing runs any more, and the process keeps what it holds until it ends
+        for copy in self._in_flight:
+            settle(copy.done, error=_closed())
+            settle(copy.quiet)
 
 
 def _end(copy: GpuCopy, problem: KvferryError | None) -> None:
@@ -336,5 +325,7 @@ def _closed() -> KvferryError:
     return KvferryError("copies_closed", "the engine whose copies these are has ended")
 
 
-def _failed(error: Exception) -> KvferryError:
+def _typed(error: Exception) -> KvferryError:
+    if isinstance(error, KvferryError):
+        return error
     return KvferryError("copy_failed", f"the copy failed: {type(error).__name__} {error}"[:500])

@@ -57,8 +57,9 @@ def outcome_text(record: TransferRecord, why_not: Mapping[str, str]) -> str:
     rows = [_row(record, way, why_not) for _, way in cheapest_first]
     heads = ("WAY", "EXPECTED", "TOOK", "")
     phases = ", ".join(f"{name} {ask.duration(ms)}" for name, ms in record.phases_ms.items() if name != "total")
-    lines = [head, f"{moved}{tokens}{taken}", "", ask.table(heads, rows, "nothing was expected: nothing has moved")]
-    return "\n".join([*lines, "", f"phases: {phases}"] if phases else lines)
+    ways = ask.table(heads, rows, "nothing was expected: nothing has moved")
+    lines = [ask.printable(head), ask.printable(f"{moved}{tokens}{taken}"), "", ways]
+    return "\n".join([*lines, "", ask.printable(f"phases: {phases}")] if phases else lines)
 
 
 def _row(record: TransferRecord, way: str, why_not: Mapping[str, str]) -> tuple[str, str, str, str]:

@@ -291,7 +291,7 @@ def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
             remedy="give every group a table; an empty block_ids list means that nothing of it is wanted",
         )
     lowest, highest = table.span
-    if lowest < 0 or highest >= max(1, group.num_blocks):
+    if lowest < 0 or highest >= group.num_blocks:
         wrong = lowest if lowest < 0 else highest
         raise KvferryError(
             "block_id_out_of_range",

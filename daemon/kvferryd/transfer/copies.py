@@ -16,7 +16,7 @@ from kvferryd.copy import Batch, host
 from kvferryd.copy.runner import Runner
 
 Build = Callable[[], Sequence[Batch]]
-"""Makes the batches; called on the thread that copies."""
+"""Makes the batches, as often as it is called; on whatever thread copies."""
 
 STAGING_FACTOR = 2
 """SMs of a staging copy, in units of what `programs` grants a mapped one. A program has 128 KiB in flight; mapped, that
