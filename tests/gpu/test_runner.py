@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ NBYTES, LIMIT_S = 1 << 20, 60.0
 def memory() -> Iterator[tuple[int, int]]:
     """(addresses of NBYTES bytes that hold 0, 1, 2, ..., of as many that hold 0)."""
     source, destination, stream = GPU.alloc(NBYTES), GPU.alloc(NBYTES), GPU.stream()
-    held = np.arange(NBYTES, dtype=np.uint8)
+    held = (np.arange(NBYTES) % 256).astype(np.uint8)
     stream.copy(source, held.ctypes.data, NBYTES)
     stream.fill(destination, NBYTES)
     stream.synchronize()
@@ -85,7 +86,8 @@ async def test_one_that_was_given_up_before_its_turn_writes_nothing(runner: Runn
 
 
 async def test_closing_ends_every_copy(runner: Runner, memory) -> None:
-    copies = [runner.copy(64, lambda: [batch(memory, 1, 64 << at)]) for at in range(8)]
+    every = [batch(memory, 1, 64 << at) for at in range(8)]  # each of a shape of its own
+    copies = [runner.copy(64, partial(list, [each])) for each in every]
     await runner.close()
     assert set(await ended(*copies)) <= {"", "copies_closed"}
     assert await ended(runner.copy(64, lambda: [batch(memory, 1, 64)])) == ["copies_closed"]
