@@ -25,7 +25,7 @@ from kvferryd.memory import Files, Provider, Region
 from kvferryd.transfer.arena import Arena
 from kvferryd.transfer.copies import GpuCopies, HostCopies
 from kvferryd.transfer.lease import Lease, Leases
-from kvferryd.transfer.pack import Pairings
+from kvferryd.transfer.pairings import Pairings
 from kvferryd.transport import Agent
 
 log = logs.get(__name__)

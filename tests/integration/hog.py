@@ -7,53 +7,66 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import grpc
 from fleet import TIMEOUT_S, ByHand, peer_stub
 from ranks import Kv, TestEngine
 
+from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferry.tables import Tables
-from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferry.wire import manifest_to_proto, tables_from_proto
+from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.wire import manifest_to_proto, problem_from_proto, tables_from_proto
 from kvferryd.transfer.share import Wanted, packs, share_of
 
 CHUNK = 16 << 10
 SLOTS = 3
 """As many of four as one direction may have."""
+READING = 1
 
 
 @dataclass
 class Hog:
     """Speaks to rank 0 of `source` as a daemon with the manifest `own` would. `opening`: a good one."""
 
-    stub: peer_pb2_grpc.PeerAsyncStub
+    by_hand: ByHand
     opening: peer_pb2.PackOpen
 
-    def pack(self) -> grpc.aio.StreamStreamCall[peer_pb2.PackRequest, peer_pb2.Packed]:
-        return self.stub.Pack(timeout=TIMEOUT_S)
+    async def pack(self, **said: object) -> None:
+        """About the reading that is open, and its first packing unless another is named."""
+        told = {"reading": READING, "packing": 1} | said
+        await self.by_hand.say(pack=peer_pb2.Pack(**told))  # type: ignore[arg-type]
 
-    async def said(self, *requests: peer_pb2.PackRequest) -> list[peer_pb2.Packed]:
-        """Say all of this, half-close, and hear what comes."""
-        call = self.pack()
-        for request in requests:
-            await call.write(request)
-        await call.done_writing()
-        return [packed async for packed in call]
+    async def hears(self) -> peer_pb2.PackReply:
+        reply = await asyncio.wait_for(self.by_hand.call.read(), TIMEOUT_S)
+        assert isinstance(reply, peer_pb2.ReadReply)
+        assert reply.HasField("pack"), reply
+        return reply.pack
+
+    async def refused(self, **said: object) -> KvferryError:
+        """Why that is not done."""
+        await self.pack(**said)
+        while not (reply := await self.hears()).HasField("problem"):
+            pass
+        return problem_from_proto(reply.problem)
+
+    async def packed(self, chunks: int, **said: object) -> list[peer_pb2.Packed]:
+        """Say this and hear of so many chunks that are packed."""
+        await self.pack(**said)
+        packed: list[peer_pb2.Packed] = []
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(packed) < chunks:
+                reply = await self.hears()
+                assert not reply.HasField("problem"), reply
+                packed += reply.packed
+        return packed
 
     @asynccontextmanager
     async def holding(self, slots: int = SLOTS) -> AsyncIterator[list[peer_pb2.Packed]]:
         """Slots are packed for it inside this block."""
-        call = self.pack()
-        await call.write(peer_pb2.PackRequest(open=self.opening, want=range(slots)))
-        packed = []
-        async with asyncio.timeout(TIMEOUT_S):
-            while len(packed) < slots:
-                packed.append(await call.read())
-        assert all(isinstance(each, peer_pb2.Packed) for each in packed)
+        packed = await self.packed(slots, open=self.opening, want=range(slots))
         try:
             yield packed
         finally:
-            call.cancel()
+            self.by_hand.call.cancel()
 
 
 @asynccontextmanager
@@ -66,7 +79,7 @@ async def hog(source: TestEngine, own: Manifest, request_id: str, tokens: int) -
     async with peer_stub(source.daemons[0]) as stub:
         reader = peer_pb2.Reader(engine_id="hog", epoch="1", rank=0, world_size=1)
         by_hand = ByHand(stub, peer_pb2.ReadOpening(engine_id=source.engine_id, epoch=source.epoch, reader=reader))
-        lease = (await by_hand.open(request_id)).update
+        lease = (await by_hand.open(request_id, READING)).update
         paired = await stub.Pair(
             peer_pb2.PairRequest(
                 engine_id=source.engine_id,
@@ -76,20 +89,16 @@ async def hog(source: TestEngine, own: Manifest, request_id: str, tokens: int) -
             )
         )
         opening = peer_pb2.PackOpen(
-            engine_id=source.engine_id,
-            epoch=source.epoch,
-            request_id=request_id,
-            reader=reader,
-            secret=lease.secret,
-            pairing=paired.pairing,
+            seal=lease.seal,
             version=lease.version,
+            pairing=paired.pairing,
             tokens=layout_pb2.TokenRange(start=0, stop=tokens),
             states=True,
             chunk_nbytes=CHUNK,
         )
         wants(opening, manifests, own, tables_from_proto(lease.tables), tokens)
         try:
-            yield Hog(stub, opening)
+            yield Hog(by_hand, opening)
         finally:
             by_hand.call.cancel()
 

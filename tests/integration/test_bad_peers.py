@@ -95,7 +95,7 @@ async def test_a_lease_is_closed_only_by_who_opened_it(victim: Victim, request_i
         await other.say(close=peer_pb2.LeaseClose(reading=9, request_id=request_id, complete=True))
         reply = await other.call.read()
         assert isinstance(reply, peer_pb2.ReadReply)
-        assert reply.problem.code == "wrong_secret"
+        assert reply.problem.code == "not_opened"
         assert [lease.state for lease in await victim.router.leases()] == [LeaseState.PUBLISHED]
         reader.call.cancel()
         other.call.cancel()

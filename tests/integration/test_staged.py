@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from fleet import Daemons, refusal, until
-from hog import hog
+from fleet import Daemons, until
+from hog import READING, hog
 from pair import MANY, TOKENS, Pair
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
@@ -249,8 +250,7 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
 @pytest.mark.parametrize(
     ("code", "fields"),
     [
-        ("wrong_secret", {"secret": "guessed"}),
-        ("stale_epoch", {"epoch": "another"}),
+        ("lease_changed", {"seal": 1}),
         ("unknown_pairing", {"pairing": "another"}),
         ("lease_version", {"version": 9}),
         ("malformed_pack", {"chunk_nbytes": 1 << 30}),
@@ -259,26 +259,73 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
         ("cut_differs", {"nbytes": 2}),
         ("tokens_unpublished", {"tokens": layout_pb2.TokenRange(start=0, stop=MANY)}),
         ("malformed_tables", {"tokens": layout_pb2.TokenRange(start=9, stop=1)}),
-        ("lease_ended", {"request_id": "another"}),
     ],
 )
-async def test_who_asks_for_what_is_not_its_own_is_refused(
+async def test_who_asks_for_what_is_not_its_own_is_refused_and_may_ask_again(
     staged: Pair, request_id: str, code: str, fields: dict[str, object]
 ) -> None:
     async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
         wrong = peer_pb2.PackOpen()
         wrong.CopyFrom(other.opening)
         wrong.MergeFrom(peer_pb2.PackOpen(**fields))
-        assert (await refusal(other.said(peer_pb2.PackRequest(open=wrong, want=[0])))).code == code
+        assert (await other.refused(open=wrong, want=[0])).code == code
+        await other.packed(1, packing=2, open=other.opening, want=[0])
 
 
-@pytest.mark.parametrize("requests", [{"want": [0, 0]}, {"want": [999]}, {"read": [0]}], ids=str)
+@pytest.mark.parametrize("said", [{"want": [0, 0]}, {"want": [999]}, {"read": [0]}, {"vouch": True}], ids=str)
 async def test_who_asks_for_what_there_is_not_is_refused(
-    staged: Pair, request_id: str, requests: dict[str, list[int]]
+    staged: Pair, request_id: str, said: dict[str, list[int]]
 ) -> None:
     async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
-        asked = peer_pb2.PackRequest(open=other.opening, **requests)
-        assert (await refusal(other.said(asked))).code == "malformed_pack"
+        assert (await other.refused(open=other.opening, **said)).code == "malformed_pack"
+
+
+async def test_a_lease_that_has_ended_is_not_packed_and_the_stream_goes_on(staged: Pair, request_id: str) -> None:
+    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
+        await staged.prefill_routers[0].revoke_lease(request_id)
+        assert (await other.refused(open=other.opening, want=[0])).code == "lease_ended"
+        gone = await other.by_hand.open(request_id, 2)
+        assert gone.problem.code == "lease_ended"
+
+
+async def test_a_packing_ends_those_before_it_and_a_closed_reading_its_own(staged: Pair, request_id: str) -> None:
+    async with (
+        httpx.AsyncClient(trust_env=False) as http,
+        hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other,
+    ):
+        daemon = staged.prefill.daemons[0]
+        await other.packed(2, open=other.opening, want=[0, 1])
+        await other.packed(1, packing=2, open=other.opening, want=[0])
+
+        async def one_slot_is_taken() -> bool:
+            return await gauge(http, daemon, "kvferry_staging_used_bytes") == 1 << 18
+
+        await until(one_slot_is_taken, "the first packing's slots are back")
+        await other.by_hand.say(close=peer_pb2.LeaseClose(reading=READING, request_id=request_id))
+        await idle(staged.prefill.daemons)
+
+
+async def test_a_reader_that_read_late_has_the_source_vouch_for_its_slots(staged: Pair, request_id: str) -> None:
+    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, 20) as late:
+        chunks = range(late.opening.chunks)
+        await late.packed(len(chunks), open=late.opening, want=chunks)
+        await late.pack(read=chunks, vouch=True)
+        assert (await late.hears()).vouched
+
+
+async def test_announced_leases_are_packed_in_the_message_that_opens_them(
+    staged: Pair, request_id: str, daemons: Daemons
+) -> None:
+    near, far = await asyncio.gather(daemons.start("staged-near", 1, *FLAGS), daemons.start("staged-far", 1, *FLAGS))
+    source = await TestEngine.start("staged-near", near, Shape.tp(1, num_blocks=640))
+    reader = await TestEngine.start("staged-far", far, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
+    async with RouterClient(far[0].url) as router:
+        for n in range(3):
+            assert await moves(source, reader, router, f"{request_id}-{n}", TOKENS) == "staged"
+        logged = [json.loads(line) for line in far[0].log.read_text().splitlines() if line.startswith("{")]
+        announced = [line["announced"] for line in logged if line["event"] == "transfer ended"]
+        assert announced == [False, True, True]
+    await asyncio.gather(source.close(), reader.close())
 
 
 @asynccontextmanager

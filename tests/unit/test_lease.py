@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd.transfer.lease import Lease, Leases, ReaderId
+from kvferryd.transfer.lease import Lease, Leases, Opened, ReaderId
 
 pytestmark = pytest.mark.anyio
 TABLES = {"full": BlockTable.of([4, 7])}
@@ -47,8 +47,8 @@ def publish(leases: Leases) -> Publish:
 
 
 def read(leases: Leases, who: ReaderId, lease: Lease, *, complete: bool = True) -> tuple[bool, str]:
-    with leases.reading(lease, who) as secret:
-        return leases.close(lease.request_id, who, secret, complete)
+    with leases.reading(lease, who) as opened:
+        return leases.close(lease.request_id, who, opened, complete)
 
 
 async def lasting(wait: Any) -> Any:
@@ -85,12 +85,12 @@ async def test_ranks_of_two_epochs_do_not_make_one_reader(leases: Leases, publis
 async def test_ranks_count_as_through_when_all_they_want_is_packed(leases: Leases, publish: Publish) -> None:
     lease = publish()
     first, second = (ReaderId("decode", "1", rank, 2) for rank in range(2))
-    with leases.reading(lease, first) as secret, leases.reading(lease, second):
+    with leases.reading(lease, first) as opened, leases.reading(lease, second):
         leases.packed(lease, first)
         assert lease.state is LeaseState.PUBLISHED
         leases.packed(lease, second)
         assert lease.state is LeaseState.RELEASED
-        assert leases.close("r", first, secret, True) == (True, "")
+        assert leases.close("r", first, opened, True) == (True, "")
 
 
 async def test_what_is_packed_of_a_lease_for_two_engines_keeps_it_for_the_second(
@@ -132,29 +132,29 @@ async def test_a_reader_that_gave_up_has_not_read(leases: Leases, publish: Publi
 
 async def test_a_rank_with_nothing_to_read_here_counts_without_opening(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    assert leases.close("r", READER, "", True) == (True, "")
+    assert leases.close("r", READER, None, True) == (True, "")
     assert lease.state is LeaseState.RELEASED
 
 
 async def test_a_rank_with_nothing_to_read_may_close_before_the_publish(leases: Leases, publish: Publish) -> None:
-    leases.close("r", READER, "", True)
+    leases.close("r", READER, None, True)
     assert publish().state is LeaseState.RELEASED
 
 
 async def test_closing_again_is_the_same_answer(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    with leases.reading(lease, READER) as secret:
-        assert leases.close("r", READER, secret, True)[0]
-        assert leases.close("r", READER, secret, True)[0]
+    with leases.reading(lease, READER) as opened:
+        assert leases.close("r", READER, opened, True)[0]
+        assert leases.close("r", READER, opened, True)[0]
 
 
-async def test_a_wrong_secret_closes_nothing(leases: Leases, publish: Publish) -> None:
+async def test_who_has_not_opened_a_lease_does_not_close_it_for_who_has(leases: Leases, publish: Publish) -> None:
     lease = publish()
     with leases.reading(lease, READER):
-        for secret in ("wrong", ""):
+        for opened in (Opened(), None):
             with pytest.raises(KvferryError) as refused:
-                leases.close("r", READER, secret, True)
-            assert refused.value.code == "wrong_secret"
+                leases.close("r", READER, opened, True)
+            assert refused.value.code == "not_opened"
     assert lease.state is LeaseState.PUBLISHED
 
 
@@ -247,9 +247,9 @@ async def test_the_same_publish_again_changes_nothing(publish: Publish) -> None:
 
 async def test_a_reader_of_a_revoked_lease_learns_that_it_did_not_hold(publish: Publish, leases: Leases) -> None:
     lease = publish()
-    with leases.reading(lease, READER) as secret:
+    with leases.reading(lease, READER) as opened:
         assert leases.revoke("r", "aborted")
-        held, reason = leases.close("r", READER, secret, True)
+        held, reason = leases.close("r", READER, opened, True)
     assert not held
     assert "aborted" in reason
     assert not leases.revoke("r", "again")
@@ -266,10 +266,10 @@ async def test_a_reader_that_comes_late_is_told_at_once(publish: Publish, leases
 async def test_a_released_lease_does_not_hold_for_another_reader(publish: Publish, leases: Leases) -> None:
     lease = publish()
     other = ReaderId("other", "1", 0, 1)
-    with leases.reading(lease, other) as secret:
+    with leases.reading(lease, other) as opened:
         read(leases, READER, lease)
         assert lease.state is LeaseState.RELEASED
-        assert leases.close("r", other, secret, True)[0] is False
+        assert leases.close("r", other, opened, True)[0] is False
 
 
 async def test_a_reader_may_come_before_the_publish(publish: Publish, leases: Leases) -> None:

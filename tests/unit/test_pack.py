@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -12,20 +12,21 @@ from test_arena import Gate, Memory
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
-from kvferry.v1 import peer_pb2
+from kvferry.v1 import layout_pb2, peer_pb2
 from kvferryd.copy import Chunk
 from kvferryd.plan import PlanRefused
 from kvferryd.transfer import pack
-from kvferryd.transfer.arena import Arena
+from kvferryd.transfer.arena import Arena, Use
 from kvferryd.transfer.copies import HostCopies
 from kvferryd.transfer.lease import Lease, Leases, ReaderId
-from kvferryd.transfer.pack import PAIRINGS, Packer, Pairings
+from kvferryd.transfer.pack import Packer, Packing
+from kvferryd.transfer.pairings import PAIRINGS, Pairings
 from kvferryd.transfer.share import Wanted, packs, shapes, share_of
 
 pytestmark = pytest.mark.anyio
-SOURCE, READER = cache(*attention(dim=8)), cache(*attention(dim=8, order=HND), engine="decode")
+CHUNK = 4096
+SOURCE, READER = cache(*attention(dim=64)), cache(*attention(dim=64, order=HND), engine="decode")
 TABLES = {"full": table(2, 0, 3, 1)}
-Request = peer_pb2.PackRequest
 
 
 @pytest.fixture
@@ -57,26 +58,44 @@ async def lease(leases: Leases) -> Lease:
 
 @pytest.fixture
 def chunks() -> list[Chunk]:
-    return packs(share_of([SOURCE], READER, 0), 0, TABLES, Wanted((0, 16), True, shapes(TABLES)), 256)
+    return packs(share_of([SOURCE], READER, 0), 0, TABLES, Wanted((0, 16), True, shapes(TABLES)), CHUNK)
 
 
 class Reader:
-    """Says what a test wants said, and keeps what it hears."""
+    """One packing of the whole lease, and what is heard of it."""
 
-    def __init__(self, *requests: Request) -> None:
-        self.requests = requests
+    def __init__(self, packer: Packer, opening: peer_pb2.PackOpen) -> None:
+        self.packing = Packing(packer, 1, 1, opening, self._hear)
         self.packed: list[peer_pb2.Packed] = []
-        self.heard = asyncio.Event()
+        self.vouched = False
+        self.problem = ""
+        self._heard = asyncio.Event()
 
-    async def hear(self, packed: peer_pb2.Packed) -> None:
-        self.packed.append(packed)
-        self.heard.set()
+    def says(self, **said: object) -> None:
+        self.packing.hear(peer_pb2.Pack(**said))  # type: ignore[arg-type]
 
-    async def says(self, *, then_nothing: bool = False, until: asyncio.Event | None = None) -> AsyncIterator[Request]:
-        for request in self.requests:
-            yield request
-        if then_nothing:
-            await (until or asyncio.Event()).wait()
+    def _hear(self) -> None:
+        asyncio.get_running_loop().call_soon(self._take)  # as the stream does, when there is room
+
+    def _take(self) -> None:
+        said = self.packing.take().pack
+        self.packed += said.packed
+        self.vouched = self.vouched or said.vouched
+        self.problem = said.problem.code
+        self._heard.set()
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(5):
+            while not holds():
+                self._heard.clear()
+                await self._heard.wait()
+
+    async def has(self, chunks: int) -> None:
+        await self.until(lambda: len(self.packed) >= chunks)
+
+    async def refused(self) -> str:
+        await self.until(lambda: self.problem)
+        return self.problem
 
 
 @pytest.fixture
@@ -84,119 +103,204 @@ def pool() -> np.ndarray:
     return np.zeros(SOURCE.regions[0].nbytes, dtype=np.uint8)
 
 
-async def test_a_slot_is_held_until_its_chunk_was_read(
-    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray
-) -> None:
+@pytest.fixture
+async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Callable[[Arena], Reader]:
+    """Of the lease, all of it; whose packing has not begun."""
+    said = b"a plan"
+    pairings = Pairings()
+    opening = peer_pb2.PackOpen(
+        seal=lease.seal.value,
+        version=1,
+        pairing=await pairings.add(SOURCE, [SOURCE], READER, said),
+        tokens=layout_pb2.TokenRange(start=0, stop=16),
+        states=True,
+        chunk_nbytes=CHUNK,
+        chunks=len(chunks),
+        nbytes=sum(chunk.nbytes for chunk in chunks),
+    )
+    for group, shape in shapes(TABLES).items():
+        opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
+    return lambda arena: Reader(Packer(SOURCE, {0: pool.ctypes.data}, arena, pairings), opening)
+
+
+Readers = Callable[[Arena], Reader]
+
+
+@pytest.fixture
+def reader(readers: Readers, arena: Arena, lease: Lease) -> Reader:
+    reader = readers(arena)
+    reader.packing.begin(lease)
+    return reader
+
+
+async def test_a_slot_is_held_until_its_chunk_was_read(arena: Arena, reader: Reader, chunks: list[Chunk]) -> None:
     assert len(chunks) > 1
-    reader = Reader()
-    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
-    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True)))
-    await asyncio.wait_for(reader.heard.wait(), 5)
+    reader.says(want=[0])
+    await reader.has(1)
     assert reader.packed[0].nbytes == chunks[0].nbytes
     assert arena.used_nbytes == arena.slot_nbytes
-    packer._hear(Request(read=[0]))
+    reader.says(read=[0])
     assert arena.used_nbytes == 0
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
+    arena: Arena, readers: Readers, lease: Lease
+) -> None:
+    reader = readers(arena)
+    reader.says(want=[0])
+    reader.says(want=[1])
+    assert arena.used_nbytes == 0
+    reader.packing.begin(lease)
+    await reader.has(2)
+    assert [packed.chunk for packed in reader.packed] == [0, 1]
+
+
+async def test_a_large_table_is_bound_beside_the_loop(
+    arena: Arena, readers: Readers, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "FEW", 0)
+    reader = readers(arena)
+    reader.packing.begin(lease)
+    reader.says(want=[0])
+    assert arena.used_nbytes == 0
+    await reader.has(1)
 
 
 async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
-    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack, "KEPT_S", 0.2)
-    began, reader = asyncio.get_running_loop().time(), Reader()
-    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
-    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True)))
-    await asyncio.wait_for(reader.heard.wait(), 5)
+    began = asyncio.get_running_loop().time()
+    reader.says(want=[0])
+    await reader.has(1)
     assert reader.packed[0].kept_ms == 200
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    reader.packing.end()
     assert arena.used_nbytes == arena.slot_nbytes
     await arena.close()
     assert asyncio.get_running_loop().time() - began >= 0.2, "nor does its memory go"
 
 
-async def test_a_stream_whose_arena_was_closed_does_not_end_in_peace(
-    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray
+async def test_the_source_vouches_for_slots_that_were_read_late_but_not_after_its_arena_was_closed(
+    arena: Arena, readers: Readers, lease: Lease, chunks: list[Chunk]
 ) -> None:
-    reader = Reader()
-    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
-    half_closed = asyncio.Event()
-    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True, until=half_closed)))
-    await asyncio.wait_for(reader.heard.wait(), 5)
-    await arena.close()
-    packer._hear(Request(read=[0]))
-    half_closed.set()
-    with pytest.raises(KvferryError) as caught:
-        await asyncio.wait_for(running, 5)
-    assert caught.value.code == "arena_closed"
+    every = range(len(chunks))
+    for closed in (False, True):
+        reader = readers(arena)
+        reader.packing.begin(lease)
+        for chunk in every:
+            reader.says(want=[chunk], read=range(chunk - 1, chunk) if chunk else ())
+            await reader.has(chunk + 1)
+        if closed:
+            await arena.close()
+        reader.says(read=[every[-1]], vouch=True)
+        await reader.until(lambda reader=reader: reader.vouched or reader.problem)
+        assert (reader.vouched, reader.problem) == ((False, "arena_closed") if closed else (True, ""))
 
 
 async def test_a_reader_that_holds_slots_and_says_nothing_loses_them(
-    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack, "PATIENCE_S", 0.05)
-    reader = Reader()
-    packer = Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear)
-    with pytest.raises(KvferryError) as caught:
-        await asyncio.wait_for(packer.run(Request(want=[0, 1]), reader.says(then_nothing=True)), 5)
-    assert caught.value.code == "deadline"
+    reader.says(want=[0, 1])
+    assert await reader.refused() == "deadline"
     assert len(reader.packed) == 2
     assert arena.used_nbytes == 0
 
 
-async def test_slots_are_back_when_the_reader_goes_without_a_word(
-    arena: Arena, lease: Lease, chunks: list[Chunk], pool: np.ndarray
-) -> None:
-    reader = Reader()
-    await Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear).run(Request(want=[0, 1]), reader.says())
-    assert [packed.chunk for packed in reader.packed] == [0, 1]
+async def test_slots_are_back_when_the_reader_goes_without_a_word(arena: Arena, reader: Reader) -> None:
+    reader.says(want=[0, 1])
+    await reader.has(2)
+    reader.packing.end()
     assert arena.used_nbytes == 0
 
 
-async def test_nothing_is_packed_of_a_lease_that_has_ended(
-    arena: Arena, leases: Leases, lease: Lease, chunks: list[Chunk], pool: np.ndarray
+async def test_a_packing_that_waits_for_a_slot_waits_no_longer_when_it_ends(
+    arena: Arena, readers: Readers, lease: Lease
 ) -> None:
+    lent = [await arena.take(Use.PACKED) for _ in range(arena.most)]
+    one, other = readers(arena), readers(arena)
+    for reader in (one, other):
+        reader.packing.begin(lease)
+        reader.says(want=[0])
+    assert arena.waiting == 2
+    one.packing.end()
+    arena.give_back(lent.pop())
+    await other.has(1)
+    assert (one.packed, arena.waiting) == ([], 0)
+    other.packing.end()
+    for slot in lent:
+        arena.give_back(slot)
+    assert arena.used_nbytes == 0
+
+
+async def test_nothing_is_packed_of_a_lease_that_has_ended(arena: Arena, leases: Leases, reader: Reader) -> None:
     leases.revoke("r", "for a test")
-    reader = Reader()
-    with pytest.raises(KvferryError) as caught:
-        await Packer(arena, lease, chunks, {0: pool.ctypes.data}, reader.hear).run(Request(want=[0]), reader.says())
-    assert (caught.value.code, reader.packed, arena.used_nbytes) == ("lease_ended", [], 0)
+    reader.says(want=[0])
+    assert await reader.refused() == "lease_ended"
+    assert (reader.packed, arena.used_nbytes) == ([], 0)
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["all is packed", "one chunk is not"])
 async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
-    arena: Arena, leases: Leases, lease: Lease, chunks: list[Chunk], pool: np.ndarray, more: bool
+    arena: Arena, leases: Leases, lease: Lease, chunks: list[Chunk], readers: Readers, more: bool
 ) -> None:
-    few, reader, who = chunks[:3], Reader(), ReaderId("decode", "1", 0, 1)
+    reader, who = readers(arena), ReaderId("decode", "1", 0, 1)
+    wanted = range(len(chunks) - more)
     with leases.reading(lease, who):
-        packer = Packer(arena, lease, few, {0: pool.ctypes.data}, reader.hear, lambda: leases.packed(lease, who))
-        wanted = range(len(few) - more)
-        running = asyncio.create_task(packer.run(Request(want=wanted), reader.says(then_nothing=True)))
-        async with asyncio.timeout(5):
-            while len(reader.packed) < len(wanted):
-                reader.heard.clear()
-                await reader.heard.wait()
+        reader.packing.begin(lease, lambda: leases.packed(lease, who))
+        reader.says(want=wanted)
+        await reader.has(len(wanted))
         assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"
+        if not more:
+            async with asyncio.timeout(5):
+                await leases.ended(lease)
         assert lease.state is (LeaseState.PUBLISHED if more else LeaseState.RELEASED)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        reader.packing.end()
     assert arena.used_nbytes == 0
 
 
 async def test_a_lease_that_ends_during_the_last_gather_is_not_packed(
-    leases: Leases, lease: Lease, chunks: list[Chunk], pool: np.ndarray
+    leases: Leases, lease: Lease, readers: Readers
 ) -> None:
-    gate, reader, packed = Gate(), Reader(), []
+    gate, packed = Gate(), []
     arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
-    packer = Packer(arena, lease, chunks[:1], {0: pool.ctypes.data}, reader.hear, lambda: packed.append(1))
-    running = asyncio.create_task(packer.run(Request(want=[0]), reader.says(then_nothing=True)))
+    reader = readers(arena)
+    reader.packing.begin(lease, lambda: packed.append(1))
+    reader.says(want=[0])
     await asyncio.to_thread(gate.begun.wait, 5)
     leases.revoke("r", "for a test")
     gate.let_go.set()
-    with pytest.raises(KvferryError) as caught:
-        await asyncio.wait_for(running, 5)
-    assert (caught.value.code, reader.packed, packed, arena.used_nbytes) == ("lease_ended", [], [], 0)
+    assert await reader.refused() == "lease_ended"
+    assert (reader.packed, packed, arena.used_nbytes) == ([], [], 0)
+    await arena.close()
+
+
+async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(lease: Lease, readers: Readers) -> None:
+    gate = Gate()
+    arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
+    reader = readers(arena)
+    reader.packing.begin(lease)
+    reader.says(want=[0])
+    await asyncio.to_thread(gate.begun.wait, 5)
+    reader.packing.end()
+    assert arena.used_nbytes == arena.slot_nbytes
+    gate.let_go.set()
+    async with asyncio.timeout(5):
+        slots = [await arena.take(Use.PACKED) for _ in range(arena.most)]
+    assert (len(slots), reader.packed) == (arena.most, [])
+    await arena.close()
+
+
+async def test_a_gather_that_breaks_is_told_to_the_reader(lease: Lease, readers: Readers) -> None:
+    def breaks(batches: object) -> None:
+        raise ValueError
+
+    arena = Arena(Memory(), HostCopies(breaks))  # type: ignore[arg-type]
+    reader = readers(arena)
+    reader.packing.begin(lease)
+    reader.says(want=[0])
+    assert await reader.refused() == "internal"
+    assert arena.used_nbytes == 0
     await arena.close()
 
 
@@ -212,7 +316,7 @@ async def test_pairings_are_named_alike_planned_once_and_bounded() -> None:
 
 
 async def test_a_reader_that_sees_another_cache_than_there_is_is_refused() -> None:
-    other = cache(*attention(dim=8, block=9))
+    other = cache(*attention(dim=64, block=9))
     for sources in ([other], [], [SOURCE, SOURCE]):
         with pytest.raises(KvferryError) as caught:
             await Pairings().add(SOURCE, sources, READER, b"")

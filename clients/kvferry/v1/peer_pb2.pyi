@@ -329,6 +329,7 @@ class ReadRequest(google.protobuf.message.Message):
     OPENING_FIELD_NUMBER: builtins.int
     OPEN_FIELD_NUMBER: builtins.int
     CLOSE_FIELD_NUMBER: builtins.int
+    PACK_FIELD_NUMBER: builtins.int
     @property
     def opening(self) -> Global___ReadOpening:
         """in the first message, and only there"""
@@ -337,16 +338,19 @@ class ReadRequest(google.protobuf.message.Message):
     def open(self) -> Global___LeaseOpen: ...
     @property
     def close(self) -> Global___LeaseClose: ...
+    @property
+    def pack(self) -> Global___Pack: ...
     def __init__(
         self,
         *,
         opening: Global___ReadOpening | None = ...,
         open: Global___LeaseOpen | None = ...,
         close: Global___LeaseClose | None = ...,
+        pack: Global___Pack | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["opening", "open", "close"] | None: ...
+    def HasField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening", "pack", b"pack"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening", "pack", b"pack"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["opening", "open", "close", "pack"] | None: ...
 
 Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
 
@@ -430,6 +434,7 @@ class ReadReply(google.protobuf.message.Message):
     UPDATE_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
     ANNOUNCED_FIELD_NUMBER: builtins.int
+    PACK_FIELD_NUMBER: builtins.int
     reading: builtins.int
     @property
     def update(self) -> Global___LeaseUpdate: ...
@@ -439,6 +444,8 @@ class ReadReply(google.protobuf.message.Message):
 
     @property
     def announced(self) -> Global___Announcement: ...
+    @property
+    def pack(self) -> Global___PackReply: ...
     def __init__(
         self,
         *,
@@ -446,10 +453,11 @@ class ReadReply(google.protobuf.message.Message):
         update: Global___LeaseUpdate | None = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
         announced: Global___Announcement | None = ...,
+        pack: Global___PackReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "problem", b"problem", "update", b"update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "problem", b"problem", "reading", b"reading", "update", b"update"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced"] | None: ...
+    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "reading", b"reading", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced", "pack"] | None: ...
 
 Global___ReadReply: typing_extensions.TypeAlias = ReadReply
 
@@ -465,9 +473,7 @@ class Announcement(google.protobuf.message.Message):
     UPDATE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
-    def update(self) -> Global___LeaseUpdate:
-        """without a secret"""
-
+    def update(self) -> Global___LeaseUpdate: ...
     def __init__(
         self,
         *,
@@ -483,7 +489,6 @@ Global___Announcement: typing_extensions.TypeAlias = Announcement
 class LeaseUpdate(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SECRET_FIELD_NUMBER: builtins.int
     TABLES_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
@@ -491,8 +496,6 @@ class LeaseUpdate(google.protobuf.message.Message):
     SEAL_ADDRESS_FIELD_NUMBER: builtins.int
     SEAL_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    secret: builtins.str
-    """proves to Pack that this reader opened the lease"""
     num_tokens: builtins.int
     more: builtins.bool
     metadata: builtins.bytes
@@ -506,7 +509,6 @@ class LeaseUpdate(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        secret: builtins.str = ...,
         tables: kvferry.v1.layout_pb2.Tables | None = ...,
         num_tokens: builtins.int = ...,
         more: builtins.bool = ...,
@@ -516,7 +518,7 @@ class LeaseUpdate(google.protobuf.message.Message):
         version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "seal", b"seal", "seal_address", b"seal_address", "secret", b"secret", "tables", b"tables", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "seal", b"seal", "seal_address", b"seal_address", "tables", b"tables", "version", b"version"]) -> None: ...
 
 Global___LeaseUpdate: typing_extensions.TypeAlias = LeaseUpdate
 
@@ -555,7 +557,7 @@ class PairReply(google.protobuf.message.Message):
 
     PAIRING_FIELD_NUMBER: builtins.int
     pairing: builtins.str
-    """names the plan in Pack; may be forgotten"""
+    """names the plan in PackOpen; may be forgotten"""
     def __init__(
         self,
         *,
@@ -586,6 +588,50 @@ class TableShape(google.protobuf.message.Message):
 Global___TableShape: typing_extensions.TypeAlias = TableShape
 
 @typing.final
+class Pack(google.protobuf.message.Message):
+    """Staged transfers: what of one reading is wanted in staging slots, and what has been read out of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READING_FIELD_NUMBER: builtins.int
+    PACKING_FIELD_NUMBER: builtins.int
+    OPEN_FIELD_NUMBER: builtins.int
+    WANT_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    VOUCH_FIELD_NUMBER: builtins.int
+    reading: builtins.int
+    packing: builtins.int
+    """counts the packings of this reading: one after another, each ends those before it"""
+    vouch: builtins.bool
+    """all is read, but not within kept_ms: was every slot held until then?"""
+    @property
+    def open(self) -> Global___PackOpen:
+        """in a packing's first message, and only there"""
+
+    @property
+    def want(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """chunks that the reader has a slot for, or will have when a copy of its own has ended"""
+
+    @property
+    def read(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """chunks that it has read: their slots are free"""
+
+    def __init__(
+        self,
+        *,
+        reading: builtins.int = ...,
+        packing: builtins.int = ...,
+        open: Global___PackOpen | None = ...,
+        want: collections.abc.Iterable[builtins.int] | None = ...,
+        read: collections.abc.Iterable[builtins.int] | None = ...,
+        vouch: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["open", b"open"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["open", b"open", "packing", b"packing", "read", b"read", "reading", b"reading", "vouch", b"vouch", "want", b"want"]) -> None: ...
+
+Global___Pack: typing_extensions.TypeAlias = Pack
+
+@typing.final
 class PackOpen(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -607,13 +653,10 @@ class PackOpen(google.protobuf.message.Message):
         def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    ENGINE_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    READER_FIELD_NUMBER: builtins.int
-    SECRET_FIELD_NUMBER: builtins.int
-    PAIRING_FIELD_NUMBER: builtins.int
+    SEAL_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    PAIRING_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     TABLES_FIELD_NUMBER: builtins.int
@@ -621,13 +664,13 @@ class PackOpen(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
-    engine_id: builtins.str
-    epoch: builtins.str
     request_id: builtins.str
-    secret: builtins.str
-    pairing: builtins.str
+    """opens the lease first, as LeaseOpen does, where the reader goes by an announcement"""
+    seal: builtins.int
+    """of the LeaseUpdate whose tables the reader uses: no other lease is packed"""
     version: builtins.int
-    """of the LeaseUpdate whose tables the reader uses"""
+    """of that LeaseUpdate"""
+    pairing: builtins.str
     states: builtins.bool
     chunk_nbytes: builtins.int
     chunks: builtins.int
@@ -635,8 +678,6 @@ class PackOpen(google.protobuf.message.Message):
     nbytes: builtins.int
     last: builtins.bool
     """the reader wants nothing of this lease later: once all is packed it counts as one that has read"""
-    @property
-    def reader(self) -> Global___Reader: ...
     @property
     def tokens(self) -> kvferry.v1.layout_pb2.TokenRange: ...
     @property
@@ -646,13 +687,10 @@ class PackOpen(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        engine_id: builtins.str = ...,
-        epoch: builtins.str = ...,
         request_id: builtins.str = ...,
-        reader: Global___Reader | None = ...,
-        secret: builtins.str = ...,
-        pairing: builtins.str = ...,
+        seal: builtins.int = ...,
         version: builtins.int = ...,
+        pairing: builtins.str = ...,
         tokens: kvferry.v1.layout_pb2.TokenRange | None = ...,
         states: builtins.bool = ...,
         tables: collections.abc.Mapping[builtins.str, Global___TableShape] | None = ...,
@@ -661,41 +699,40 @@ class PackOpen(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         last: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["reader", b"reader", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "engine_id", b"engine_id", "epoch", b"epoch", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "reader", b"reader", "request_id", b"request_id", "secret", b"secret", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "seal", b"seal", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 
 @typing.final
-class PackRequest(google.protobuf.message.Message):
+class PackReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    OPEN_FIELD_NUMBER: builtins.int
-    WANT_FIELD_NUMBER: builtins.int
-    READ_FIELD_NUMBER: builtins.int
+    PACKING_FIELD_NUMBER: builtins.int
+    PACKED_FIELD_NUMBER: builtins.int
+    VOUCHED_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    packing: builtins.int
+    vouched: builtins.bool
+    """every slot was held until it was read"""
     @property
-    def open(self) -> Global___PackOpen:
-        """in the first message, and only there"""
-
+    def packed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Packed]: ...
     @property
-    def want(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """chunks that the reader has a slot for, or will have when a copy of its own has ended"""
-
-    @property
-    def read(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """chunks that it has read: their slots are free"""
+    def problem(self) -> kvferry.v1.layout_pb2.Problem:
+        """the packing is over, and no slot of it is held for longer than kept_ms; the reading goes on"""
 
     def __init__(
         self,
         *,
-        open: Global___PackOpen | None = ...,
-        want: collections.abc.Iterable[builtins.int] | None = ...,
-        read: collections.abc.Iterable[builtins.int] | None = ...,
+        packing: builtins.int = ...,
+        packed: collections.abc.Iterable[Global___Packed] | None = ...,
+        vouched: builtins.bool = ...,
+        problem: kvferry.v1.layout_pb2.Problem | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["open", b"open"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["open", b"open", "read", b"read", "want", b"want"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["packed", b"packed", "packing", b"packing", "problem", b"problem", "vouched", b"vouched"]) -> None: ...
 
-Global___PackRequest: typing_extensions.TypeAlias = PackRequest
+Global___PackReply: typing_extensions.TypeAlias = PackReply
 
 @typing.final
 class Packed(google.protobuf.message.Message):

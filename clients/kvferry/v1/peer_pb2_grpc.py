@@ -59,11 +59,6 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.PairRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.PairReply.FromString,
                 _registered_method=True)
-        self.Pack = channel.stream_stream(
-                '/kvferry.v1.Peer/Pack',
-                request_serializer=kvferry_dot_v1_dot_peer__pb2.PackRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_peer__pb2.Packed.FromString,
-                _registered_method=True)
         self.Order = channel.unary_stream(
                 '/kvferry.v1.Peer/Order',
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.OrderRequest.SerializeToString,
@@ -102,9 +97,9 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request_iterator, context):
-        """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
-        liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
-        that a reader need not wait for the answer.
+        """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
+        pair of ranks, kept open: it is the reader's liveness, and a lease is opened in one message each way. A source with
+        few readers announces what is published, so that a reader need not wait for the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,15 +107,6 @@ class PeerServicer(object):
 
     def Pair(self, request, context):
         """Staged transfers: both sides plan the same copy, so that both know what a slot carries. Once for each pair.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Pack(self, request_iterator, context):
-        """Staged transfers: packs what one open lease holds for this reader into staging slots, chunk by chunk, as asked.
-        Half-closed by the reader when it has read all; ends with OK only if the lease held while it was packed and no slot
-        was taken back before it was read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,11 +153,6 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Pair,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.PairRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.PairReply.SerializeToString,
-            ),
-            'Pack': grpc.stream_stream_rpc_method_handler(
-                    servicer.Pack,
-                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.PackRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_peer__pb2.Packed.SerializeToString,
             ),
             'Order': grpc.unary_stream_rpc_method_handler(
                     servicer.Order,
@@ -319,33 +300,6 @@ class Peer(object):
             '/kvferry.v1.Peer/Pair',
             kvferry_dot_v1_dot_peer__pb2.PairRequest.SerializeToString,
             kvferry_dot_v1_dot_peer__pb2.PairReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pack(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvferry.v1.Peer/Pack',
-            kvferry_dot_v1_dot_peer__pb2.PackRequest.SerializeToString,
-            kvferry_dot_v1_dot_peer__pb2.Packed.FromString,
             options,
             channel_credentials,
             insecure,

@@ -105,22 +105,6 @@ _PeerPairType = typing_extensions.TypeVar(
     ],
 )
 
-_PeerPackType = typing_extensions.TypeVar(
-    '_PeerPackType',
-    grpc.StreamStreamMultiCallable[
-        kvferry.v1.peer_pb2.PackRequest,
-        kvferry.v1.peer_pb2.Packed,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        kvferry.v1.peer_pb2.PackRequest,
-        kvferry.v1.peer_pb2.Packed,
-    ],
-    default=grpc.StreamStreamMultiCallable[
-        kvferry.v1.peer_pb2.PackRequest,
-        kvferry.v1.peer_pb2.Packed,
-    ],
-)
-
 _PeerOrderType = typing_extensions.TypeVar(
     '_PeerOrderType',
     grpc.UnaryStreamMultiCallable[
@@ -153,7 +137,7 @@ _PeerAbortType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerPackType, _PeerOrderType, _PeerAbortType]):
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerOrderType, _PeerAbortType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -175,10 +159,6 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.PairRequest,
             kvferry.v1.peer_pb2.PairReply,
-        ],
-        grpc.StreamStreamMultiCallable[
-            kvferry.v1.peer_pb2.PackRequest,
-            kvferry.v1.peer_pb2.Packed,
         ],
         grpc.UnaryStreamMultiCallable[
             kvferry.v1.peer_pb2.OrderRequest,
@@ -212,10 +192,6 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
             kvferry.v1.peer_pb2.PairRequest,
             kvferry.v1.peer_pb2.PairReply,
         ],
-        grpc.aio.StreamStreamMultiCallable[
-            kvferry.v1.peer_pb2.PackRequest,
-            kvferry.v1.peer_pb2.Packed,
-        ],
         grpc.aio.UnaryStreamMultiCallable[
             kvferry.v1.peer_pb2.OrderRequest,
             kvferry.v1.peer_pb2.RankTransfer,
@@ -238,19 +214,13 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
     """
 
     Read: _PeerReadType
-    """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
-    liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
-    that a reader need not wait for the answer.
+    """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
+    pair of ranks, kept open: it is the reader's liveness, and a lease is opened in one message each way. A source with
+    few readers announces what is published, so that a reader need not wait for the answer.
     """
 
     Pair: _PeerPairType
     """Staged transfers: both sides plan the same copy, so that both know what a slot carries. Once for each pair."""
-
-    Pack: _PeerPackType
-    """Staged transfers: packs what one open lease holds for this reader into staging slots, chunk by chunk, as asked.
-    Half-closed by the reader when it has read all; ends with OK only if the lease held while it was packed and no slot
-    was taken back before it was read.
-    """
 
     Order: _PeerOrderType
     """Hands an order to another rank of the same engine; streams that rank's record until it has ended."""
@@ -278,10 +248,6 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.PairRequest,
         kvferry.v1.peer_pb2.PairReply,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        kvferry.v1.peer_pb2.PackRequest,
-        kvferry.v1.peer_pb2.Packed,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         kvferry.v1.peer_pb2.OrderRequest,
@@ -326,9 +292,9 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[kvferry.v1.peer_pb2.ReadRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.ReadReply], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.ReadReply]]:
-        """Opens and closes leases for one rank that reads. One stream for each pair of ranks, kept open: it is the reader's
-        liveness, and a lease is opened in one message each way. A source with few readers announces what is published, so
-        that a reader need not wait for the answer.
+        """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
+        pair of ranks, kept open: it is the reader's liveness, and a lease is opened in one message each way. A source with
+        few readers announces what is published, so that a reader need not wait for the answer.
         """
 
     @abc.abstractmethod
@@ -338,17 +304,6 @@ class PeerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.peer_pb2.PairReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.PairReply]]:
         """Staged transfers: both sides plan the same copy, so that both know what a slot carries. Once for each pair."""
-
-    @abc.abstractmethod
-    def Pack(
-        self,
-        request_iterator: _MaybeAsyncIterator[kvferry.v1.peer_pb2.PackRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.Packed], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.Packed]]:
-        """Staged transfers: packs what one open lease holds for this reader into staging slots, chunk by chunk, as asked.
-        Half-closed by the reader when it has read all; ends with OK only if the lease held while it was packed and no slot
-        was taken back before it was read.
-        """
 
     @abc.abstractmethod
     def Order(

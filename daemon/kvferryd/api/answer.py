@@ -102,24 +102,6 @@ def stream(
     return answer
 
 
-def duplex(
-    method: Callable[[Any, AsyncIterator[Request], Context], Awaitable[None]],
-) -> Callable[[Any, AsyncIterator[Request], Context], Awaitable[None]]:
-    """The same for a method that streams both ways. It writes to the context: so it ends when the call does."""
-
-    @functools.wraps(method)
-    async def answer(self: Any, requests: AsyncIterator[Request], context: Context) -> None:
-        try:
-            _admit(self, context)
-            await method(self, requests, context)
-        except KvferryError as error:
-            await _refuse(context, error)
-        except Exception:  # noqa: BLE001  whatever it was, the daemon lives on
-            await _broke(context, method.__name__)
-
-    return answer
-
-
 async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Request:
     """What a stream begins with. Raises KvferryError (`malformed_stream`) when nothing comes."""
     try:

@@ -11,18 +11,18 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
-from kvferryd.api.answer import Context, duplex, first_of, protocol, said_beside, stream, unary
+from kvferryd.api.answer import Context, first_of, protocol, said_beside, stream, unary
 from kvferryd.engines import MAX_WORLD_SIZE, Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Region
 from kvferryd.peers import allow
 from kvferryd.transfer.ahead import prepare_gather
 from kvferryd.transfer.arena import Arena
-from kvferryd.transfer.check import MAX_SECONDS, check_destination, check_request_id, check_seconds, check_way
+from kvferryd.transfer.check import check_destination, check_request_id, check_seconds, check_way
 from kvferryd.transfer.job import Origin
 from kvferryd.transfer.lease import ReaderId
 from kvferryd.transfer.orders import reservation
-from kvferryd.transfer.pack import Packer, chunks_of
+from kvferryd.transfer.pack import Packer, Packing
 from kvferryd.transfer.readings import Readings
 from kvferryd.transfer.transfer import Order, Transfer
 
@@ -129,10 +129,15 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             raise KvferryError("malformed_stream", "the first message says who reads from whom", field="opening")
         opening = first.opening
         engine = self._of_epoch(opening.engine_id, opening.epoch)
-        readings = Readings(engine.leases, _reader(opening.reader), engine.retired, announcing=not engine.strict)
+        assert engine.manifest is not None
+        regions = {id: region.span.address for id, region in engine.regions.items()}
+        packer = Packer(engine.manifest, regions, engine.arena, engine.pairings)
+        who = _reader(opening.reader)
+        readings = Readings(engine.leases, who, packer, engine.retired, announcing=not engine.strict)
         try:
-            async for reply in said_beside(readings.said, readings.run(requests)):
-                yield reply
+            beside: AsyncIterator[peer_pb2.ReadReply | Packing] = said_beside(readings.said, readings.run(requests))
+            async for said in beside:
+                yield said.take() if isinstance(said, Packing) else said
         finally:
             readings.close()
         self._of_epoch(opening.engine_id, opening.epoch)  # raises when it is over: the reader must shake hands anew
@@ -149,40 +154,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             regions = {id: region.span.address for id, region in engine.regions.items()}
             await prepare_gather(engine.arena, engine.pairings.get(pairing), regions)
         return peer_pb2.PairReply(pairing=pairing)
-
-    @duplex
-    async def Pack(  # type: ignore[override]  # the stubs know generators only
-        self, requests: AsyncIterator[peer_pb2.PackRequest], context: Context
-    ) -> None:
-        limit = _left(context, MAX_SECONDS)
-        try:
-            async with asyncio.timeout(limit):
-                async for first in requests:
-                    await self._pack(first, requests, context)
-                    return
-        except TimeoutError:
-            raise KvferryError("deadline", f"the reader had not read all within {limit:g} s") from None
-        raise KvferryError("malformed_pack", "the reader said nothing", field="open")
-
-    async def _pack(
-        self, first: peer_pb2.PackRequest, requests: AsyncIterator[peer_pb2.PackRequest], context: Context
-    ) -> None:
-        opening = first.open
-        engine = self._of_epoch(opening.engine_id, opening.epoch)
-        check_request_id(opening.request_id)
-        if engine.arena is None:
-            raise KvferryError("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
-        share, reader = engine.pairings.get(opening.pairing), _reader(opening.reader)
-        lease = engine.leases.opened_by(opening.request_id, reader, opening.secret)
-        assert engine.manifest is not None
-        chunks = await chunks_of(opening, share, engine.manifest, lease, engine.arena)
-        regions = {id: region.span.address for id, region in engine.regions.items()}
-
-        def packed() -> None:
-            if opening.last:
-                engine.leases.packed(lease, reader)
-
-        await Packer(engine.arena, lease, chunks, regions, context.write, packed).run(first, requests)
 
     @stream
     async def Order(self, request: peer_pb2.OrderRequest, context: Context) -> AsyncIterator[peer_pb2.RankTransfer]:

@@ -1,4 +1,7 @@
-"""The reader's end of the stream to one source rank: opened with the first reading, and kept open for the next ones."""
+"""The reader's end of the stream to one source rank: opened with the first reading, and kept open for the next ones.
+
+A packing stands in the queue of what there is to say once, however much it has to say by the time of its turn.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import grpc
 
@@ -21,12 +24,26 @@ ANNOUNCED = 1024
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
 
 
+class Packing(Protocol):
+    """The reader's end of what one reading has packed."""
+
+    def take(self) -> peer_pb2.Pack:
+        """All that there is to say by now."""
+
+    def hear(self, reply: peer_pb2.PackReply) -> None: ...
+
+    def fail(self, why: KvferryError) -> None:
+        """Nothing more will be heard."""
+
+
 class Reading:
     """One lease as its source tells of it. `close` it, whatever came of it."""
 
     def __init__(self, stream: _Stream, number: int, request_id: str) -> None:
-        self._stream, self._number, self._request_id = stream, number, request_id
+        self._stream, self.number, self._request_id = stream, number, request_id
         self._said: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
+        self._packing: Packing | None = None
+        self._packings = itertools.count(1)
 
     async def update(self) -> peer_pb2.LeaseUpdate:
         """What the source says next. The caller bounds the wait. Raises KvferryError when the reading is over."""
@@ -35,12 +52,33 @@ class Reading:
             raise said
         return said
 
-    def hear(self, said: peer_pb2.LeaseUpdate | KvferryError) -> None:
-        self._said.put_nowait(said)
+    def pack(self, packing: Packing) -> int:
+        """This one is heard from now on, under the number that is returned. Raises KvferryError (`peer_lost`, ...)."""
+        self._stream.check()
+        self._packing = packing
+        return next(self._packings)
+
+    def tell(self, packing: Packing) -> None:
+        """It has something to say."""
+        self._stream.say(packing)
+
+    def hear(self, reply: peer_pb2.ReadReply) -> None:
+        if reply.HasField("update"):
+            self._said.put_nowait(reply.update)
+        elif reply.HasField("problem"):
+            self.fail(problem_from_proto(reply.problem))
+        elif self._packing is not None:
+            self._packing.hear(reply.pack)
+
+    def fail(self, why: KvferryError) -> None:
+        """It is over."""
+        self._said.put_nowait(why)
+        if self._packing is not None:
+            self._packing.fail(why)
 
     def close(self, *, complete: bool) -> None:
         """Tell the source; one that does not hear it has its time to live."""
-        self._stream.close_reading(self._number, self._request_id, complete)
+        self._stream.close_reading(self.number, self._request_id, complete)
 
 
 class LeaseStream:
@@ -53,6 +91,10 @@ class LeaseStream:
     def open(self, request_id: str) -> Reading:
         """Ask for a lease."""
         return self._current().open(request_id)
+
+    def open_packed(self, request_id: str) -> Reading:
+        """A reading whose first packing asks for the lease."""
+        return self._current().numbered(request_id)
 
     def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
         """What the source said of the lease before it was asked. It is told once."""
@@ -77,25 +119,41 @@ class LeaseStream:
 class _Stream:
     def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
         self._address = address
-        self._to_say: asyncio.Queue[peer_pb2.ReadRequest | None] = asyncio.Queue()
+        self._to_say: asyncio.Queue[peer_pb2.ReadRequest | Packing | None] = asyncio.Queue()
         self._to_say.put_nowait(peer_pb2.ReadRequest(opening=opening))
         self._numbers = itertools.count(1)
         self._readings: dict[int, Reading] = {}
         self.announced: OrderedDict[str, peer_pb2.LeaseUpdate] = OrderedDict()
-        self.over = False
+        self._why: KvferryError | None = None
         self._call: _Call = stub.Read(self._requests())
         self._listening = asyncio.create_task(self._listen(), name=f"leases-of-{address}")
 
-    def open(self, request_id: str) -> Reading:
+    @property
+    def over(self) -> bool:
+        return self._why is not None
+
+    def check(self) -> None:
+        """Raises KvferryError when it is over."""
+        if self._why is not None:
+            raise self._why
+
+    def numbered(self, request_id: str) -> Reading:
         number = next(self._numbers)
         reading = self._readings[number] = Reading(self, number, request_id)
-        self._to_say.put_nowait(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=number, request_id=request_id)))
         return reading
+
+    def open(self, request_id: str) -> Reading:
+        reading = self.numbered(request_id)
+        self.say(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=reading.number, request_id=request_id)))
+        return reading
+
+    def say(self, said: peer_pb2.ReadRequest | Packing) -> None:
+        self._to_say.put_nowait(said)
 
     def close_reading(self, number: int, request_id: str, complete: bool) -> None:
         self._readings.pop(number, None)
         closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete)
-        self._to_say.put_nowait(peer_pb2.ReadRequest(close=closing))
+        self.say(peer_pb2.ReadRequest(close=closing))
 
     async def close(self) -> None:
         self._to_say.put_nowait(None)
@@ -104,8 +162,8 @@ class _Stream:
         self._listening.cancel()
 
     async def _requests(self) -> AsyncIterator[peer_pb2.ReadRequest]:
-        while (request := await self._to_say.get()) is not None:
-            yield request
+        while (said := await self._to_say.get()) is not None:
+            yield said if isinstance(said, peer_pb2.ReadRequest) else peer_pb2.ReadRequest(pack=said.take())
 
     async def _listen(self) -> None:
         why = KvferryError("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
@@ -117,9 +175,9 @@ class _Stream:
             if error.code != "rpc_failed":  # gRPC's own word where we were writing when the other end ended the stream
                 why = error
         finally:
-            self.over = True
+            self._why = why
             for reading in self._readings.values():
-                reading.hear(why)
+                reading.fail(why)
             self._readings.clear()
 
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
@@ -130,4 +188,4 @@ class _Stream:
             return
         reading = self._readings.get(reply.reading)
         if reading is not None:
-            reading.hear(reply.update if reply.HasField("update") else problem_from_proto(reply.problem))
+            reading.hear(reply)

@@ -90,21 +90,31 @@ class Arena:
             not future.done() and (each is use or self._lent[each] < self.most) for each, future in self._waiting
         )
 
-    async def take(self, use: Use) -> Slot:
-        """A slot, first come first served. The caller bounds the wait. Raises KvferryError (`arena_closed`)."""
+    def ask(self, use: Use) -> asyncio.Future[Slot]:
+        """A slot, first come first served: done at once where one is free. Cancel it to wait no longer; what is done is
+        to be given back. Raises KvferryError (`arena_closed`), and so does the future."""
         self._check_open()
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiting.append((use, future))
         self._lend()
+        if not future.done():
+            future.add_done_callback(self._asked)
+        return future
+
+    async def take(self, use: Use) -> Slot:
+        """`ask`, awaited. The caller bounds the wait."""
+        future = self.ask(use)
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and not future.exception():
+            if not future.cancelled() and not future.exception():
                 self.give_back(future.result())
-            else:
-                self._waiting = deque(entry for entry in self._waiting if entry[1] is not future)
-                self._lend()  # who waited behind it may have been held up by it alone
             raise
+
+    def _asked(self, future: asyncio.Future[Slot]) -> None:
+        if future.cancelled():
+            self._waiting = deque(entry for entry in self._waiting if entry[1] is not future)
+            self._lend()  # who waited behind it may have been held up by it alone
 
     def give_back(self, slot: Slot, quiet: asyncio.Future[None] | None = None) -> None:
         """The slot is free, or will be when the read into it is quiet. Idempotent."""

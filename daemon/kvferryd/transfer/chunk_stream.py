@@ -1,136 +1,104 @@
-"""The reader's end of one source rank's `Pack` stream."""
+"""The reader's end of one packing: chunks of one source rank, over the stream on which its lease is read."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
-
-import grpc
+from typing import Any
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
+from kvferry.wire import problem_from_proto
 from kvferryd.copy import Chunk
-from kvferryd.peers.channels import asking
 from kvferryd.peers.peers import PeerRank
-from kvferryd.transfer.together import together
+from kvferryd.transfer.view import LeaseView
 from kvferryd.transport import Span
-
-Call = grpc.aio.StreamStreamCall[peer_pb2.PackRequest, peer_pb2.Packed]
-
-
-async def start(source: PeerRank, timeout_s: float) -> Call:
-    """Call the source; it is on its way when this returns. Raises KvferryError."""
-    async with asking(source.address):
-        call: Call = source.stub.Pack(timeout=timeout_s)
-        await asyncio.sleep(0)  # let gRPC send it
-        return call
 
 
 class ChunkStream:
-    """A call that `start` makes, so that it reaches the source while the transfer is cut. `watch` must run beside
-    everything else, and `end` or `close` must follow.
-
-    What is wanted and read at one time goes out in one message, and nobody waits until it has gone. The first has the
-    opening.
+    """What is wanted and read by the time a message can be sent goes out in it; nobody waits until it has gone. The
+    first has the opening. When the last chunk has been read, `vouched` must follow.
     """
 
-    def __init__(self, source: PeerRank, call: Call, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, view: LeaseView, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk]) -> None:
+        """Raises KvferryError when the stream to the source is over."""
+        source: PeerRank = view.source
         assert source.staging is not None
-        self.chunks = chunks
-        self.agent_name = source.agent_name
-        self._source, self._staging, self._call = source, source.staging, call
-        self._next = peer_pb2.PackRequest(open=opening)
-        self._something = asyncio.Event()
-        self._unread = len(chunks)
-        loop = asyncio.get_running_loop()
-        self._packed: list[asyncio.Future[peer_pb2.Packed]] = [loop.create_future() for _ in chunks]
-        self._wanted_at = [0.0] * len(chunks)
-        self._to_read, self._in_time = len(chunks), True
-        self._all_read: asyncio.Future[None] = loop.create_future()
-        self._running: asyncio.Task[None] | None = None
-
-    @property
-    def span(self) -> Span:
+        self.chunks, self.agent_name = chunks, source.agent_name
+        self.span: Span = source.staging.span
         """The source's arena."""
-        return self._staging.span
+        self._address, self._view = source.address, view
+        self._loop = asyncio.get_running_loop()
+        self._packed: list[asyncio.Future[peer_pb2.Packed]] = [self._loop.create_future() for _ in chunks]
+        self._wanted_at = [0.0] * len(chunks)
+        self._in_time = True
+        self._vouched: asyncio.Future[None] = self._loop.create_future()
+        self._reading = view.packing(opening)
+        self._number = self._reading.pack(self)
+        self._next = peer_pb2.Pack(reading=self._reading.number, packing=self._number, open=opening)
+        self._told = False
 
     def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
         """Ask for a chunk: there is a slot for it, or will be when a copy has ended. Done when it is packed."""
-        self._wanted_at[index] = asyncio.get_running_loop().time()
+        self._wanted_at[index] = self._loop.time()
         self._next.want.append(index)
-        self._something.set()
+        self._tell()
         return self._packed[index]
 
     def was_read(self, index: int) -> None:
         """The source may have its slot back."""
-        took_s = asyncio.get_running_loop().time() - self._wanted_at[index]
+        took_s = self._loop.time() - self._wanted_at[index]
         self._in_time = self._in_time and 1e3 * took_s < self._packed[index].result().kept_ms
-        self._to_read -= 1
-        if not self._to_read:
-            self._all_read.set_result(None)
         self._next.read.append(index)
-        self._something.set()
+        self._tell()
 
-    async def watch(self) -> None:
-        """Until it is certain that all chunks are what was packed while the lease held.
+    async def vouched(self) -> None:
+        """Until it is certain that all chunks are what was packed of the lease that was meant, while it held.
 
         That is when the last is read, if every one was read while the source keeps it in any case (kept_ms counts from
-        later than the asking); otherwise when the source has ended the stream in peace. Raises KvferryError.
+        later than the asking); otherwise when the source has vouched for it. Raises KvferryError.
         """
-        running = self._running = asyncio.create_task(self._run())
-        await asyncio.wait([running, self._all_read], return_when=asyncio.FIRST_COMPLETED)
-        if running.done() or not self._in_time:
-            await running
+        if not self._in_time:
+            self._next.vouch = True
+            self._tell()
+            await self._vouched
+        await self._view.settle()
 
-    async def end(self) -> None:
-        """Until the source knows that all is read. What goes wrong now is its own to clean up."""
-        if self._running is not None:
-            with contextlib.suppress(KvferryError):
-                await self._running
+    def take(self) -> peer_pb2.Pack:
+        said, self._next = self._next, peer_pb2.Pack(reading=self._reading.number, packing=self._number)
+        self._told = False
+        return said
 
-    async def close(self) -> None:
-        """Give up."""
-        self._call.cancel()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-
-    async def _run(self) -> None:
-        """Until the source has ended the stream. Raises KvferryError when that was early or not in peace."""
-        async with asking(self._source.address):
-            try:
-                await together([self._speak(), self._listen()])
-            finally:
-                self._call.cancel()
-
-    async def _speak(self) -> None:
-        try:
-            while self._unread:
-                await self._something.wait()
-                self._something.clear()
-                request, self._next = self._next, peer_pb2.PackRequest()
-                self._unread -= len(request.read)
-                await self._call.write(request)
-            await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # `_listen` hears why
-
-    async def _listen(self) -> None:
-        async for packed in self._call:
+    def hear(self, reply: peer_pb2.PackReply) -> None:
+        if reply.packing != self._number:
+            return  # of one that was given up
+        for packed in reply.packed:
             self._hear(packed)
-        if self._unread:
-            raise self._broken("ended the stream early")
+        if reply.vouched and not self._vouched.done():
+            self._vouched.set_result(None)
+        if reply.HasField("problem"):
+            self.fail(problem_from_proto(reply.problem))
+
+    def fail(self, why: KvferryError) -> None:
+        futures: list[asyncio.Future[Any]] = [*self._packed, self._vouched]
+        for future in futures:
+            if not future.done():
+                future.set_exception(why)
+                future.exception()  # retrieved: nobody may be waiting
 
     def _hear(self, packed: peer_pb2.Packed) -> None:
-        if packed.chunk >= len(self.chunks) or self._packed[packed.chunk].done():
-            raise self._broken(f"packed chunk {packed.chunk}, which is not awaited")
-        inside = packed.address - self.span.address
-        if packed.nbytes != self.chunks[packed.chunk].nbytes or not 0 <= inside <= self.span.nbytes - packed.nbytes:
-            raise self._broken(
-                f"packed {packed.nbytes} bytes of chunk {packed.chunk} outside its arena or cut otherwise"
-            )
-        self._packed[packed.chunk].set_result(packed)
+        index, inside = packed.chunk, packed.address - self.span.address
+        if index >= len(self.chunks) or not self._wanted_at[index] or self._packed[index].done():
+            self.fail(self._broken(f"packed chunk {index}, which is not awaited"))
+        elif packed.nbytes != self.chunks[index].nbytes or not 0 <= inside <= self.span.nbytes - packed.nbytes:
+            self.fail(self._broken(f"packed {packed.nbytes} bytes of chunk {index} outside its arena or cut otherwise"))
+        else:
+            self._packed[index].set_result(packed)
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            self._reading.tell(self)
 
     def _broken(self, why: str) -> KvferryError:
-        return KvferryError("protocol", f"peer {self._source.address} {why}", field="pack")
+        return KvferryError("protocol", f"peer {self._address} {why}", field="pack")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch, host
-from kvferryd.copy.runner import Runner
+from kvferryd.copy.runner import GpuCopy, Runner
 
 Build = Callable[[], Sequence[Batch]]
 """Makes the batches, as often as it is called; on whatever thread copies."""
@@ -28,6 +28,9 @@ gather and the last scatter of a transfer overlap with nothing."""
 class Copies(Protocol):
     async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
         """Run what `build` makes; `nbytes` is its size. Higher priority goes first. Raises KvferryError."""
+
+    def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
+        """The same for who does not wait. Done, well or not, when nothing of it runs any more; not to be cancelled."""
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Pay now for what the first copy of such batches would pay."""
@@ -44,14 +47,20 @@ class HostCopies:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 
     async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._run(build()))
-        except RuntimeError:  # of a thread that was shut down
-            raise _closed() from None
+        running = self.start(nbytes, build, priority)
         if await _until_over(running):
             running.exception()  # retrieved
             raise asyncio.CancelledError
         running.result()
+
+    def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
+        def run() -> None:
+            self._run(build())
+
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._thread, run)
+        except RuntimeError:  # of a thread that was shut down
+            raise _closed() from None
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Nothing: numpy needs no compiling."""
@@ -67,11 +76,17 @@ class GpuCopies:
         self._runner = runner
 
     async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
-        copy = self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
+        copy = self._start(nbytes, build, priority)
         # What is not launched yet need not be; what is cannot be called back.
         if await _until_over(copy.quiet, copy.abandon):
             raise asyncio.CancelledError
         copy.done.result()
+
+    def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
+        return self._start(nbytes, build, priority).done  # which a runner settles when nothing of it runs
+
+    def _start(self, nbytes: int, build: Build, priority: int) -> GpuCopy:
+        return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         await self._runner.prepare(batches)

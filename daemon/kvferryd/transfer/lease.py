@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -48,9 +46,10 @@ class Publication:
     more: bool
 
 
-@dataclass(slots=True)
-class _Reader:
-    secret: str
+@dataclass(slots=True, eq=False)
+class Opened:
+    """What one rank is to a lease. Who opened it holds this very object: nobody else closes it."""
+
     live: bool = True
     read: bool = False
 
@@ -79,7 +78,7 @@ class Lease:
         """Published and not yet seen by readers, in order."""
         self._changed = asyncio.Event()
         self.versions = Versions()
-        self._readers: dict[ReaderId, _Reader] = {}
+        self._readers: dict[ReaderId, Opened] = {}
         self._deadline = asyncio.get_running_loop().time() + ttl_s
 
     @property
@@ -208,7 +207,7 @@ class Leases:
             )
             early = self._early.pop(request_id, set())
             self._early_count -= len(early)
-            lease._readers = {who: _Reader("", live=False, read=True) for who in early}
+            lease._readers = {who: Opened(live=False, read=True) for who in early}
             self._ended.pop(request_id, None)
         before = lease.published
         if before is None:
@@ -302,8 +301,8 @@ class Leases:
                 del self._awaited[request_id]
 
     @contextmanager
-    def reading(self, lease: Lease, who: ReaderId) -> Iterator[str]:
-        """`who` is a live reader inside this block; yields the secret that `close` asks for."""
+    def reading(self, lease: Lease, who: ReaderId) -> Iterator[Opened]:
+        """`who` is a live reader inside this block; yields what `close` asks for."""
         known = lease._readers.get(who)
         if known is not None and known.live:
             raise KvferryError(
@@ -314,22 +313,12 @@ class Leases:
                 remedy="wait for that read to end",
             )
         self._check_room(lease, who)
-        reader = lease._readers[who] = _Reader(secrets.token_urlsafe(16))
+        reader = lease._readers[who] = Opened()
         try:
-            yield reader.secret
+            yield reader
         finally:
             reader.live = False
             self._settle(lease)
-
-    def opened_by(self, request_id: str, who: ReaderId, secret: str) -> Lease:
-        """The lease that this reader holds open. Raises KvferryError: `lease_ended`, `wrong_secret`."""
-        lease = self._live.get(request_id)
-        if lease is None:
-            raise _lease_ended(request_id, "over")
-        reader = lease._readers.get(who)
-        if reader is None or not reader.live or not hmac.compare_digest(reader.secret.encode(), secret.encode()):
-            raise _wrong_secret(request_id)
-        return lease
 
     def packed(self, lease: Lease, who: ReaderId) -> None:
         """All that this live reader wants has been gathered while the lease held: it counts as one that has read."""
@@ -356,27 +345,27 @@ class Leases:
         while not lease.state.ended:
             await lease.changed()
 
-    def close(self, request_id: str, who: ReaderId, secret: str, complete: bool) -> tuple[bool, str]:
+    def close(self, request_id: str, who: ReaderId, opened: Opened | None, complete: bool) -> tuple[bool, str]:
         """A reader has finished: (whether the lease held throughout, why not). Idempotent.
 
-        An empty secret is a rank that had nothing to read here; it only counts as having read.
+        None is a rank that had nothing to read here, or went by an announcement; it only counts as having read.
         """
         lease = self._live.get(request_id) or self._ended.get(request_id)
-        if lease is None and complete and not secret and not self._closed:
+        if lease is None and complete and opened is None and not self._closed:
             self._remember_early(request_id, who)
             return True, ""
         if lease is None:
             return False, "the lease is not known"
         reader = lease._readers.get(who)
-        if secret or (reader is not None and reader.live):
-            if reader is None or not hmac.compare_digest(reader.secret.encode(), secret.encode()):
-                raise _wrong_secret(request_id)
+        if opened is not None or (reader is not None and reader.live):
+            if reader is None or reader is not opened:
+                raise _not_opened(request_id)
             reader.live = False
         elif reader is None:
             self._check_room(lease, who)
-            reader = lease._readers[who] = _Reader("", live=False)
+            reader = lease._readers[who] = Opened(live=False)
         held = lease.state in (LeaseState.PUBLISHING, LeaseState.PUBLISHED) or (
-            lease.state is LeaseState.RELEASED and (reader.read or not secret)
+            lease.state is LeaseState.RELEASED and (reader.read or opened is None)
         )
         reader.read = reader.read or (complete and held)
         self._settle(lease)
@@ -478,12 +467,12 @@ def _check_kept(request_id: str, published: Tables, tables: Tables) -> None:
             )
 
 
-def _wrong_secret(request_id: str) -> KvferryError:
+def _not_opened(request_id: str) -> KvferryError:
     return KvferryError(
-        "wrong_secret",
-        f"request {request_id} was not opened by this reader",
-        field="secret",
-        remedy="open the lease first, and hold it open",
+        "not_opened",
+        f"request {request_id} is being read by this rank, in another reading",
+        field="reading",
+        remedy="close it by the number with which it was opened, on the same stream",
     )
 
 

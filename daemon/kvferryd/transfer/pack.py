@@ -8,210 +8,301 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2
+from kvferry.wire import problem_to_proto
+from kvferryd import logs
 from kvferryd.copy import Chunk
-from kvferryd.plan import Plan
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.transfer.lease import Lease
-from kvferryd.transfer.share import Shape, Wanted, packs, share_of
-from kvferryd.transfer.together import together
+from kvferryd.transfer.pairings import Pairings
+from kvferryd.transfer.share import Shape, Wanted, packs
 
-PAIRINGS = 64
-"""Plans kept. A reader whose plan is forgotten pairs again."""
+log = logs.get(__name__)
 FEW = 4096
 """Blocks of a table that are bound on the loop: it is not worth the way to a thread."""
 PATIENCE_S = 30.0
 """The longest time for which a slot is held for a reader that says nothing: it has a slot of its own to read into."""
 KEPT_S = 0.5
 """For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read
-within this time of its asking need not hear how the stream ends (0.3 ms and more): they cannot have been replaced."""
+within this time of its asking need not ask whether they have been replaced (a round trip, 0.3 ms and more)."""
 GATHERS = 2
-"""Of one stream at once: the next is launched while one is told."""
+"""Of one packing at once: the next is launched while one is told."""
 
 
-class Pairings:
-    """This rank's part of the plans of those who read from it."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, Plan] = OrderedDict()
-
-    async def add(self, own: Manifest, sources: Sequence[Manifest], destination: Manifest, said: bytes) -> str:
-        """Plan as the reader does; returns the plan's name. `said`: all of that as it came.
-
-        Raises KvferryError (`protocol`) when the reader sees this rank otherwise than it is, PlanRefused.
-        """
-        if [source for source in sources if source.rank == own.rank] != [own]:
-            raise KvferryError(
-                "protocol",
-                f"the reader does not know rank {own.rank} of engine {own.engine_id} as it is",
-                field="sources",
-                value=sorted(source.rank for source in sources),
-                remedy="shake hands again",
-            )
-        name = hashlib.sha256(said).hexdigest()
-        if name not in self._known:
-            self._known[name] = await asyncio.to_thread(share_of, sources, destination, own.rank)
-            while len(self._known) > PAIRINGS:
-                self._known.popitem(last=False)
-        return name
-
-    def get(self, name: str) -> Plan:
-        """Raises KvferryError (`unknown_pairing`)."""
-        if name not in self._known:
-            raise KvferryError(
-                "unknown_pairing",
-                "the plan of this pair of engines is not known, or was forgotten",
-                field="pairing",
-                value=name,
-                remedy="pair again",
-            )
-        self._known.move_to_end(name)
-        return self._known[name]
-
-
-async def chunks_of(opening: peer_pb2.PackOpen, share: Plan, own: Manifest, lease: Lease, arena: Arena) -> list[Chunk]:
-    """The chunks that the reader expects, or an error that says why it may not have them. Raises KvferryError."""
-    if not SLOT_ALIGN <= opening.chunk_nbytes <= arena.slot_nbytes:
-        raise KvferryError(
-            "malformed_pack",
-            f"chunks of {opening.chunk_nbytes} bytes do not fit",
-            field="chunk_nbytes",
-            value=opening.chunk_nbytes,
-            remedy=f"{SLOT_ALIGN} to {arena.slot_nbytes} bytes",
-        )
-    tokens = opening.tokens.start, opening.tokens.stop
-    if tokens[1] > lease.num_tokens or (opening.states and lease.more):
-        raise KvferryError(
-            "tokens_unpublished",
-            f"tokens up to {tokens[1]} are wanted but {lease.num_tokens} were published",
-            field="tokens",
-            value=f"{tokens[0]}:{tokens[1]}",
-            remedy="wait for the publish",
-        )
-    shapes = {name: Shape(shape.first_token, shape.blocks) for name, shape in opening.tables.items()}
-    wanted = Wanted(tokens, opening.states, shapes)
-    tables = lease.versions.tables(opening.version)
-    told = share, own.rank, tables, wanted, opening.chunk_nbytes
-    few = sum(shape.blocks for shape in shapes.values()) <= FEW
-    chunks = packs(*told) if few else await asyncio.to_thread(packs, *told)
-    found = len(chunks), sum(chunk.nbytes for chunk in chunks)
-    if found != (opening.chunks, opening.nbytes):
-        raise KvferryError(
-            "cut_differs",
-            f"this rank would pack {found[0]} chunks of {found[1]} bytes",
-            field="chunks, nbytes",
-            value=f"{opening.chunks}, {opening.nbytes}",
-            remedy="the two daemons plan differently: use the same version, or way = direct",
-        )
-    return chunks
-
-
+@dataclass(frozen=True, slots=True)
 class Packer:
-    """One reader's stream. `run` returns when the reader has half-closed it; what it has read is back by then, and what
-    it has not will be within KEPT_S.
+    """What packings of one registered engine are made from. `regions`: addresses."""
 
-    `on_packed` is called once, when every chunk has been gathered while the lease held.
+    own: Manifest
+    regions: Mapping[int, int]
+    arena: Arena | None
+    pairings: Pairings
+
+    def cutting(self, opening: peer_pb2.PackOpen, lease: Lease) -> Callable[[], list[Chunk]]:
+        """Makes the chunks that the reader expects; that may take long, and may be done on any thread.
+
+        Raises KvferryError, as does what is returned, where the reader may not have them.
+        """
+        if self.arena is None:
+            raise KvferryError("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
+        if lease.state.ended:
+            raise lease.over()
+        if lease.seal.value != opening.seal:
+            raise KvferryError(
+                "lease_changed",
+                f"request {lease.request_id} has another lease by now",
+                field="seal",
+                remedy="open the lease, and go by what is told of it",
+            )
+        share = self.pairings.get(opening.pairing)
+        if not SLOT_ALIGN <= opening.chunk_nbytes <= self.arena.slot_nbytes:
+            raise KvferryError(
+                "malformed_pack",
+                f"chunks of {opening.chunk_nbytes} bytes do not fit",
+                field="chunk_nbytes",
+                value=opening.chunk_nbytes,
+                remedy=f"{SLOT_ALIGN} to {self.arena.slot_nbytes} bytes",
+            )
+        tokens = opening.tokens.start, opening.tokens.stop
+        if tokens[1] > lease.num_tokens or (opening.states and lease.more):
+            raise KvferryError(
+                "tokens_unpublished",
+                f"tokens up to {tokens[1]} are wanted but {lease.num_tokens} were published",
+                field="tokens",
+                value=f"{tokens[0]}:{tokens[1]}",
+                remedy="wait for the publish",
+            )
+        shapes = {name: Shape(shape.first_token, shape.blocks) for name, shape in opening.tables.items()}
+        wanted, tables = Wanted(tokens, opening.states, shapes), lease.versions.tables(opening.version)
+        expected = opening.chunks, opening.nbytes
+        told = share, self.own.rank, tables, wanted, opening.chunk_nbytes
+
+        def cut() -> list[Chunk]:
+            chunks = packs(*told)
+            found = len(chunks), sum(chunk.nbytes for chunk in chunks)
+            if found != expected:
+                raise KvferryError(
+                    "cut_differs",
+                    f"this rank would pack {found[0]} chunks of {found[1]} bytes",
+                    field="chunks, nbytes",
+                    value=f"{expected[0]}, {expected[1]}",
+                    remedy="the two daemons plan differently: use the same version, or way = direct",
+                )
+            return chunks
+
+        return cut
+
+
+class Packing:
+    """What one reading has packed. It has no task: it goes on with every message, slot and gather, at once.
+
+    Messages are heard from the first on; nothing is packed before `begin`. `end` it: what was read is back by then, and
+    what was not will be within KEPT_S. `tell` is called when there is something to `take` for the reader, which hears
+    of whatever goes wrong.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        lease: Lease,
-        chunks: Sequence[Chunk],
-        regions: Mapping[int, int],
-        say: Callable[[peer_pb2.Packed], Awaitable[None]],
-        on_packed: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._arena, self._lease, self._chunks, self._regions, self._say = arena, lease, chunks, regions, say
-        self._on_packed, self._left = on_packed, len(chunks)
-        self._saying = asyncio.Lock()
-        self._asked: asyncio.Queue[int | None] = asyncio.Queue()
+    def __init__(self, packer: Packer, reading: int, number: int, opening: peer_pb2.PackOpen, tell: Callable[[], None]):
+        self._packer, self._opening, self._tell = packer, opening, tell
+        self._reading, self._number = reading, number
+        self._lease: Lease | None = None
+        self._chunks: Sequence[Chunk] = ()
+        self._on_packed: Callable[[], None] = lambda: None
+        self._left = self._unread = opening.chunks
+        self._wanted: deque[int] = deque()
         self._begun: set[int] = set()
+        self._awaited: set[asyncio.Future[Slot]] = set()
+        self._gathers = 0
         self._held: dict[int, Slot] = {}
-        self._patience: asyncio.Timeout | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._over = False
+        self._to_say: peer_pb2.PackReply | None = None
 
-    async def run(self, first: peer_pb2.PackRequest, requests: AsyncIterator[peer_pb2.PackRequest]) -> None:
-        """Serve until the reader has all it wants. The caller bounds the whole of it. Raises KvferryError."""
+    def begin(self, lease: Lease, on_packed: Callable[[], None] = lambda: None) -> None:
+        """Pack what is wanted. `on_packed` is called once, when all has been gathered while the lease held."""
+        if self._over:
+            return
+        self._on_packed = on_packed
         try:
-            async with asyncio.timeout(None) as self._patience:
-                self._hear(first)
-                await together([self._listen(requests), *(self._work() for _ in range(GATHERS))])
-        except TimeoutError:
-            raise KvferryError(
-                "deadline", f"the reader held {len(self._held)} slots for {PATIENCE_S:g} s and said nothing"
-            ) from None
-        finally:
-            for slot in self._held.values():
-                self._arena.give_back_kept(slot)
-            self._held.clear()
-        if self._arena.closed:  # a slot that was read late may have been gone
-            raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")
+            cutting = self._packer.cutting(self._opening, lease)
+            if sum(shape.blocks for shape in self._opening.tables.values()) <= FEW:
+                self._pack(lease, cutting())
+            else:
+                cut = asyncio.get_running_loop().run_in_executor(None, cutting)
+                cut.add_done_callback(functools.partial(self._was_cut, lease))
+        except KvferryError as error:
+            self.end(error)
 
-    async def _listen(self, requests: AsyncIterator[peer_pb2.PackRequest]) -> None:
-        async for request in requests:
-            self._hear(request)
-        for _ in range(GATHERS):
-            self._asked.put_nowait(None)
-
-    def _hear(self, request: peer_pb2.PackRequest) -> None:
-        for chunk in request.want:
-            if chunk in self._begun or chunk >= len(self._chunks):
-                raise _malformed("want", chunk, len(self._chunks))
-            self._begun.add(chunk)
-            self._asked.put_nowait(chunk)
-        for chunk in request.read:
-            slot = self._held.pop(chunk, None)
-            if slot is None:
-                raise _malformed("read", chunk, len(self._chunks))
-            self._arena.give_back(slot)
-        self._be_patient()
-
-    async def _work(self) -> None:
-        while (index := await self._asked.get()) is not None:
-            chunk = self._chunks[index]
-            slot = await self._arena.take(Use.PACKED)
-            try:
-                self._check_held()  # it may have ended while this waited for a slot
-                await self._arena.copies.copy(
-                    chunk.nbytes, functools.partial(chunk.gather, self._regions, slot.address)
-                )
-                self._check_held()
-            except BaseException:
+    def hear(self, said: peer_pb2.Pack) -> None:
+        """What the reader wants, and what it has read. Nothing is heard of a packing that is over."""
+        if self._over:
+            return
+        try:
+            for chunk in said.want:
+                if chunk in self._begun or chunk >= self._opening.chunks:
+                    raise self._malformed("want", chunk)
+                self._begun.add(chunk)
+                self._wanted.append(chunk)
+            for chunk in said.read:
+                slot = self._held.pop(chunk, None)
+                if slot is None:
+                    raise self._malformed("read", chunk)
+                self._unread -= 1
                 self._arena.give_back(slot)
-                raise
-            self._held[index] = slot
-            self._arena.keep(slot, KEPT_S)
+            if said.vouch:
+                self._vouch()
+        except KvferryError as error:
+            self.end(error)
+        else:
             self._be_patient()
-            self._left -= 1
-            if not self._left:
-                self._on_packed()
-            async with self._saying:  # gRPC takes one message at a time
-                await self._say(
-                    peer_pb2.Packed(chunk=index, address=slot.address, nbytes=chunk.nbytes, kept_ms=int(1e3 * KEPT_S))
-                )
+            self._advance()
+
+    def take(self) -> peer_pb2.ReadReply:
+        """All that there is to say by now."""
+        said, self._to_say = self._to_say, None
+        return peer_pb2.ReadReply(reading=self._reading, pack=said)
+
+    def end(self, problem: KvferryError | None = None) -> None:
+        """Pack nothing more. Idempotent."""
+        if self._over:
+            return
+        self._over = True
+        self._patient_until(None)
+        for slot in self._held.values():
+            self._arena.give_back_kept(slot)
+        self._held.clear()
+        for awaited in self._awaited:
+            awaited.cancel()
+        if problem is not None:
+            self._say().problem.CopyFrom(problem_to_proto(problem))
+
+    @property
+    def _arena(self) -> Arena:
+        assert self._packer.arena is not None  # or nothing would have been cut
+        return self._packer.arena
+
+    def _was_cut(self, lease: Lease, cut: asyncio.Future[list[Chunk]]) -> None:
+        try:
+            chunks = cut.result()
+        except Exception as error:  # noqa: BLE001  of a callback nobody else would hear
+            self._break(error)
+        else:
+            if not self._over:
+                self._pack(lease, chunks)
+
+    def _pack(self, lease: Lease, chunks: Sequence[Chunk]) -> None:
+        self._lease, self._chunks = lease, chunks
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._wanted and self._lease is not None and self._gathers < GATHERS and not self._over:
+            try:
+                lent = self._arena.ask(Use.PACKED)
+            except KvferryError as error:
+                self.end(error)
+                return
+            self._gathers += 1
+            index = self._wanted.popleft()
+            if lent.done():
+                self._gather(index, lent.result())
+            else:
+                self._awaited.add(lent)
+                lent.add_done_callback(functools.partial(self._was_lent, index))
+
+    def _was_lent(self, index: int, lent: asyncio.Future[Slot]) -> None:
+        self._awaited.discard(lent)
+        if lent.cancelled():
+            return
+        try:
+            slot = lent.result()
+        except KvferryError as error:
+            self.end(error)
+        else:
+            self._gather(index, slot)
+
+    def _gather(self, index: int, slot: Slot) -> None:
+        chunk = self._chunks[index]
+        try:
+            self._check_held()  # it may have ended while this waited for a slot
+            gather = functools.partial(chunk.gather, self._packer.regions, slot.address)
+            gathering = self._arena.copies.start(chunk.nbytes, gather)
+        except KvferryError as error:
+            self._arena.give_back(slot)
+            self.end(error)
+        else:
+            gathering.add_done_callback(functools.partial(self._was_gathered, index, slot))
+
+    def _was_gathered(self, index: int, slot: Slot, gathering: asyncio.Future[None]) -> None:
+        try:
+            gathering.result()
+            self._check_held()
+        except Exception as error:  # noqa: BLE001  of a callback nobody else would hear
+            self._arena.give_back(slot)
+            self._break(error)
+            return
+        self._held[index] = slot
+        self._arena.keep(slot, KEPT_S)
+        self._say().packed.add(
+            chunk=index, address=slot.address, nbytes=self._chunks[index].nbytes, kept_ms=int(1e3 * KEPT_S)
+        )
+        self._gathers -= 1
+        self._left -= 1
+        if not self._left:
+            asyncio.get_running_loop().call_soon(self._on_packed)  # the reader first
+        self._be_patient()
+        self._advance()
 
     def _check_held(self) -> None:
-        """The seal tells the reader in the end; this tells it now, and gathers nothing that is not the lease's."""
+        """Nothing is gathered, or told as packed, that is not the lease's; nor for a reader that has gone."""
+        assert self._lease is not None
+        if self._over:
+            raise KvferryError("abandoned", "the packing is over")
         if self._lease.state.ended:
             raise self._lease.over()
 
+    def _vouch(self) -> None:
+        if self._unread:
+            raise KvferryError("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
+        if self._arena.closed:  # a slot that was read late may have been gone
+            raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")
+        self._say().vouched = True
+
+    def _break(self, error: Exception) -> None:
+        if isinstance(error, KvferryError):
+            self.end(error)
+        else:
+            log.error("packing broke", exc_info=error)
+            self.end(KvferryError("internal", f"the source failed: {type(error).__name__}"))
+
+    def _say(self) -> peer_pb2.PackReply:
+        """What the reader is told next, to be added to."""
+        if self._to_say is None:
+            self._to_say = peer_pb2.PackReply(packing=self._number)
+            self._tell()
+        return self._to_say
+
     def _be_patient(self) -> None:
-        assert self._patience is not None
-        until = asyncio.get_running_loop().time() + PATIENCE_S
-        self._patience.reschedule(until if self._held else None)
+        self._patient_until(asyncio.get_running_loop().time() + PATIENCE_S if self._held else None)
 
+    def _patient_until(self, time: float | None) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        self._patience = None if time is None else asyncio.get_running_loop().call_at(time, self._lose_patience)
 
-def _malformed(field: str, chunk: int, chunks: int) -> KvferryError:
-    return KvferryError(
-        "malformed_pack",
-        f"chunk {chunk} cannot be named here",
-        field=field,
-        value=chunk,
-        remedy=f"want each of the {chunks} chunks once, and say read of those that were packed",
-    )
+    def _lose_patience(self) -> None:
+        held = len(self._held)
+        self.end(KvferryError("deadline", f"the reader held {held} slots for {PATIENCE_S:g} s and said nothing"))
+
+    def _malformed(self, field: str, chunk: int) -> KvferryError:
+        return KvferryError(
+            "malformed_pack",
+            f"chunk {chunk} cannot be named here",
+            field=field,
+            value=chunk,
+            remedy=f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed",
+        )

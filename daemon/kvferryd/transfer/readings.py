@@ -1,16 +1,22 @@
-"""The source's end of one reader's stream: the leases that this rank of an engine reads here."""
+"""The source's end of one reader's stream: the leases that this rank of an engine reads here, and what it has packed.
+
+A packing stands in the queue of what there is to say once, however much it has to say by the time of its turn. So
+nothing of it grows for a reader that is slow to listen.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.transfer.check import check_request_id
-from kvferryd.transfer.lease import Lease, Leases, ReaderId
+from kvferryd.transfer.lease import Lease, Leases, Opened, ReaderId
+from kvferryd.transfer.pack import Packer, Packing
 
 ENDED_S = 1.0
 """How long readers are given to hear that their leases have ended, when all of them do."""
@@ -20,17 +26,26 @@ ENDED_S = 1.0
 class _Reading:
     request_id: str
     task: asyncio.Task[None] | None = None
-    secret: str = ""
+    opened: Opened | None = None
+    lease: Lease | None = None
+    """From when the reader is told of it."""
+    packing: Packing | None = None
+    begin: Callable[[Lease], None] | None = None
+    """The packing, which waits for the lease."""
 
 
 class Readings:
     """`run` it beside sending what is `said`; `close` it when the stream ends: from then on nothing is read."""
 
-    def __init__(self, leases: Leases, who: ReaderId, retired: asyncio.Event, *, announcing: bool) -> None:
+    def __init__(
+        self, leases: Leases, who: ReaderId, packer: Packer, retired: asyncio.Event, *, announcing: bool
+    ) -> None:
         """retired: set when the engine is. announcing: the reader may hear of leases that it did not ask for."""
-        self._leases, self._who, self._retired, self._announcing = leases, who, retired, announcing
+        self._leases, self._who, self._packer = leases, who, packer
+        self._retired, self._announcing = retired, announcing
         self._open: dict[int, _Reading] = {}
-        self.said: asyncio.Queue[peer_pb2.ReadReply | None] = asyncio.Queue()
+        self.said: asyncio.Queue[peer_pb2.ReadReply | Packing | None] = asyncio.Queue()
+        """Of a packing, what is to `take` from it."""
 
     async def run(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
         """Listen to the reader until it ends the stream, or the engine is retired and readers have been told of it.
@@ -54,7 +69,7 @@ class Readings:
 
     def announce(self, lease: Lease) -> None:
         """Tell of a lease that the reader may want next."""
-        told = peer_pb2.Announcement(request_id=lease.request_id, update=_update(lease, ""))
+        told = peer_pb2.Announcement(request_id=lease.request_id, update=_update(lease))
         self.said.put_nowait(peer_pb2.ReadReply(announced=told))
 
     async def _listen(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
@@ -62,12 +77,16 @@ class Readings:
             if self._retired.is_set():
                 return  # not "the lease has ended": the end of the stream says that the engine may have started anew
             match request.WhichOneof("kind"):
+                case "pack":
+                    self._pack(request.pack)
                 case "open":
-                    self._begin(request.open)
+                    self._begin(request.open.reading, request.open.request_id)
                 case "close":
                     self._end(request.close)
                 case kind:
-                    raise KvferryError("malformed_read", "neither open nor close was said", field="kind", value=kind)
+                    raise KvferryError(
+                        "malformed_read", "neither open, pack nor close was said", field="kind", value=kind
+                    )
 
     async def _all_ended(self) -> None:
         running = [reading.task for reading in self._open.values() if reading.task is not None]
@@ -78,56 +97,94 @@ class Readings:
         for reading in self._open.values():
             if reading.task is not None:
                 reading.task.cancel()
+            if reading.packing is not None:
+                reading.packing.end()
         self._open.clear()
 
-    def _begin(self, asked: peer_pb2.LeaseOpen) -> None:
-        if asked.reading in self._open or len(self._open) >= self._leases.limit:
+    def _begin(self, number: int, request_id: str) -> None:
+        if number in self._open or len(self._open) >= self._leases.limit:
             raise KvferryError(
                 "malformed_read",
-                f"reading {asked.reading} is open already, or {len(self._open)} readings are too many",
+                f"reading {number} is open already, or {len(self._open)} readings are too many",
                 field="open.reading",
-                value=asked.reading,
+                value=number,
                 remedy="number readings from 1, and close those that are over",
             )
-        reading = self._open[asked.reading] = _Reading(asked.request_id)
-        reading.task = asyncio.create_task(self._follow(asked.reading, reading))
+        reading = self._open[number] = _Reading(request_id)
+        reading.task = asyncio.create_task(self._follow(number, reading))
+
+    def _pack(self, said: peer_pb2.Pack) -> None:
+        """Nobody waits for a packing whose reading is closed."""
+        if said.open.request_id:
+            self._begin(said.reading, said.open.request_id)
+        reading = self._open.get(said.reading)
+        if reading is None:
+            return
+        if said.HasField("open"):
+            self._begin_packing(reading, said)
+        if reading.packing is not None:
+            reading.packing.hear(said)
+
+    def _begin_packing(self, reading: _Reading, said: peer_pb2.Pack) -> None:
+        """At once, or when the reader is told of the lease."""
+        if reading.packing is not None:
+            reading.packing.end()
+
+        def tell() -> None:
+            self.said.put_nowait(packing)
+
+        packing = reading.packing = Packing(self._packer, said.reading, said.packing, said.open, tell)
+        last = said.open.last
+
+        def begin(lease: Lease) -> None:
+            packing.begin(lease, functools.partial(self._leases.packed, lease, self._who) if last else lambda: None)
+
+        if reading.lease is None:
+            reading.begin = begin
+        else:
+            begin(reading.lease)
 
     def _end(self, asked: peer_pb2.LeaseClose) -> None:
         reading = self._open.pop(asked.reading, None)
-        request_id, secret = asked.request_id, ""
+        request_id, opened = asked.request_id, None
         if reading is not None:
-            request_id, secret = reading.request_id, reading.secret
+            request_id, opened = reading.request_id, reading.opened
             assert reading.task is not None
             reading.task.cancel()
+            if reading.packing is not None:
+                reading.packing.end()
         try:
             check_request_id(request_id)
-            if reading is None or secret:
-                self._leases.close(request_id, self._who, secret, asked.complete)
+            if reading is None or opened is not None:
+                self._leases.close(request_id, self._who, opened, asked.complete)
         except KvferryError as error:
-            self._say(asked.reading, problem=error)
+            self._refuse(asked.reading, error)
 
     async def _follow(self, number: int, reading: _Reading) -> None:
         """Tell what the lease holds, now and after every publish; it is open for this reader until it is closed."""
         try:
             check_request_id(reading.request_id)
             lease = await self._leases.find(reading.request_id)
-            with self._leases.reading(lease, self._who) as reading.secret:
+            with self._leases.reading(lease, self._who) as reading.opened:
                 async for _ in self._leases.follow(lease):
-                    self._say(number, update=_update(lease, reading.secret))
+                    self.said.put_nowait(peer_pb2.ReadReply(reading=number, update=_update(lease)))
+                    reading.lease = lease
+                    if reading.begin is not None:
+                        reading.begin(lease)
+                        reading.begin = None
                 await self._leases.ended(lease)
         except KvferryError as error:
-            self._say(number, problem=error)
+            if reading.packing is not None:
+                reading.packing.end()
+            self._refuse(number, error)
 
-    def _say(
-        self, reading: int, *, update: peer_pb2.LeaseUpdate | None = None, problem: KvferryError | None = None
-    ) -> None:
-        told = problem_to_proto(problem) if problem else None
-        self.said.put_nowait(peer_pb2.ReadReply(reading=reading, update=update, problem=told))
+    def _refuse(self, number: int, problem: KvferryError) -> None:
+        """The reading is over."""
+        self.said.put_nowait(peer_pb2.ReadReply(reading=number, problem=problem_to_proto(problem)))
 
 
-def _update(lease: Lease, secret: str) -> peer_pb2.LeaseUpdate:
+def _update(lease: Lease) -> peer_pb2.LeaseUpdate:
     return peer_pb2.LeaseUpdate(
-        secret=secret,
         tables=tables_to_proto(lease.tables),
         num_tokens=lease.num_tokens,
         more=lease.more,

@@ -7,8 +7,8 @@ Every slot of the reader has a carrier that takes chunk after chunk through it. 
 as there are carriers; afterwards a chunk is wanted as soon as the one before it in its slot has arrived, in the message
 that frees the source's slot, while that one is scattered. So the source gathers ahead, READs run back to back, and no
 READ waits for a message that answers another. The blocks are the source's own again as soon as all is gathered: that a
-chunk is told as packed says that the lease held until then, and `ChunkStream.watch` that no slot was taken back before
-it was read.
+chunk is told as packed says that the lease held until then, and `ChunkStream.vouched` that no slot was taken back
+before it was read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ from kvferryd.peers.peers import PeerEngine, PeerRank
 from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
-from kvferryd.transfer.chunk_stream import Call, ChunkStream, start
+from kvferryd.transfer.chunk_stream import ChunkStream
 from kvferryd.transfer.flight import Flight
 from kvferryd.transfer.share import Wanted
 from kvferryd.transfer.together import together
@@ -61,8 +61,6 @@ class Terms:
     wanted: Wanted
     deadline: float
     """On the loop's clock."""
-    spawn: Callable[[Coroutine[None, None, None]], None]
-    """For what is still to be said when all has arrived."""
 
     @property
     def timeout_s(self) -> float:
@@ -129,43 +127,24 @@ async def _move(journey: _Journey, bound: Bound, peer: PeerEngine, terms: Terms)
     chunk_nbytes = _chunk_nbytes(bound.nbytes, [journey.arena.slot_nbytes, *slots])
     read = {copy.source_rank for copy, segments in bound.pairs if len(segments.tokens)}
     views = [view for view in terms.views if view.source.rank in read]
-    pairings = [await _pair(view.source, peer, terms) for view in views]
-    calls: list[Call] = []
-    try:
-        for view in views:
-            calls.append(await start(view.source, terms.timeout_s))
-        return await _carry(journey, bound, terms, chunk_nbytes, list(zip(views, pairings, calls, strict=True)))
-    except BaseException:
-        for call in calls:
-            call.cancel()
-        raise
-
-
-async def _carry(
-    journey: _Journey, bound: Bound, terms: Terms, chunk_nbytes: int, called: Sequence[tuple[LeaseView, str, Call]]
-) -> int:
+    for view in views:
+        await _pair(view.source, peer, terms)
     # Many segments take milliseconds: not on the loop. A few are not worth the way to a thread.
     few = sum(len(segments.tokens) for _, segments in bound.pairs) <= FEW
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in _cut(bound, chunk_nbytes) if few else await asyncio.to_thread(_cut, bound, chunk_nbytes):
         by_rank[chunk.source_rank].append(chunk)
     streams, last = [], []
-    for view, pairing, call in called:
+    for view in views:
         chunks = by_rank[view.source.rank]
         assert chunks, "segments have bytes"
-        opening = _opening(view, pairing, terms.wanted, chunk_nbytes, chunks)
-        streams.append(ChunkStream(view.source, call, opening, chunks))
+        opening = _opening(view, terms.wanted, chunk_nbytes, chunks)
+        streams.append(ChunkStream(view, opening, chunks))
         last += [view] if opening.last else []
     turns = _turns(streams)
     chunks_in_all = sum(map(len, by_rank.values()))
-    carriers = min(IN_FLIGHT, journey.arena.most, chunks_in_all)
-    try:
-        await together([*(journey.carry(turns) for _ in range(carriers)), *(stream.watch() for stream in streams)])
-    except BaseException:
-        await asyncio.gather(*(stream.close() for stream in streams))
-        raise
-    for stream in streams:
-        terms.spawn(stream.end())
+    await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, journey.arena.most, chunks_in_all)))
+    await together(stream.vouched() for stream in streams)
     for view in last:
         view.packed = True
     return chunks_in_all
@@ -244,13 +223,9 @@ def _turns(streams: Sequence[ChunkStream]) -> Iterator[Turn]:
                 yield stream, index
 
 
-def _opening(
-    view: LeaseView, pairing: str, wanted: Wanted, chunk_nbytes: int, chunks: Sequence[Chunk]
-) -> peer_pb2.PackOpen:
-    opening = view.packing()
-    opening.pairing = pairing
+def _opening(view: LeaseView, wanted: Wanted, chunk_nbytes: int, chunks: Sequence[Chunk]) -> peer_pb2.PackOpen:
+    opening = peer_pb2.PackOpen(pairing=view.source.pairing, states=wanted.states)
     opening.tokens.CopyFrom(layout_pb2.TokenRange(start=wanted.tokens[0], stop=wanted.tokens[1]))
-    opening.states = wanted.states
     for group, shape in wanted.shapes.items():
         opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
     opening.chunk_nbytes, opening.chunks = chunk_nbytes, len(chunks)
@@ -260,8 +235,8 @@ def _opening(
     return opening
 
 
-async def _pair(rank: PeerRank, peer: PeerEngine, terms: Terms) -> str:
-    """The source's name of our plan. Raises CannotStage from one that is too old."""
+async def _pair(rank: PeerRank, peer: PeerEngine, terms: Terms) -> None:
+    """Have the source name our plan, where it did not at the handshake. Raises CannotStage from one that is too old."""
     if not rank.pairing:
         try:
             await pair(rank, peer.plan, terms.timeout_s)
@@ -269,4 +244,3 @@ async def _pair(rank: PeerRank, peer: PeerEngine, terms: Terms) -> str:
             if error.code != "protocol":
                 raise
             raise CannotStage("cannot_stage", error.message, field="way", value="staged") from None
-    return rank.pairing

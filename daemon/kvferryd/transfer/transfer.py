@@ -219,8 +219,8 @@ class Transfer:
 
     async def _read_and_verify(self, peer: PeerEngine, read: list[LeaseView]) -> None:
         self._move(TransferState.READING)
-        await self._read(peer, read)
         self.announced = any(view.announced for view in read)
+        await self._read(peer, read)
         self._move(TransferState.VERIFYING)
         for phase in {one.phase for one in self._reads}:
             self.phases_ms[phase] = sum(1e3 * one.seconds for one in self._reads if one.phase == phase)
@@ -294,14 +294,11 @@ class Transfer:
                 if bound.nbytes:
                     regions = {id: region.span for id, region in self.engine.regions.items()}
                     choice = ways.choose((self.order.way if self.order else "") or self._way, bound, self.engine, peer)
-                    if choice.path == staged.PATH and any(view.announced for view in read):
-                        await together(view.confirm() for view in read)  # packing needs the lease's secret
-                        continue
                     for name, ms in choice.estimate_ms.items():
                         self.estimate_ms[name] = self.estimate_ms.get(name, 0.0) + ms
                     self.path = choice.path
                     priority = self.order.priority if self.order else 0
-                    terms = staged.Terms(read, wanted_now, self._deadline, self._spawn)
+                    terms = staged.Terms(read, wanted_now, self._deadline)
                     self.descriptors += await ways.move(
                         choice, bound, self.engine, regions, peer, priority, self._reads, terms
                     )

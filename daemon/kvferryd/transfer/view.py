@@ -27,11 +27,10 @@ class LeaseView:
         """Something was read from the blocks themselves: only the seal can say that they held."""
         self.packed = False
         """Everything was packed while the lease held, and the source counts us as a reader that is through."""
-        self._secret = ""
         self._seal = (0, 0)
         self._reading: Reading | None = None
         self.announced = False
-        """It goes by an announcement, and has not opened the lease."""
+        """It goes by an announcement, which the source has not confirmed."""
 
     async def advance(self) -> None:
         """The next thing the source says: the first time its lease, later more tokens. The caller bounds the wait."""
@@ -45,29 +44,36 @@ class LeaseView:
         self._apply(await self._reading.update())
 
     async def confirm(self) -> None:
-        """Open the lease, if this goes by an announcement so far. The caller bounds the wait."""
+        """Go by the source's own answer, if this goes by an announcement so far. The caller bounds the wait."""
         if self.announced:
-            self._reading = self.source.leases.open(self._request_id)
+            if self._reading is None:
+                self._reading = self.source.leases.open(self._request_id)
             self._apply(await self._reading.update())
             self.announced = False
 
     def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
         self.tables, self.num_tokens = tables_from_proto(update.tables, "source tables"), update.num_tokens
-        self.more, self.metadata, self._secret = update.more, update.metadata, update.secret
+        self.more, self.metadata = update.more, update.metadata
         self._seal = (update.seal_address, update.seal)
         self.version = update.version
 
-    def packing(self) -> peer_pb2.PackOpen:
-        """What proves to the source that this reader may have the lease packed, as it was told last."""
-        manifest = self.source.manifest
-        return peer_pb2.PackOpen(
-            engine_id=manifest.engine_id,
-            epoch=manifest.epoch,
-            request_id=self._request_id,
-            reader=self.source.reader,
-            secret=self._secret,
-            version=self.version,
-        )
+    def packing(self, opening: peer_pb2.PackOpen) -> Reading:
+        """Complete the opening of a packing: what is to be packed is the lease as it was told last. An announced lease
+        is opened with it."""
+        opening.seal, opening.version = self._seal[1], self.version
+        if self._reading is None:
+            self._reading = self.source.leases.open_packed(self._request_id)
+            opening.request_id = self._request_id
+        return self._reading
+
+    async def settle(self) -> None:
+        """After a packing: what the source has said to its opening is what was announced. Raises KvferryError."""
+        if self.announced:
+            assert self._reading is not None
+            said = await self._reading.update()  # it came before anything that was packed
+            if (said.seal, said.version) != (self._seal[1], self.version):
+                raise KvferryError("protocol", "the source has packed another lease than was meant", field="seal")
+            self.announced = False
 
     async def verify(self, agent: Agent) -> None:
         """Whether the lease held while it was read: by its seal, or as all was packed. Raises KvferryError (`torn`)."""
