@@ -52,6 +52,11 @@ class Reading:
             raise said
         return said
 
+    @property
+    def updated(self) -> bool:
+        """Whether the source has said something that was not taken yet."""
+        return not self._said.empty()
+
     def pack(self, packing: Packing) -> int:
         """This one is heard from now on, under the number that is returned. Raises KvferryError (`peer_lost`, ...)."""
         self._stream.check()

@@ -53,7 +53,7 @@ class ChunkStream:
         self._tell()
 
     async def vouched(self) -> None:
-        """Until it is certain that all chunks are what was packed of the lease that was meant, while it held.
+        """Until it is certain that all chunks are what was packed while the lease held.
 
         That is when the last is read, if every one was read while the source keeps it in any case (kept_ms counts from
         later than the asking); otherwise when the source has vouched for it. Raises KvferryError.
@@ -62,7 +62,6 @@ class ChunkStream:
             self._next.vouch = True
             self._tell()
             await self._vouched
-        await self._view.settle()
 
     def take(self) -> peer_pb2.Pack:
         said, self._next = self._next, peer_pb2.Pack(reading=self._reading.number, packing=self._number)
@@ -72,6 +71,7 @@ class ChunkStream:
     def hear(self, reply: peer_pb2.PackReply) -> None:
         if reply.packing != self._number:
             return  # of one that was given up
+        self._view.agreed()
         for packed in reply.packed:
             self._hear(packed)
         if reply.vouched and not self._vouched.done():

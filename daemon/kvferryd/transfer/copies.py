@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch, host
-from kvferryd.copy.runner import GpuCopy, Runner
+from kvferryd.copy.runner import Runner
 
 Build = Callable[[], Sequence[Batch]]
 """Makes the batches, as often as it is called; on whatever thread copies."""
@@ -30,7 +30,7 @@ class Copies(Protocol):
         """Run what `build` makes; `nbytes` is its size. Higher priority goes first. Raises KvferryError."""
 
     def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
-        """The same for who does not wait. Done, well or not, when nothing of it runs any more; not to be cancelled."""
+        """The same for who goes on meanwhile. Done, well or not, when nothing of it runs any more; never cancel it."""
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Pay now for what the first copy of such batches would pay."""
@@ -47,7 +47,10 @@ class HostCopies:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 
     async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
-        running = self.start(nbytes, build, priority)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._run(build()))
+        except RuntimeError:  # of a thread that was shut down
+            raise _closed() from None
         if await _until_over(running):
             running.exception()  # retrieved
             raise asyncio.CancelledError
@@ -76,23 +79,29 @@ class GpuCopies:
         self._runner = runner
 
     async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
-        copy = self._start(nbytes, build, priority)
+        copy = self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
         # What is not launched yet need not be; what is cannot be called back.
         if await _until_over(copy.quiet, copy.abandon):
             raise asyncio.CancelledError
         copy.done.result()
 
     def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
-        return self._start(nbytes, build, priority).done  # which a runner settles when nothing of it runs
-
-    def _start(self, nbytes: int, build: Build, priority: int) -> GpuCopy:
-        return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
+        # A runner settles `done` when nothing of the copy runs any more.
+        return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs).done
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         await self._runner.prepare(batches)
 
     async def close(self) -> None:
         """Nothing of its own: a closed runner has ended every copy."""
+
+
+async def over(copying: asyncio.Future[None]) -> None:
+    """Wait for what was started, until it is over even if the caller is cancelled. Raises KvferryError."""
+    if await _until_over(copying):
+        copying.exception()  # retrieved
+        raise asyncio.CancelledError
+    copying.result()
 
 
 async def _until_over(running: asyncio.Future[Any], give_up: Callable[[], None] = lambda: None) -> bool:

@@ -123,6 +123,10 @@ class Packing:
         self._over = False
         self._to_say: peer_pb2.PackReply | None = None
 
+    def means(self, lease: Lease) -> bool:
+        """Whether the reader knows the lease as it is."""
+        return self._opening.seal == lease.seal.value and self._opening.version == lease.version
+
     def begin(self, lease: Lease, on_packed: Callable[[], None] = lambda: None) -> None:
         """Pack what is wanted. `on_packed` is called once, when all has been gathered while the lease held."""
         if self._over:

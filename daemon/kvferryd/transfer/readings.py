@@ -167,7 +167,9 @@ class Readings:
             lease = await self._leases.find(reading.request_id)
             with self._leases.reading(lease, self._who) as reading.opened:
                 async for _ in self._leases.follow(lease):
-                    self.said.put_nowait(peer_pb2.ReadReply(reading=number, update=_update(lease)))
+                    known = reading.lease is None and reading.packing is not None and reading.packing.means(lease)
+                    if not known:
+                        self.said.put_nowait(peer_pb2.ReadReply(reading=number, update=_update(lease)))
                     reading.lease = lease
                     if reading.begin is not None:
                         reading.begin(lease)

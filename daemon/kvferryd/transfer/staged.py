@@ -29,6 +29,7 @@ from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.transfer.chunk_stream import ChunkStream
+from kvferryd.transfer.copies import over
 from kvferryd.transfer.flight import Flight
 from kvferryd.transfer.share import Wanted
 from kvferryd.transfer.together import together
@@ -180,15 +181,16 @@ class _Journey:
                 packed, chunk = await coming, stream.chunks[index]
                 read = self._read(slot, stream, chunk, packed)
                 await read.done
+                scatter = functools.partial(chunk.scatter, slot.address, self.addresses)
+                scattering = self.arena.copies.start(chunk.nbytes, scatter, self.priority)
                 stream.was_read(index)
                 following = next(turns, None)
                 onward = following is not None and not self.arena.sought(Use.READ)
                 if following is not None and onward:
-                    # Into this very slot, which waits for nothing but the copy below.
+                    # Into this very slot, which waits for nothing but the copy that has begun.
                     stream, index = following
                     coming = stream.want(index)
-                scatter = functools.partial(chunk.scatter, slot.address, self.addresses)
-                await self.arena.copies.copy(chunk.nbytes, scatter, self.priority)
+                await over(scattering)
                 if not onward:
                     return following
         finally:

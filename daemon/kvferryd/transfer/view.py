@@ -46,7 +46,8 @@ class LeaseView:
     async def confirm(self) -> None:
         """Go by the source's own answer, if this goes by an announcement so far. The caller bounds the wait."""
         if self.announced:
-            if self._reading is None:
+            if self._reading is None or not self._reading.updated:
+                self.close(complete=False)
                 self._reading = self.source.leases.open(self._request_id)
             self._apply(await self._reading.update())
             self.announced = False
@@ -59,20 +60,16 @@ class LeaseView:
 
     def packing(self, opening: peer_pb2.PackOpen) -> Reading:
         """Complete the opening of a packing: what is to be packed is the lease as it was told last. An announced lease
-        is opened with it."""
+        is opened with it; its source answers with an update only if it holds something else by now."""
         opening.seal, opening.version = self._seal[1], self.version
         if self._reading is None:
             self._reading = self.source.leases.open_packed(self._request_id)
             opening.request_id = self._request_id
         return self._reading
 
-    async def settle(self) -> None:
-        """After a packing: what the source has said to its opening is what was announced. Raises KvferryError."""
-        if self.announced:
-            assert self._reading is not None
-            said = await self._reading.update()  # it came before anything that was packed
-            if (said.seal, said.version) != (self._seal[1], self.version):
-                raise KvferryError("protocol", "the source has packed another lease than was meant", field="seal")
+    def agreed(self) -> None:
+        """The source has answered a packing: an announcement that it has not replaced before is what holds."""
+        if self._reading is not None and not self._reading.updated:
             self.announced = False
 
     async def verify(self, agent: Agent) -> None:
