@@ -10,15 +10,18 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from fleet import Daemons, until
+from fleet import Daemons, peer_stub, until
 from hog import READING, hog
 from pair import MANY, TOKENS, Pair
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
 
+from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.wire import manifest_to_proto
+from kvferryd.transfer.pairings import PAIRINGS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 FLAGS = ("--way", "staged", "--arena-mb", "1")
@@ -313,19 +316,72 @@ async def test_a_reader_that_read_late_has_the_source_vouch_for_its_slots(staged
         assert (await late.hears()).vouched
 
 
-async def test_announced_leases_are_packed_in_the_message_that_opens_them(
-    staged: Pair, request_id: str, daemons: Daemons
-) -> None:
-    near, far = await asyncio.gather(daemons.start("staged-near", 1, *FLAGS), daemons.start("staged-far", 1, *FLAGS))
-    source = await TestEngine.start("staged-near", near, Shape.tp(1, num_blocks=640))
-    reader = await TestEngine.start("staged-far", far, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
+@asynccontextmanager
+async def warm(daemons: Daemons, request_id: str) -> AsyncIterator[tuple[TestEngine, TestEngine]]:
+    """A source and a reader of one rank each, with the stream between them open: the source announces its leases."""
+    names = [f"{side}-{request_id[-8:]}" for side in ("near", "far")]
+    near, far = await asyncio.gather(*(daemons.start(name, 1, *FLAGS) for name in names))
+    source = await TestEngine.start(names[0], near, Shape.tp(1, num_blocks=640))
+    reader = await TestEngine.start(names[1], far, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
     async with RouterClient(far[0].url) as router:
-        for n in range(3):
-            assert await moves(source, reader, router, f"{request_id}-{n}", TOKENS) == "staged"
-        logged = [json.loads(line) for line in far[0].log.read_text().splitlines() if line.startswith("{")]
-        announced = [line["announced"] for line in logged if line["event"] == "transfer ended"]
-        assert announced == [False, True, True]
+        assert await moves(source, reader, router, "warm-up", TOKENS) == "staged"
+    yield source, reader
+    await idle([*near, *far])
     await asyncio.gather(source.close(), reader.close())
+
+
+async def announced(reader: TestEngine, *request_ids: str) -> list[bool]:
+    """Whether these transfers, which have ended, went by announcements."""
+    text = reader.daemons[0].log.read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    ended = {line["request_id"]: line["announced"] for line in lines if line["event"] == "transfer ended"}
+    return [ended[request_id] for request_id in request_ids]
+
+
+async def test_announced_leases_are_packed_in_the_message_that_opens_them(daemons: Daemons, request_id: str) -> None:
+    async with warm(daemons, request_id) as (source, reader), RouterClient(reader.daemons[0].url) as router:
+        for tokens in (1, MANY):
+            assert await moves(source, reader, router, f"{request_id}-{tokens}", tokens) == "staged"
+        assert await announced(reader, "warm-up", f"{request_id}-1", f"{request_id}-{MANY}") == [False, True, True]
+
+
+async def test_what_is_published_anew_is_packed_and_not_what_was_announced_before(
+    daemons: Daemons, request_id: str
+) -> None:
+    async with warm(daemons, request_id) as (source, reader), RouterClient(source.daemons[0].url) as router:
+        (old,) = await source.publish(request_id, source.take(TOKENS), TOKENS)
+        await router.revoke_lease(request_id)
+        assert await old.ended() is LeaseState.REVOKED
+        kv, published, blocks = Kv.random(80), source.take(80), reader.take(80)
+        source.write(kv, published)
+        expected = reader.snapshot()
+        reader.write_into(expected, kv, blocks)
+        await source.publish(request_id, published, 40, more=True)  # progressive leases are not announced
+        await source.publish(request_id, published, 80)
+        await reader.receive(request_id, blocks, source=source.source())
+        assert not reader.differences(expected)
+
+
+async def test_an_announced_lease_that_was_revoked_is_not_packed(daemons: Daemons, request_id: str) -> None:
+    async with warm(daemons, request_id) as (source, reader), RouterClient(source.daemons[0].url) as router:
+        await source.publish(request_id, source.take(TOKENS), TOKENS)
+        await router.revoke_lease(request_id)
+        with pytest.raises(TransferFailed) as caught:
+            await reader.receive(request_id, reader.take(TOKENS), source=source.source())
+        assert caught.value.code == "lease_ended"
+        assert caught.value.blocks_safe
+
+
+async def test_a_source_that_has_forgotten_the_plan_is_told_it_again(daemons: Daemons, request_id: str) -> None:
+    async with warm(daemons, request_id) as (source, reader), peer_stub(source.daemons[0]) as stub:
+        sources = [manifest_to_proto(rank.manifest) for rank in source.ranks]
+        for n in range(PAIRINGS):
+            other = manifest_to_proto(reader.ranks[0].manifest)
+            other.engine_id = f"other-{n}"
+            own = {"engine_id": source.engine_id, "epoch": source.epoch}
+            await stub.Pair(peer_pb2.PairRequest(**own, sources=sources, destination=other))
+        async with RouterClient(reader.daemons[0].url) as router:
+            assert await moves(source, reader, router, request_id, TOKENS) == "staged"
 
 
 @asynccontextmanager

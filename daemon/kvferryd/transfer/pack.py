@@ -256,10 +256,9 @@ class Packing:
         )
         self._gathers -= 1
         self._left -= 1
-        if not self._left:
-            asyncio.get_running_loop().call_soon(self._on_packed)  # the reader first
         self._be_patient()
-        self._advance()
+        # When the reader has been told: launching takes a while, and another gather is under way.
+        asyncio.get_running_loop().call_soon(self._advance if self._left else self._on_packed)
 
     def _check_held(self) -> None:
         """Nothing is gathered, or told as packed, that is not the lease's; nor for a reader that has gone."""

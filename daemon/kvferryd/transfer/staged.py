@@ -24,7 +24,7 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferryd.copy import Chunk, cut, moves
-from kvferryd.peers.peers import PeerEngine, PeerRank
+from kvferryd.peers.peers import PeerEngine, PeerRank, Staging
 from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
@@ -39,11 +39,12 @@ from kvferryd.transport import Agent, Read, Span
 PATH = "staged"
 IN_FLIGHT = 8
 """Slots that one transfer may have at once."""
-LEAST_NBYTES, DEPTH = 8 << 20, 4
-"""A transfer is cut into at least DEPTH chunks, where that does not make them smaller than LEAST_NBYTES."""
-OPEN_S, CHUNK_S = 4e-3, 4e-4
-"""What an estimate gives to the opening (a stream, the source's plan, the last word) and to each chunk's messages and
-launches: 8 MB take 4.3 ms, and 671 MB in chunks of 134 and of 67 MB 7.4 and 10.1 ms (docs/benchmarks.md)."""
+LEAST_NBYTES, DEPTH = {"host": 8 << 20, "cuda": 64 << 20}, 8
+"""A transfer is cut into DEPTH chunks, so that the gather of one, the READ of another and the scatter of a third
+overlap; but into chunks of no less than LEAST_NBYTES, by kind of memory, and no more than a slot (`SLOT_NBYTES`)."""
+OPEN_S, CHUNK_S = 2e-3, 2e-4
+"""What an estimate gives to the opening (a message each way, the source's plan) and to each chunk's messages and
+launches: half of 4e-3 and 4e-4, which were right for GPUs when packing was a call of its own (docs/decisions.md)."""
 COPY_BYTES_PER_S = {"host": 3e9, "cuda": 600e9}
 """Of a gather or scatter (facts/gpu.md). The first chunk's gather and the last's scatter overlap with no READ."""
 GRACE_S = 1.0
@@ -82,16 +83,18 @@ def refusal(peer: PeerEngine, arena: Arena | None) -> str:
 def estimate_s(bound: Bound, peer: PeerEngine) -> float:
     """By the slowest link of the ranks that are read."""
     stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
-    chunk_nbytes = _chunk_nbytes(bound.nbytes, [staging.slot_nbytes for staging in stagings])
+    chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings)
     rate = min((staging.bytes_per_s for staging in stagings), default=1e9)
     copy_rate = min((COPY_BYTES_PER_S[staging.span.kind] for staging in stagings), default=1e9)
     ends = 2 * min(bound.nbytes, chunk_nbytes) / copy_rate
     return OPEN_S + -(-bound.nbytes // chunk_nbytes) * CHUNK_S + bound.nbytes / rate + ends
 
 
-def _chunk_nbytes(nbytes: int, slots: Sequence[int]) -> int:
+def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: Sequence[int] = ()) -> int:
+    """`own`: bytes of a slot here."""
     part = -(-nbytes // DEPTH // SLOT_ALIGN) * SLOT_ALIGN
-    return min([*slots, max(LEAST_NBYTES, part)])
+    least = min((LEAST_NBYTES[staging.span.kind] for staging in stagings), default=SLOT_ALIGN)
+    return min([*own, *(staging.slot_nbytes for staging in stagings), max(least, part)])
 
 
 async def move(
@@ -124,8 +127,8 @@ async def move(
 
 
 async def _move(journey: _Journey, bound: Bound, peer: PeerEngine, terms: Terms) -> int:
-    slots = [staging.slot_nbytes for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
-    chunk_nbytes = _chunk_nbytes(bound.nbytes, [journey.arena.slot_nbytes, *slots])
+    stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
+    chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, [journey.arena.slot_nbytes])
     read = {copy.source_rank for copy, segments in bound.pairs if len(segments.tokens)}
     views = [view for view in terms.views if view.source.rank in read]
     for view in views:
