@@ -349,7 +349,7 @@ async def test_what_is_published_anew_is_packed_and_not_what_was_announced_befor
     daemons: Daemons, request_id: str
 ) -> None:
     async with warm(daemons, request_id) as (source, reader), RouterClient(source.daemons[0].url) as router:
-        (old,) = await source.publish(request_id, source.take(TOKENS), TOKENS)
+        (old,) = await source.publish(request_id, source.take(80), 80)
         await router.revoke_lease(request_id)
         assert await old.ended() is LeaseState.REVOKED
         kv, published, blocks = Kv.random(80), source.take(80), reader.take(80)

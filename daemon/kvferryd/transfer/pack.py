@@ -109,7 +109,7 @@ class Packing:
 
     def __init__(self, packer: Packer, reading: int, number: int, opening: peer_pb2.PackOpen, tell: Callable[[], None]):
         self._packer, self._opening, self._tell = packer, opening, tell
-        self._reading, self._number = reading, number
+        self._reading, self.number = reading, number
         self._lease: Lease | None = None
         self._chunks: Sequence[Chunk] = ()
         self._on_packed: Callable[[], None] = lambda: None
@@ -285,7 +285,7 @@ class Packing:
     def _say(self) -> peer_pb2.PackReply:
         """What the reader is told next, to be added to."""
         if self._to_say is None:
-            self._to_say = peer_pb2.PackReply(packing=self._number)
+            self._to_say = peer_pb2.PackReply(packing=self.number)
             self._tell()
         return self._to_say
 

@@ -122,11 +122,11 @@ class Readings:
             return
         if said.HasField("open"):
             self._begin_packing(reading, said)
-        if reading.packing is not None:
+        if reading.packing is not None and reading.packing.number == said.packing:
             reading.packing.hear(said)
 
     def _begin_packing(self, reading: _Reading, said: peer_pb2.Pack) -> None:
-        """At once, or when the reader is told of the lease."""
+        """At once where the reader knows the lease as it is, otherwise when it is told of it."""
         if reading.packing is not None:
             reading.packing.end()
 
@@ -139,10 +139,13 @@ class Readings:
         def begin(lease: Lease) -> None:
             packing.begin(lease, functools.partial(self._leases.packed, lease, self._who) if last else lambda: None)
 
-        if reading.lease is None:
-            reading.begin = begin
-        else:
+        lease = self._leases.get(reading.request_id)
+        if reading.lease is not None:
             begin(reading.lease)
+        elif lease is not None and packing.means(lease):
+            begin(lease)  # it is opened at the loop's next turn, long before anything is packed
+        else:
+            reading.begin = begin
 
     def _end(self, asked: peer_pb2.LeaseClose) -> None:
         reading = self._open.pop(asked.reading, None)
@@ -167,8 +170,7 @@ class Readings:
             lease = await self._leases.find(reading.request_id)
             with self._leases.reading(lease, self._who) as reading.opened:
                 async for _ in self._leases.follow(lease):
-                    known = reading.lease is None and reading.packing is not None and reading.packing.means(lease)
-                    if not known:
+                    if reading.lease is not None or reading.packing is None or not reading.packing.means(lease):
                         self.said.put_nowait(peer_pb2.ReadReply(reading=number, update=_update(lease)))
                     reading.lease = lease
                     if reading.begin is not None:
