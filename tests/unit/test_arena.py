@@ -13,7 +13,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch
 from kvferryd.transfer.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
-from kvferryd.transfer.copies import HostCopies
+from kvferryd.transfer.copies import HostCopies, over
 from kvferryd.transport import Span
 
 pytestmark = pytest.mark.anyio
@@ -201,7 +201,7 @@ async def test_a_slot_comes_back_once(arena: Arena) -> None:
 
 
 async def test_a_copy_that_has_begun_ends_before_its_caller_does(arena: Arena, gate: Gate) -> None:
-    copying = asyncio.create_task(arena.copies.copy(0, nothing))
+    copying = asyncio.create_task(over(arena.copies.start(0, nothing)))
     await asyncio.to_thread(gate.begun.wait, 5)
     copying.cancel()
     await asyncio.sleep(0.01)
@@ -217,7 +217,7 @@ async def test_a_copy_that_has_begun_ends_before_its_caller_does(arena: Arena, g
 async def test_closing_waits_for_the_copy_and_tells_those_who_wait(arena: Arena, gate: Gate, memory: Memory) -> None:
     await taken(arena, Use.READ, 3)
     waiting = wait_for(arena, Use.READ)
-    copying = asyncio.create_task(arena.copies.copy(0, nothing))
+    copying = asyncio.create_task(over(arena.copies.start(0, nothing)))
     await asyncio.to_thread(gate.begun.wait, 5)
     closing = asyncio.create_task(arena.close())
     with pytest.raises(KvferryError, match="closed"):
@@ -236,5 +236,5 @@ async def test_an_error_of_the_copy_reaches_the_caller(memory: Memory) -> None:
 
     arena = Arena(memory, HostCopies(breaks))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="broken"):
-        await arena.copies.copy(0, nothing)
+        await over(arena.copies.start(0, nothing))
     await arena.close()

@@ -125,11 +125,24 @@ def test_segments_of_equal_length_are_one_move_whatever_their_order() -> None:
 def test_a_segment_that_no_slot_holds_is_cut_along_its_rows_and_a_run_within() -> None:
     rows = cache(*attention(layers=range(40), slot=8))
     chunks = cut(moves(bind_one(rows, rows)), 1024)
-    assert {chunk.nbytes for chunk in chunks[:-1]} == {1024}
+    assert [chunk.nbytes for chunk in chunks[:-1]] == [256] + [1024] * (len(chunks) - 2)
     long = cache(array("kv", order="block slot dim", block=4, slot=4, dim=1000))
     pieces = [piece for chunk in cut(moves(bind_one(long, long)), 1024) for piece in chunk.pieces]
     assert max(piece.move.pattern.nbytes for piece in pieces) == 1024
     assert sum(piece.nbytes for piece in pieces) == 16 * 1000 * 2
+
+
+def test_the_first_of_more_than_two_chunks_is_smaller_where_something_fits_into_it() -> None:
+    layers = cache(*attention(layers=range(40)))
+    wanted = moves(bind_one(layers, layers))
+    assert sum(move.nbytes for move in wanted) == 4 * 2560, "four segments"
+    for nbytes, expected in (
+        (10240, [10240]),
+        (5120, [5120, 5120]),
+        (4096, [2560, 2560, 2560, 2560]),
+        (2048, [512, 2048, 2048, 2048, 2048, 1536]),
+    ):
+        assert [chunk.nbytes for chunk in cut(wanted, nbytes)] == expected
 
 
 def test_runs_longer_than_numpy_is_good_for_are_moved_one_by_one() -> None:

@@ -148,7 +148,7 @@ def run(tiles: bool, source_gpu: str | None) -> None:
             wanted = wanted_moves(case)[0]
             for slot_nbytes in (32 << 20, 128 << 20):
                 slot = CudaProvider(device.uuid).allocate(slot_nbytes)
-                chunk = cut(wanted, slot_nbytes)[0]
+                chunk = cut(wanted, slot_nbytes)[1]  # the first is smaller
                 gather, scatter = (
                     chunk.gather({0: region.address}, slot.address),
                     chunk.scatter(slot.address, {0: region.address}),

@@ -8,7 +8,7 @@ its rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,8 @@ from kvferryd.plan.rows import Pattern
 
 ALIGN = 256
 """Pieces of moves begin at multiples of this, so that odd lengths in one do not narrow the next one's words."""
+FIRST = 4
+"""The first of several chunks is so many times smaller than the others: nothing overlaps with its gather."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,8 @@ class Chunk:
 
 
 def cut(wanted: Iterable[Move], chunk_nbytes: int) -> list[Chunk]:
-    """Chunks of at most `chunk_nbytes` (a slot, or less), in order, each of one source rank."""
+    """Chunks of at most `chunk_nbytes` (a slot, or less), in order, each of one source rank; the first of a rank that
+    fills more than two is smaller."""
     assert chunk_nbytes >= ALIGN
     by_rank: dict[int, list[Move]] = {}
     for move in wanted:
@@ -84,18 +87,20 @@ def cut(wanted: Iterable[Move], chunk_nbytes: int) -> list[Chunk]:
     ]
 
 
-def _fill(wanted: Iterable[Move], chunk_nbytes: int) -> Iterator[list[Piece]]:
+def _fill(wanted: Sequence[Move], chunk_nbytes: int) -> Iterator[list[Piece]]:
     pieces: list[Piece] = []
     at = 0
+    limit = chunk_nbytes // FIRST if sum(move.nbytes for move in wanted) > 2 * chunk_nbytes else chunk_nbytes
     for move in wanted:
         nbytes, first, row = move.pattern.nbytes, 0, 0
         whole = move.rows * nbytes <= chunk_nbytes  # else a segment's rows go to several chunks
         while first < move.segments:
             at = -(-at // ALIGN) * ALIGN
-            fit = (chunk_nbytes - at) // (nbytes * move.rows if whole else nbytes)
+            fit = (limit - at) // (nbytes * move.rows if whole else nbytes)
             if fit < 1:
-                yield pieces
-                pieces, at = [], 0
+                if pieces:
+                    yield pieces
+                pieces, at, limit = [], 0, chunk_nbytes
                 continue
             segments = min(fit, move.segments - first) if whole else 1
             rows = move.rows if whole else min(fit, move.rows - row)

@@ -1,7 +1,7 @@
-"""Copies between staging slots and the cache, to be awaited: two implementations of one shape.
+"""Copies between staging slots and the cache: two implementations of one shape.
 
-Memory that a copy is still in must not be lent to others: `copy` returns, or raises whatever it raises, CancelledError
-included, only when nothing of it runs any more.
+Memory that a copy is still in must not be lent to others: what `start` returns is done only when nothing of the copy
+runs any more, and must not be cancelled. `over` waits for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch, host
@@ -26,11 +26,8 @@ gather and the last scatter of a transfer overlap with nothing."""
 
 
 class Copies(Protocol):
-    async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
-        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. Raises KvferryError."""
-
     def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
-        """The same for who goes on meanwhile. Done, well or not, when nothing of it runs any more; never cancel it."""
+        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. Raises KvferryError, now or then."""
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Pay now for what the first copy of such batches would pay."""
@@ -45,16 +42,6 @@ class HostCopies:
     def __init__(self, run: Callable[[Sequence[Batch]], object] = host.copy) -> None:
         self._run = run
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
-
-    async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._run(build()))
-        except RuntimeError:  # of a thread that was shut down
-            raise _closed() from None
-        if await _until_over(running):
-            running.exception()  # retrieved
-            raise asyncio.CancelledError
-        running.result()
 
     def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
         def run() -> None:
@@ -78,13 +65,6 @@ class GpuCopies:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    async def copy(self, nbytes: int, build: Build, priority: int = 0) -> None:
-        copy = self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
-        # What is not launched yet need not be; what is cannot be called back.
-        if await _until_over(copy.quiet, copy.abandon):
-            raise asyncio.CancelledError
-        copy.done.result()
-
     def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
         # A runner settles `done` when nothing of the copy runs any more.
         return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs).done
@@ -97,23 +77,17 @@ class GpuCopies:
 
 
 async def over(copying: asyncio.Future[None]) -> None:
-    """Wait for what was started, until it is over even if the caller is cancelled. Raises KvferryError."""
-    if await _until_over(copying):
+    """Wait until it is over, however often the caller is cancelled meanwhile. Raises KvferryError, CancelledError."""
+    cancelled = False
+    while not copying.done():
+        try:
+            await asyncio.wait([copying])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
         copying.exception()  # retrieved
         raise asyncio.CancelledError
     copying.result()
-
-
-async def _until_over(running: asyncio.Future[Any], give_up: Callable[[], None] = lambda: None) -> bool:
-    """Wait until it is done, however often the caller is cancelled meanwhile; whether it was. `give_up`: if so."""
-    cancelled = False
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError:
-            cancelled = True
-            give_up()
-    return cancelled
 
 
 def _closed() -> KvferryError:

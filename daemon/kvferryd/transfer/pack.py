@@ -139,8 +139,8 @@ class Packing:
             else:
                 cut = asyncio.get_running_loop().run_in_executor(None, cutting)
                 cut.add_done_callback(functools.partial(self._was_cut, lease))
-        except KvferryError as error:
-            self.end(error)
+        except Exception as error:  # noqa: BLE001  of one packing; the stream has others
+            self._break(error)
 
     def hear(self, said: peer_pb2.Pack) -> None:
         """What the reader wants, and what it has read. Nothing is heard of a packing that is over."""
@@ -269,7 +269,7 @@ class Packing:
             raise self._lease.over()
 
     def _vouch(self) -> None:
-        if self._unread:
+        if self._unread or self._lease is None:
             raise KvferryError("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
         if self._arena.closed:  # a slot that was read late may have been gone
             raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")

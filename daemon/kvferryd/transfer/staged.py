@@ -24,6 +24,7 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferryd.copy import Chunk, cut, moves
+from kvferryd.copy.chunks import FIRST
 from kvferryd.peers.peers import PeerEngine, PeerRank, Staging
 from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
@@ -40,8 +41,9 @@ PATH = "staged"
 IN_FLIGHT = 8
 """Slots that one transfer may have at once."""
 LEAST_NBYTES, DEPTH = {"host": 8 << 20, "cuda": 64 << 20}, 8
-"""A transfer is cut into DEPTH chunks, so that the gather of one, the READ of another and the scatter of a third
-overlap; but into chunks of no less than LEAST_NBYTES, by kind of memory, and no more than a slot (`SLOT_NBYTES`)."""
+"""A transfer is cut into about DEPTH chunks, so that the gather of one, the READ of another and the scatter of a third
+overlap; but into chunks of no less than LEAST_NBYTES, by kind of memory, and no more than a slot (`SLOT_NBYTES`). Of
+several the first is smaller (`FIRST`), and so is what is left for the last: the ends overlap with nothing."""
 OPEN_S, CHUNK_S = 2e-3, 2e-4
 """What an estimate gives to the opening (a message each way, the source's plan) and to each chunk's messages and
 launches: half of 4e-3 and 4e-4, which were right for GPUs when packing was a call of its own (docs/decisions.md)."""
@@ -86,13 +88,13 @@ def estimate_s(bound: Bound, peer: PeerEngine) -> float:
     chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings)
     rate = min((staging.bytes_per_s for staging in stagings), default=1e9)
     copy_rate = min((COPY_BYTES_PER_S[staging.span.kind] for staging in stagings), default=1e9)
-    ends = 2 * min(bound.nbytes, chunk_nbytes) / copy_rate
+    ends = 2 * min(bound.nbytes, chunk_nbytes) / (copy_rate if bound.nbytes <= 2 * chunk_nbytes else FIRST * copy_rate)
     return OPEN_S + -(-bound.nbytes // chunk_nbytes) * CHUNK_S + bound.nbytes / rate + ends
 
 
 def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: Sequence[int] = ()) -> int:
     """`own`: bytes of a slot here."""
-    part = -(-nbytes // DEPTH // SLOT_ALIGN) * SLOT_ALIGN
+    part = -(-2 * nbytes // (2 * DEPTH - 1) // SLOT_ALIGN) * SLOT_ALIGN  # a quarter more at either end
     least = min((LEAST_NBYTES[staging.span.kind] for staging in stagings), default=SLOT_ALIGN)
     return min([*own, *(staging.slot_nbytes for staging in stagings), max(least, part)])
 
