@@ -27,7 +27,7 @@ gather and the last scatter of a transfer overlap with nothing."""
 
 class Copies(Protocol):
     def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
-        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. Raises KvferryError, now or then."""
+        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. May raise KvferryError at once."""
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Pay now for what the first copy of such batches would pay."""
