@@ -31,6 +31,7 @@ from kvferryd.config import Config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
+from kvferryd.transport.binding import keep_no_mappings
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -54,6 +55,7 @@ def run(config: Config) -> int:
         log.info("loading torch and Triton: some seconds")
         with contextlib.suppress(KvferryError):  # engines are told when they register, and read directly
             load()
+            keep_no_mappings()
     garbage.spare()
     for warning in config.warnings():
         log.warning(warning)

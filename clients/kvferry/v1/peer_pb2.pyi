@@ -158,11 +158,16 @@ class Staging(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     SLOT_NBYTES_FIELD_NUMBER: builtins.int
+    ALLOCATION_FIELD_NUMBER: builtins.int
     address: builtins.int
     nbytes: builtins.int
     kind: kvferry.v1.layout_pb2.MemoryKind.ValueType
     device: builtins.int
     slot_nbytes: builtins.int
+    @property
+    def allocation(self) -> kvferry.v1.engine_pb2.CudaAllocation:
+        """on a GPU: a reader on the same host holds it open, so that each READ need not map it"""
+
     def __init__(
         self,
         *,
@@ -171,8 +176,10 @@ class Staging(google.protobuf.message.Message):
         kind: kvferry.v1.layout_pb2.MemoryKind.ValueType = ...,
         device: builtins.int = ...,
         slot_nbytes: builtins.int = ...,
+        allocation: kvferry.v1.engine_pb2.CudaAllocation | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "device", b"device", "kind", b"kind", "nbytes", b"nbytes", "slot_nbytes", b"slot_nbytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["allocation", b"allocation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "allocation", b"allocation", "device", b"device", "kind", b"kind", "nbytes", b"nbytes", "slot_nbytes", b"slot_nbytes"]) -> None: ...
 
 Global___Staging: typing_extensions.TypeAlias = Staging
 

@@ -249,6 +249,7 @@ def _staging(arena: Arena) -> peer_pb2.Staging:
         kind=KINDS[span.kind],
         device=span.device,
         slot_nbytes=arena.slot_nbytes,
+        allocation=arena.exported.cuda if span.kind == "cuda" else None,
     )
 
 

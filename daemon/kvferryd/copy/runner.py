@@ -66,7 +66,7 @@ class GpuCopy:
 
 @dataclass(slots=True, eq=False)
 class Mapped:
-    """A peer's region in this process. `bytes_per_s`: of a plain copy from it, measured when it was opened."""
+    """A peer's memory in this process. `bytes_per_s`: of a plain copy from it when it was opened; 0 if it is only held."""
 
     address: int
     bytes_per_s: float
@@ -121,8 +121,11 @@ class Runner:
         """Compile what such batches need: about a second for each new shape of kernel."""
         await self.call(lambda: self._copier.prepare(batches) if self._copier else None)
 
-    async def open(self, allocation: cuda.Exported, nbytes: int, probe: Probe) -> Mapped:
-        """Map a peer's region and make sure that it is the peer's. Raises KvferryError: `probe_failed`, ..."""
+    async def open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None = None) -> Mapped:
+        """Map a peer's region and make sure that it is the peer's; without `probe` it is only held, not read.
+
+        Raises KvferryError: `probe_failed`, `cuda_ipc_failed`, ...
+        """
         return await self.call(lambda: self._open(allocation, nbytes, probe))
 
     async def unmap(self, every: Sequence[Mapped]) -> None:
@@ -253,8 +256,11 @@ class Runner:
         self._copier = Copier(self.device, self.programs)
         self._stream = self.device.stream()
 
-    def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe) -> Mapped:
+    def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None) -> Mapped:
         mapping = self.device.open(allocation.handle)
+        if probe is None:
+            self._mappings.add(mapping)
+            return Mapped(mapping.address + allocation.offset, 0.0, mapping)
         try:
             fits = (
                 mapping.nbytes == allocation.allocation_nbytes

@@ -12,7 +12,7 @@ import structlog
 
 from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferryd.copy import mapped
 from kvferryd.copy.ahead import sample
 from kvferryd.copy.runner import Mapped, Runner
@@ -70,10 +70,8 @@ class RankMapping:
                 raise KvferryError("not_mappable", f"region {wanted.id} of the source is {wanted.kind} memory")
             if region.refusal:
                 raise KvferryError("not_mappable", f"region {wanted.id} of the source: {region.refusal}")
-            given = region.allocation
-            exported = cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)
             self.regions[wanted.id] = await self._runner.open(
-                exported, region.nbytes, Probe(region.probe_offset, region.probe)
+                exported_of(region.allocation), region.nbytes, Probe(region.probe_offset, region.probe)
             )
 
     async def ended(self) -> None:
@@ -95,6 +93,10 @@ class RankMapping:
                 await self._runner.unmap(every)
             except KvferryError as error:  # closed: it has unmapped by itself
                 log.debug("unmap", error=str(error))
+
+
+def exported_of(given: engine_pb2.CudaAllocation) -> cuda.Exported:
+    return cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)
 
 
 async def compile_kernels(runner: Runner, plan: Plan, sources: dict[tuple[int, int], int], own: dict[int, int]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.errors import KvferryError
+from kvferry.v1 import engine_pb2
 from kvferryd.memory import Region
 from kvferryd.transfer.copies import Copies
 from kvferryd.transport import Span
@@ -65,6 +66,11 @@ class Arena:
     @property
     def span(self) -> Span:
         return self._region.span
+
+    @property
+    def exported(self) -> engine_pb2.Memory:
+        """How another process of this host can map it."""
+        return self._region.exported(0)
 
     @property
     def closed(self) -> bool:

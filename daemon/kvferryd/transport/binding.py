@@ -18,14 +18,21 @@ CUDA_13 = 13000
 _swap = threading.Lock()
 
 
+def keep_no_mappings() -> None:
+    """For a process that holds open what it reads of peers' GPU memory; before NIXL is loaded. An operator's own value
+    stays.
+
+    UCX gives up a mapping that it has cached only when the process ends (openucx/ucx 11753): what a daemon that died
+    had taken of its GPU would stay taken for as long as its readers live.
+    """
+    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
+
+
 def load() -> Any:
     """The NIXL build for this machine's driver that imports. Raises KvferryError (`nixl_missing`)."""
     # UCX takes memory that it did not see allocated for host memory, and it does not see IPC mappings being opened:
     # without its cache it asks the driver. Of the process, not of a context, and read when UCX is loaded.
     os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
-    # A cached mapping of a peer's GPU memory is never given up (openucx/ucx 11753): what a daemon that died had taken
-    # would stay taken for as long as this one lives. Without the cache it goes with the peer's name.
-    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
     older = driver_version() in range(1, CUDA_13)
     for name in (BUILDS[1], BUILDS[0], BUILDS[2]) if older else BUILDS:
         try:
