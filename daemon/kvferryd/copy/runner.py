@@ -66,7 +66,7 @@ class GpuCopy:
 
 @dataclass(slots=True, eq=False)
 class Mapped:
-    """A peer's memory in this process. `bytes_per_s`: of a plain copy from it when it was opened; 0 if it is only held."""
+    """A peer's memory in this process. `bytes_per_s`: of a plain copy when it was opened; 0 if it is only held."""
 
     address: int
     bytes_per_s: float
