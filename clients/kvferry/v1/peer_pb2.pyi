@@ -158,16 +158,11 @@ class Staging(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     SLOT_NBYTES_FIELD_NUMBER: builtins.int
-    ALLOCATION_FIELD_NUMBER: builtins.int
     address: builtins.int
     nbytes: builtins.int
     kind: kvferry.v1.layout_pb2.MemoryKind.ValueType
     device: builtins.int
     slot_nbytes: builtins.int
-    @property
-    def allocation(self) -> kvferry.v1.engine_pb2.CudaAllocation:
-        """on a GPU: a reader on the same host holds it open, so that each READ need not map it"""
-
     def __init__(
         self,
         *,
@@ -176,10 +171,8 @@ class Staging(google.protobuf.message.Message):
         kind: kvferry.v1.layout_pb2.MemoryKind.ValueType = ...,
         device: builtins.int = ...,
         slot_nbytes: builtins.int = ...,
-        allocation: kvferry.v1.engine_pb2.CudaAllocation | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["allocation", b"allocation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "allocation", b"allocation", "device", b"device", "kind", b"kind", "nbytes", b"nbytes", "slot_nbytes", b"slot_nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "device", b"device", "kind", b"kind", "nbytes", b"nbytes", "slot_nbytes", b"slot_nbytes"]) -> None: ...
 
 Global___Staging: typing_extensions.TypeAlias = Staging
 
@@ -243,14 +236,25 @@ class MapReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REGIONS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
+    refusal: builtins.str
+    """why no region is mappable, in words"""
     @property
     def regions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MappableRegion]: ...
+    @property
+    def slots(self) -> kvferry.v1.engine_pb2.CudaAllocation:
+        """the staging arena, on a GPU: held open, so that no READ need map it"""
+
     def __init__(
         self,
         *,
         regions: collections.abc.Iterable[Global___MappableRegion] | None = ...,
+        slots: kvferry.v1.engine_pb2.CudaAllocation | None = ...,
+        refusal: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["regions", b"regions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["slots", b"slots"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["refusal", b"refusal", "regions", b"regions", "slots", b"slots"]) -> None: ...
 
 Global___MapReply: typing_extensions.TypeAlias = MapReply
 

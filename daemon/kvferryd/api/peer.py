@@ -109,15 +109,14 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @stream
     async def Map(self, request: peer_pb2.MapRequest, context: Context) -> AsyncIterator[peer_pb2.MapReply]:
         engine = self._of_epoch(request.engine_id, request.epoch)
+        reply, arena = peer_pb2.MapReply(), engine.arena
+        if arena is not None and arena.span.kind == "cuda":
+            reply.slots.CopyFrom(arena.exported.cuda)
         if self._ferry.config.strict:
-            raise KvferryError(
-                "not_mappable",
-                "the source is strict: it lets peers read staging slots only",
-                field="strict",
-                value=True,
-                remedy="set strict = false there, or transfer staged",
-            )
-        yield peer_pb2.MapReply(regions=await asyncio.to_thread(_mappable, dict(engine.regions)))
+            reply.refusal = "the source is strict: it lets peers read staging slots only"
+        else:
+            reply.regions.extend(await asyncio.to_thread(_mappable, dict(engine.regions)))
+        yield reply
         await engine.retired.wait()  # the open stream is the memory's liveness
 
     @stream
@@ -249,7 +248,6 @@ def _staging(arena: Arena) -> peer_pb2.Staging:
         kind=KINDS[span.kind],
         device=span.device,
         slot_nbytes=arena.slot_nbytes,
-        allocation=arena.exported.cuda if span.kind == "cuda" else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -29,24 +29,29 @@ TRIES = 3
 
 
 class RankMapping:
-    """One rank's regions, mapped for one engine of ours. The open stream tells when they are gone: then `close`."""
+    """One rank's memory, mapped for one engine of ours: its regions, which are read, and its staging arena, which is
+    only held. The open stream tells when it is gone: then `close`."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, *, slots_only: bool = False) -> None:
+        """slots_only: a strict engine of ours maps no region."""
         self._runner = runner
         self.regions: dict[int, Mapped] = {}
+        self.refusal = "this daemon is strict" if slots_only else ""
+        """Why no region is mapped."""
+        self._slots: list[Mapped] = []
         self._stream: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
 
     async def open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest, timeout_s: float) -> None:
-        """Raises KvferryError saying why it cannot be done; then nothing is mapped."""
+        """Map what can be mapped, and say why the rest cannot. Raises KvferryError when the rank does not answer."""
         for tries_left in reversed(range(TRIES)):
             try:
                 async with self._undone(), asyncio.timeout(timeout_s):
-                    await self._open(stub, address, manifest)
+                    await self._open(stub, address, manifest, tries_left)
                 return
             except TimeoutError:
                 raise KvferryError("peer_unreachable", f"{address} did not say how to map its memory") from None
             except KvferryError as error:
-                if error.code != "probe_failed" or not tries_left:
+                if error.code != "probe_failed":
                     raise
 
     @asynccontextmanager
@@ -57,13 +62,29 @@ class RankMapping:
             await self.close()
             raise
 
-    async def _open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest) -> None:
+    async def _open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest, tries_left: int) -> None:
         self._stream = stub.Map(peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch))
         async with asking(address):
             reply = await self._stream.read()
         if not isinstance(reply, peer_pb2.MapReply):
             raise KvferryError("stale_epoch", f"engine {manifest.engine_id} ended")
-        offered = {region.id: region for region in reply.regions}
+        if reply.HasField("slots"):
+            try:
+                self._slots.append(await self._runner.open(exported_of(reply.slots), 0))
+            except KvferryError as error:  # another host's, or a GPU that is hidden from us: UCX cannot map it either
+                log.debug("arena not held", address=address, why=str(error))
+        self.refusal = self.refusal or reply.refusal
+        if self.refusal:
+            return
+        try:
+            await self._map(manifest, {region.id: region for region in reply.regions})
+        except KvferryError as error:
+            if error.code == "probe_failed" and tries_left:
+                raise
+            await self._unmap_regions()
+            self.refusal = f"{error.message} ({error.code} {error.value})"
+
+    async def _map(self, manifest: Manifest, offered: Mapping[int, peer_pb2.MappableRegion]) -> None:
         for wanted in manifest.regions:
             region = offered.get(wanted.id)
             if region is None or region.nbytes < wanted.nbytes:
@@ -87,7 +108,15 @@ class RankMapping:
         """Unmap. Nothing may read from it any more. Idempotent."""
         if self._stream is not None:
             self._stream.cancel()
-        every, self.regions = list(self.regions.values()), {}
+        await self._unmap_regions()
+        slots, self._slots = self._slots, []
+        await self._unmap(slots)
+
+    async def _unmap_regions(self) -> None:
+        regions, self.regions = self.regions, {}
+        await self._unmap(list(regions.values()))
+
+    async def _unmap(self, every: Sequence[Mapped]) -> None:
         if every:
             try:
                 await self._runner.unmap(every)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvferry import __version__, cuda
+from kvferry import __version__
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
@@ -17,13 +16,12 @@ from kvferry.wire import manifest_from_proto
 from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.copy.chunks import ALIGN
-from kvferryd.copy.runner import Mapped
 from kvferryd.engines import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.calibration import Calibration
 from kvferryd.peers.channels import Channels, asking
 from kvferryd.peers.lease_stream import LeaseStream
-from kvferryd.peers.mapping import RankMapping, compile_kernels, exported_of
+from kvferryd.peers.mapping import RankMapping, compile_kernels
 from kvferryd.peers.staging import stage
 from kvferryd.plan import Plan, plan
 from kvferryd.transport import Agent, Span
@@ -54,8 +52,6 @@ class Staging:
     span: Span
     slot_nbytes: int
     bytes_per_s: float = 2e9
-    allocation: cuda.Exported | None = None
-    """Of one on a GPU."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +100,9 @@ class PeerEngine:
     stale: bool = False
     used_at: float = field(default_factory=time.monotonic)
     mappings: dict[int, RankMapping] = field(default_factory=dict)
-    """Of the ranks that are read, where they could be mapped."""
+    """Of the ranks that are read, where something could be mapped."""
     unmapped: dict[int, str] = field(default_factory=dict)
     """Why the others could not."""
-    held: list[Mapped] = field(default_factory=list)
-    """Staging arenas of its ranks."""
     watches: list[asyncio.Task[None]] = field(default_factory=list)
     calibration: Calibration = field(default_factory=Calibration)
 
@@ -227,7 +221,6 @@ class Peers:
                 if rank in planned.reads_from:
                     # First: what is held open UCX need not map for each descriptor.
                     await self._map(engine, ranks[rank], peer)
-                    await self._hold_slots(engine, ranks[rank], peer)
                 await self._load(engine.agent, ranks[rank], peer)
             if engine.runner is not None and not peer.unmapped:
                 own = {id: region.span.address for id, region in engine.regions.items()}
@@ -266,26 +259,19 @@ class Peers:
 
     async def _map(self, engine: Engine, rank: PeerRank, peer: PeerEngine) -> None:
         """Map the rank's memory if it can be done; otherwise keep why not."""
-        if engine.strict or engine.runner is None:
-            peer.unmapped[rank.rank] = "this daemon is strict" if engine.strict else engine.unmapped
+        if engine.runner is None:
+            peer.unmapped[rank.rank] = engine.unmapped
             return
-        mapping = RankMapping(engine.runner)
+        mapping = RankMapping(engine.runner, slots_only=engine.strict)
         try:
             await mapping.open(rank.stub, rank.address, rank.manifest, self._config.connect_timeout_s)
         except KvferryError as error:
-            peer.unmapped[rank.rank] = f"{error.message} ({error.code} {error.value})"
-            log.info("peer not mapped", engine_id=peer.engine_id, rank=rank.rank, why=peer.unmapped[rank.rank])
+            mapping.refusal = str(error)
         else:
             peer.mappings[rank.rank] = mapping
-
-    async def _hold_slots(self, engine: Engine, rank: PeerRank, peer: PeerEngine) -> None:
-        """Keep the rank's staging arena mapped, where that can be done: NIXL reads it, and mapping it takes 10 ms."""
-        allocation = rank.staging.allocation if rank.staging else None
-        if engine.runner is not None and engine.arena is not None and allocation is not None:
-            try:
-                peer.held.append(await engine.runner.open(allocation, 0))
-            except KvferryError as error:  # another host's, or a GPU that is hidden from us: UCX cannot map it either
-                log.debug("arena not held", engine_id=peer.engine_id, rank=rank.rank, why=str(error))
+        if mapping.refusal:
+            peer.unmapped[rank.rank] = mapping.refusal
+            log.info("peer not mapped", engine_id=peer.engine_id, rank=rank.rank, why=mapping.refusal)
 
     async def _watch(self, engine: Engine, peer: PeerEngine, mapping: RankMapping) -> None:
         await mapping.ended()
@@ -375,10 +361,6 @@ class Peers:
         await asyncio.gather(*(rank.leases.close() for rank in peer.ranks.values()))
         for mapping in peer.mappings.values():
             await mapping.close()
-        held, peer.held = peer.held, []
-        if held and engine.runner is not None:
-            with contextlib.suppress(KvferryError):  # closed: it has unmapped by itself
-                await engine.runner.unmap(held)
         names, peer.loaded = peer.loaded, []
         if engine.agent is not None and not engine.retired.is_set():
             for name in names:
@@ -416,6 +398,4 @@ def _staging(reply: peer_pb2.HandshakeReply, address: str) -> Staging:
             field="staging.slot_nbytes",
             value=said.slot_nbytes,
         )
-    span = Span(said.address, said.nbytes, _kind(said.kind), said.device)
-    allocation = exported_of(said.allocation) if said.HasField("allocation") else None
-    return Staging(span, said.slot_nbytes, allocation=allocation)
+    return Staging(Span(said.address, said.nbytes, _kind(said.kind), said.device), said.slot_nbytes)
