@@ -60,7 +60,9 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_p
     assert caught.value.code == "not_writable"
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["plan", "--quick"], ["--json", "rows.jsonl"]])
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["plan", "--quick"], ["plan", "--case", "TP"], ["--json", "rows.jsonl"]]
+)
 def test_arguments_that_mean_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench.main(arguments)

@@ -22,6 +22,7 @@ class Options:
     """Of the part gpu. `device`: cuda, or cpu for a rehearsal on host memory, much smaller."""
 
     quick: bool = False
+    case: str = ""
     json: Path | None = None
     device: str = "cuda"
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="which parts to run (default: those without a GPU)")
     parser.add_argument("--quick", action="store_true", help="gpu: the cases to know, with few repeats")
+    parser.add_argument("--case", default="", metavar="TEXT", help="gpu: cases whose name has this, such as TP or MLA")
     parser.add_argument("--json", type=Path, metavar="FILE", help="gpu: keep every row as a line of JSON as well")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -43,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]}: choose from {', '.join(PARTS)}")
-    options = Options(arguments.quick, arguments.json, arguments.device)
+    options = Options(arguments.quick, arguments.case, arguments.json, arguments.device)
     if options != Options() and "gpu" not in wanted:
-        parser.error("--quick and --json are for the part gpu")
+        parser.error("--quick, --case and --json are for the part gpu")
     return max(_run(name, options) for name in wanted)
 
 

@@ -1,6 +1,6 @@
 """GPU memory: every way of kvferry beside the copy ceiling and NIXL's own reads, one table from one run.
 
-    kvferry bench gpu [--quick] [--json rows.jsonl]
+    kvferry bench gpu [--quick] [--case TEXT] [--json rows.jsonl]
 
 Runs on one GPU, on two, or on four (sources on the first ones, readers on the last ones). The large request is that of
 an 80-layer model, K and V, blocks of 16 tokens with 2 heads of 128 in bf16, at permuted ids on both sides: 671 MB in
@@ -74,7 +74,15 @@ def _machine(gpus: Sequence[cuda.Device]) -> dict[str, object]:
 
 async def _run(options: Options, gpus: tuple[cuda.Device, ...], table: Table) -> None:
     every = cases(FULL, len(gpus)) if gpus else cases(TINY, 4)
-    wanted = every[: QUICK if options.quick else None]
+    wanted = [case for case in every[: QUICK if options.quick else None] if options.case in case.name]
+    if not wanted:
+        raise KvferryError(
+            "unknown_case",
+            "no case has that in its name",
+            field="--case",
+            value=options.case,
+            remedy=f"cases here: {', '.join(case.name for case in every)}",
+        )
     async with asyncio.timeout(WHOLE_S), Fleet() as fleet:
         stage = Stage(fleet, gpus, max(case.pair.source.tp for case in wanted))
         ranks = max(case.pair.destination.tp for case in wanted)
