@@ -93,7 +93,7 @@ async def _run(options: Options, gpus: tuple[cuda.Device, ...], table: Table) ->
         # Importing torch takes seconds, here as in the daemons.
         await asyncio.gather(stage.ready(), asyncio.to_thread(lambda: table.head(_machine(gpus))))
         with table.failing("raw", "all of it"):
-            gpu_raw.measure(wanted[0], gpus, table)
+            gpu_raw.measure(every[0], gpus, table)
         for way in stage.ways:
             if way.refused:
                 table.add(Row(way.name, "not measured", error=way.refused[0]))
