@@ -55,7 +55,8 @@ def run(config: Config) -> int:
         log.info("loading torch and Triton: some seconds")
         with contextlib.suppress(KvferryError):  # engines are told when they register, and read directly
             load()
-            keep_no_mappings()
+            if config.way != "direct":  # then UCX opens and closes what it reads for every run, which is slow even so
+                keep_no_mappings()
     garbage.spare()
     for warning in config.warnings():
         log.warning(warning)
