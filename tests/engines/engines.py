@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from kvferry.reference.weights import write_checkpoint
 from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service
 
-PYTHON = Path(__file__).parents[2] / ".venv-engines" / "bin" / "python"
+PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin" / "python"
 START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 20.0
@@ -35,6 +36,16 @@ PREFILL_LEG = {
 
 class Engines(Fleet):
     """A Fleet that also starts vLLM, from a virtual environment of its own (`make engines-venv`)."""
+
+    running: ClassVar[list[Engines]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running.append(self)
+
+    def close(self) -> None:
+        self.running.remove(self)
+        super().close()
 
     def model(self, config: ModelConfig = MODEL) -> Path:
         """A checkpoint folder."""
@@ -75,7 +86,7 @@ class Engines(Fleet):
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(self.directory / "cache"),
+            "VLLM_CACHE_ROOT": str(self.directory / "cache"), "TORCHDYNAMO_DISABLE": "1",
         }  # fmt: skip
 
 
