@@ -157,6 +157,14 @@ class BlockingEngineClient:
         assert self.client.fences is not None
         return self.client.fences.after(stream, device)
 
+    def written(self, stream: torch.cuda.Stream) -> Fence | None:
+        """What to publish `after` for all that the stream was given until now; None when it had to be waited for."""
+        try:
+            return self.fence(stream)
+        except KvferryError:  # too many are pending, or there is no daemon to take them
+            stream.synchronize()
+            return None
+
     def open_fences(self, device: int = 0) -> None:
         """As `EngineClient.open_fences`."""
         self.call(self.client.open_fences(device))

@@ -119,7 +119,8 @@ class Fleet:
 
     def again(self, daemon: DaemonService) -> DaemonService:
         """Start a daemon that has ended once more, as it was: its addresses, its socket, its flags."""
-        process, log = self._start(daemon.name, [str(word) for word in daemon.process.args])
+        assert isinstance(daemon.process.args, list)
+        process, log = self._start(daemon.name, daemon.process.args)
         self.services.remove(daemon)
         return self._add(replace(daemon, process=process, log=log))
 
