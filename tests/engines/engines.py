@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,13 @@ class Engines(Fleet):
         self.running.remove(self)
         super().close()
 
-    def model(self, config: ModelConfig = MODEL) -> Path:
-        """A checkpoint folder."""
+    def model(self, model: ModelConfig | Callable[[Path], None] = MODEL) -> Path:
+        """A checkpoint folder: of a configuration, or what a function writes into it."""
         folder = self.directory / "model"
-        write_checkpoint(ModelSource(config), folder)
+        if isinstance(model, ModelConfig):
+            write_checkpoint(ModelSource(model), folder)
+        else:
+            model(folder)
         return folder
 
     def vllm(
@@ -63,11 +67,13 @@ class Engines(Fleet):
         options: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Service:
         """One engine with a rank per daemon; none: vLLM's own NixlConnector. `options`: kv_connector_extra_config."""
         port = self.free_port()
         command = [
             "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}",
+            *(f"{name}={value}" for name, value in (environment or {}).items()),
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
             "--host", HOST, "--port", str(port), "--dtype", "float32", "--seed", "0", "--enforce-eager",
             "--skip-tokenizer-init", "--block-size", str(block_size), "--kv-cache-memory-bytes", str(64 << 20),
@@ -90,15 +96,15 @@ class Engines(Fleet):
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pair:
     """A prefill engine and a decode engine."""
 
     fleet: Engines
     prefill: Service
     decode: Service
-    prefill_daemons: Sequence[DaemonService]
-    decode_daemons: Sequence[DaemonService]
+    prefill_daemons: list[DaemonService]
+    decode_daemons: list[DaemonService]
 
     def handover(self, tokens: Sequence[int], **more: Any) -> list[int]:
         """Prefill on one, decode on the other: the tokens that the client gets."""
@@ -128,7 +134,7 @@ class Pair:
 
 @contextmanager
 def pair(
-    config: ModelConfig = MODEL,
+    model: ModelConfig | Callable[[Path], None] = MODEL,
     *,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
@@ -145,9 +151,9 @@ def pair(
             for name, count in zip(("p", "d"), tp, strict=True)
         ]
         asyncio.run(fleet.ready(*sides[0], *sides[1], timeout_s=60))
-        model = fleet.model(config)
+        folder = fleet.model(model)
         engines = [
-            fleet.vllm(name, model, daemons, **(more or {}))
+            fleet.vllm(name, folder, daemons, **(more or {}))
             for name, daemons, more in zip(("p", "d"), sides, (prefill, decode), strict=True)
         ]
         asyncio.run(fleet.ready(*engines, timeout_s=START_S))
@@ -156,9 +162,18 @@ def pair(
         fleet.close()
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
+def hybrid(folder: Path, groups: int) -> None:
+    """Write the checkpoint of tests/engines/hybrid_checkpoint.py."""
+    script = Path(__file__).with_name("hybrid_checkpoint.py")
+    done = subprocess.run(
+        [PYTHON, script, folder, str(groups)], timeout=START_S, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def prompt(length: int, seed: int = 0, vocabulary: int = MODEL.vocab_size) -> list[int]:
     """Token ids, the same ones for the same arguments; 0 to 2 are left to the model."""
-    return random.Random(seed * 4096 + length).choices(range(3, MODEL.vocab_size), k=length)
+    return random.Random(seed * 4096 + length).choices(range(3, vocabulary), k=length)
 
 
 def complete(engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, **more: Any) -> httpx.Response:
