@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from engines import PREFILL_LEG, START_S, Pair, cache_usage, complete, eventually, metric, pair, prompt, tokens_of
-from kvferryd.demo.fleet import DaemonService
+from kvferryd.demo.fleet import DaemonService, Service
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 TTL_S = 3.0
@@ -45,16 +44,11 @@ def started_again(engines: Pair, name: str) -> None:
         engines.decode = engine
 
 
-def back(engines: Pair, dead: DaemonService) -> DaemonService:
+def back(engines: Pair, dead: DaemonService, engine: Service) -> DaemonService:
     """The daemon started again, with its engine attached."""
     daemon = engines.fleet.again(dead)
     asyncio.run(engines.fleet.ready(daemon, timeout_s=30))
-
-    def registered() -> bool:
-        found = httpx.get(f"{daemon.url}/v1/engines", trust_env=False).json()["engines"]
-        return any(engine["attached"] and engine["manifest"] for engine in found)
-
-    assert eventually(registered)
+    assert eventually(lambda: "is there again" in engine.log.read_text())
     return daemon
 
 
@@ -113,6 +107,8 @@ def test_what_an_engine_published_outlives_it(engines: Pair) -> None:
     tokens = prompt(222, seed=5)
     alone = engines.alone(tokens)
     params = engines.prefilled(tokens)
+    # The answer does not wait for the daemon to hear of the lease.
+    assert eventually(lambda: params["remote_request_id"] in {lease.request_id for lease in engines.leases()})
     engines.prefill.signal(signal.SIGKILL)
     engines.prefill.process.wait(10)
     assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=params)) == alone
@@ -151,7 +147,7 @@ def test_a_prefill_daemon_that_dies_is_missed_until_it_is_back(engines: Pair) ->
         complete(engines.prefill, prompt(50, seed=11), max_tokens=1, kv_transfer_params=PREFILL_LEG).status_code == 200
     )
 
-    engines.prefill_daemons[0] = back(engines, dead)
+    engines.prefill_daemons[0] = back(engines, dead, engines.prefill)
     again = prompt(240, seed=12)
     assert engines.handover(again) == engines.alone(again)
     assert engines.transfers()[-1].state == "done"
@@ -168,7 +164,7 @@ def test_a_decode_daemon_that_dies_is_missed_until_it_is_back(engines: Pair) -> 
     dead.process.wait(10)
     assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=published)) == alone
 
-    engines.decode_daemons[0] = back(engines, dead)
+    engines.decode_daemons[0] = back(engines, dead, engines.decode)
     again = prompt(260, seed=14)
     assert engines.handover(again) == engines.alone(again)
     assert engines.transfers()[-1].state == "done"
