@@ -27,7 +27,8 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    with pair(daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "30")) as both:
+    checked = {"flags": ("--middleware", "kvferry.asgi.CheckTransferParams")}
+    with pair(prefill=checked, daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "30")) as both:
         yield both
 
 
@@ -68,30 +69,39 @@ def test_the_source_keeps_nothing_that_was_read(engines: Pair) -> None:
     assert eventually(lambda: cache_usage(engines.decode) == 0)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"do_remote_prefill": True},
-        {"do_remote_prefill": "yes"},
-        {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]},
-        {"do_remote_prefill": True, "remote_block_ids": [[10**30]], "remote_engine_id": "p"},
-        {"do_remote_prefill": True, "remote_num_tokens": -1},
-        {
-            "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "never", "remote_port": 9,
-            "remote_host": "192.0.2.1",
-        },
-        {"do_remote_decode": {"a": 1}},
-        {"do_remote_decode": True, "remote_engine_id": "p" * 100_000},
-    ],
-)  # fmt: skip
+MALFORMED: list[dict[str, Any]] = [
+    {"do_remote_prefill": True},
+    {"do_remote_prefill": "yes"},
+    {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]},
+    {"do_remote_prefill": True, "remote_block_ids": [[10**30]], "remote_engine_id": "p"},
+    {"do_remote_prefill": True, "remote_num_tokens": -1},
+    {"do_remote_decode": {"a": 1}},
+    {"do_remote_decode": True, "remote_engine_id": "p" * 100_000},
+]
+NOBODY = {
+    "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "never", "remote_port": 9,
+    "remote_host": "192.0.2.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("params", [*MALFORMED, NOBODY])
 def test_params_that_mean_nothing_fail_their_own_request_only(engines: Pair, params: dict[str, Any]) -> None:
     tokens = prompt(40, seed=5)
     assert complete(engines.decode, tokens, kv_transfer_params=params).status_code >= 400
     assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
 
 
-def test_params_that_are_no_object_fail_their_own_request_only(engines: Pair) -> None:
+@pytest.mark.parametrize("params", [*MALFORMED, "do_remote_prefill"])
+@pytest.mark.parametrize("where", ["body", "vllm_xargs"])
+def test_with_the_middleware_malformed_params_are_the_clients_error(engines: Pair, params: Any, where: str) -> None:
     """vLLM passes vllm_xargs on as they are."""
+    held = {"kv_transfer_params": params}
+    answer = complete(engines.prefill, prompt(40), **(held if where == "body" else {"vllm_xargs": held}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "malformed_kv_transfer_params"
+
+
+def test_params_that_are_no_object_fail_their_own_request_only(engines: Pair) -> None:
     tokens = prompt(40, seed=6)
     answer = complete(engines.decode, tokens, vllm_xargs={"kv_transfer_params": "do_remote_prefill"})
     assert answer.status_code >= 400
