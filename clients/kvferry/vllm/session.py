@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import EngineClient, TransferFailed
+from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.fences import Fence
 from kvferry.vllm.options import Options
@@ -47,11 +47,6 @@ class Session:
         self.arrived: deque[str] = deque()
         self.failed: deque[str] = deque()
 
-    @property
-    def _client(self) -> EngineClient:
-        """Of the daemon that is there now."""
-        return self._daemon.client
-
     def publish(self, publish: Publish, after: Fence | None = None) -> None:
         """In the order of calls for each request. `after`: when the KV is in memory. Without a daemon it is dropped."""
         self._start(self._publish(publish, after))
@@ -74,7 +69,7 @@ class Session:
     def cancel(self, request_id: str) -> None:
         """The load will not be needed: it is reported as any other, sooner."""
         if (remote := self._loading.pop(request_id, None)) is not None:
-            self._start(self._client.abort(remote))
+            self._start(self._daemon.client.abort(remote))
 
     def revoke(self, request_id: str) -> None:
         """When this returns no read of the request's blocks will be taken for whole. Raises KvferryError."""
@@ -98,7 +93,7 @@ class Session:
             async with kept.order:
                 if self._kept.get(publish.request_id) is not kept:
                     return  # revoked meanwhile
-                lease = await self._client.publish(
+                lease = await self._daemon.client.publish(
                     publish.request_id, publish.tables, publish.num_tokens, more=not publish.last, after=after,
                     metadata=publish.metadata, ttl_s=self._options.lease_ttl_s,
                 )  # fmt: skip
@@ -123,10 +118,11 @@ class Session:
         if kept is None:
             return
         async with kept.order:
+            client = self._daemon.client
             try:
-                await self._client.abort(request_id)
+                await client.abort(request_id)
             except KvferryError:  # a daemon that is gone serves no reader
-                await asyncio.wait_for(self._client.closed.wait(), GONE_S)
+                await asyncio.wait_for(client.closed.wait(), GONE_S)
 
     async def _load(self, load: Load, before: torch.cuda.Event | None) -> None:
         whole = False
@@ -144,7 +140,7 @@ class Session:
 
     async def _receive(self, load: Load) -> None:
         try:
-            await self._client.receive(
+            await self._daemon.client.receive(
                 load.origin.request_id, load.tables, load.tokens,
                 source=load.origin.source, deadline_s=self._options.load_timeout_s,
             )  # fmt: skip
