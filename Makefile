@@ -59,7 +59,7 @@ bench: $(READY) ## the benchmarks of docs/benchmarks.md
 	@$(BIN)/kvferry bench
 
 bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, beside vLLM's NixlConnector
-	@$(BIN)/python tests/engines/bench_handover.py
+	@$(BIN)/python tests/engines/bench_handover.py $(BENCH)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) $(ENGINES_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ import pytest
 from kvferry.reference.config import PRESETS, ModelConfig, ModelSource
 from kvferry.reference.weights import write_checkpoint
 from kvferry.schemas import LeaseRecord, TransferRecord
-from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service
+from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service, ServiceError
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin" / "python"
 START_S = 240.0
@@ -63,13 +63,17 @@ class Engines(Fleet):
         model: Path,
         daemons: Sequence[DaemonService] = (),
         *,
+        ranks: int = 1,
         block_size: int = 32,
         options: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Service:
-        """One engine with a rank per daemon; none: vLLM's own NixlConnector. `options`: kv_connector_extra_config."""
+        """One engine with a rank per daemon; without any it has vLLM's own NixlConnector and `ranks` of them.
+
+        options: kv_connector_extra_config.
+        """
         port = self.free_port()
         command = [
             "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}",
@@ -84,7 +88,7 @@ class Engines(Fleet):
             connector |= {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
             extra = {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {})
             connector |= {"kv_connector_extra_config": extra}
-        command += ["--tensor-parallel-size", str(len(daemons) or 1)]
+        command += ["--tensor-parallel-size", str(len(daemons) or ranks)]
         command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]
         process, log = self._start(f"vllm-{name}", command)
         return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
@@ -140,24 +144,32 @@ def pair(
     decode: dict[str, Any] | None = None,
     tp: tuple[int, int] = (1, 1),
     daemon_flags: Sequence[str] = (),
+    kvferry: bool = True,
+    start_s: float = START_S,
 ) -> Iterator[Pair]:
-    """Start both with their daemons, one for each rank. `prefill`, `decode`: for `Engines.vllm`. TP of 0: no daemon."""
+    """Start both with their daemons, one for each rank. prefill, decode: for `Engines.vllm`.
+
+    kvferry: or else vLLM's own NixlConnector, without daemons. Raises ServiceError.
+    """
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: make engines-venv installs one")
     fleet = Engines()
     try:
         sides = [
-            fleet.daemons(name, count, flags=daemon_flags) if count else []
+            fleet.daemons(name, count, flags=daemon_flags) if kvferry else []
             for name, count in zip(("p", "d"), tp, strict=True)
         ]
         asyncio.run(fleet.ready(*sides[0], *sides[1], timeout_s=60))
         folder = fleet.model(model)
         engines = [
-            fleet.vllm(name, folder, daemons, **(more or {}))
-            for name, daemons, more in zip(("p", "d"), sides, (prefill, decode), strict=True)
+            fleet.vllm(name, folder, daemons, ranks=count, **(more or {}))
+            for name, daemons, count, more in zip(("p", "d"), sides, tp, (prefill, decode), strict=True)
         ]
-        asyncio.run(fleet.ready(*engines, timeout_s=START_S))
+        asyncio.run(fleet.ready(*engines, timeout_s=start_s))
         yield Pair(fleet, *engines, *sides)
+    except ServiceError as error:  # its log goes with the fleet
+        error.add_note(error.service.tail(40))
+        raise
     finally:
         fleet.close()
 
