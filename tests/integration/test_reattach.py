@@ -115,3 +115,20 @@ async def test_closing_does_not_wait_for_a_daemon(both: tuple[Engine, Engine]) -
     assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
     async with asyncio.timeout(3):
         await asyncio.to_thread(engine.client.close)
+
+
+class Stream:
+    """As much of torch.cuda.Stream as is asked for where there is no GPU."""
+
+    device = type("Device", (), {"index": 0})
+    synchronized = False
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+
+async def test_where_no_fence_can_be_had_the_stream_is_waited_for(both: tuple[Engine, Engine]) -> None:
+    stream = Stream()
+    after = await asyncio.to_thread(both[0].client.written, stream)  # type: ignore[arg-type]
+    assert after is None
+    assert stream.synchronized
