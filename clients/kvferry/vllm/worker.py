@@ -125,7 +125,7 @@ class WorkerSide:
         """What does not depend on the step's forward pass."""
         session, before = self._session, None
         if step.load and self._device == "cuda":  # steps that are under way may still write, or zero, these blocks
-            before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            before = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             before.record()
         for request_id in step.cancel:
             session.cancel(request_id)
