@@ -1,4 +1,4 @@
-"""A daemon beside a GPU that ends and comes back: the engine's own memory is handed over again, the daemon's is gone."""
+"""A daemon beside a GPU that comes back: the engine's own memory is handed over again, the daemon's is gone."""
 
 from __future__ import annotations
 
