@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ENGINES_VENV  ?= .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
+VLLM          ?= 0.32.0
+export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
 .PHONY: help setup demo test test-all engines-venv test-engines bench-vllm lint format proto bench clean
@@ -35,7 +37,7 @@ engines-venv: $(ENGINES_READY) ## install a real vLLM for the CPU into .venv-eng
 $(ENGINES_READY): tests/engines/install.py pyproject.toml
 	@echo "setting up $(ENGINES_VENV): about five minutes and 3 GB on a fresh machine"
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
-	@$(ENGINES_VENV)/bin/python tests/engines/install.py
+	@$(ENGINES_VENV)/bin/python tests/engines/install.py $(VLLM)
 	@touch $@
 
 test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
@@ -57,7 +59,7 @@ bench: $(READY) ## the benchmarks of docs/benchmarks.md
 	@$(BIN)/kvferry bench
 
 bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, beside vLLM's NixlConnector
-	@$(BIN)/python tests/engines/bench_handover.py
+	@$(BIN)/python tests/engines/bench_handover.py $(BENCH)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) $(ENGINES_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,17 +6,20 @@
     pending = client.receive("req-1", tables, source=source)    # a concurrent.futures.Future
     pending.result(timeout=60).metadata
 
-One thread of its own runs the asynchronous client. Close it, or use it as a context manager.
+One thread of its own runs the asynchronous client. Close it, or use it as a context manager. With `say` it attaches
+again by itself when its daemon has gone and another is there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvferry.attachment import Attachment
 from kvferry.engine import EngineClient, Lease, Received
 from kvferry.errors import KvferryError
 from kvferry.fences import Fence
@@ -33,6 +36,10 @@ CALL_S = 30.0
 """How long a call may take that does not wait for another party."""
 END_S = 5.0
 """How long those who wait are given to hear that the session is closed."""
+AGAIN_S = 5.0
+"""How long one attempt to attach again waits for a daemon."""
+REFUSED_S = 1.0
+"""How long after a refusal the next attempt begins. The first may be the last word of the daemon that is going."""
 
 
 class BlockingLease:
@@ -48,30 +55,67 @@ class BlockingLease:
 class BlockingEngineClient:
     """One engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry-client", daemon=True)
         self._thread.start()
         self._client: EngineClient | None = None
+        self._staying: asyncio.Task[None] | None = None
         self._leases: dict[str, BlockingLease] = {}
 
     @classmethod
     def connect(
-        cls, socket: str, *, engine_id: str, epoch: str, rank: int = 0, world_size: int = 1, timeout_s: float = 10.0
+        cls,
+        socket: str,
+        *,
+        engine_id: str,
+        epoch: str,
+        rank: int = 0,
+        world_size: int = 1,
+        timeout_s: float = 10.0,
+        say: Callable[[str], None] | None = None,
     ) -> BlockingEngineClient:
-        """As `EngineClient.connect`."""
-        blocking = cls()
+        """As `EngineClient.connect`.
+
+        say: attach again whenever the daemon has gone, until `close`, and tell this function of it in words. Until then
+        calls fail; then `client` is another one, that knows nothing of what was published before.
+        """
+        blocking = cls(Attachment(socket, engine_id, epoch, rank, world_size))
         try:
-            blocking._client = blocking.call(
-                EngineClient.connect(
-                    socket, engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, timeout_s=timeout_s
-                ),
-                timeout_s + 1,
-            )
+            blocking.call(blocking._open(timeout_s, say), timeout_s + 1)
         except BaseException:
             blocking.close()
             raise
         return blocking
+
+    async def _open(self, timeout_s: float, say: Callable[[str], None] | None) -> None:
+        self._client = client = await self._attachment.open(timeout_s)
+        if say is not None:
+            self._staying = asyncio.create_task(self._stay(client, say))
+
+    async def _stay(self, client: EngineClient, say: Callable[[str], None]) -> None:
+        where = f"the daemon on {self._attachment.socket}"
+        while True:
+            await client.closed.wait()
+            say(f"{where} has gone: nothing is published or received until there is one again")
+            refusals: Counter[str] = Counter()
+            while client.closed.is_set():
+                try:
+                    before, self._client = client, await self._attachment.again(AGAIN_S)
+                except KvferryError as error:
+                    if error.code == "memory_gone":
+                        say(str(error))
+                        return
+                    refusals[error.code] += 1
+                    if error.code != "unreachable":  # that one has waited
+                        if refusals[error.code] == 2:
+                            say(f"{where} does not take this engine back yet: {error}")
+                        await asyncio.sleep(REFUSED_S)  # another process can only be asked again
+                else:
+                    client = self._client
+                    await before.close()
+            say(f"{where} is there again; what was published before is lost")
 
     @property
     def client(self) -> EngineClient:
@@ -93,13 +137,18 @@ class BlockingEngineClient:
         return self.client.draining.is_set()
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
-        return self.call(self.client.allocate(nbytes, region))
+        allocated = self.call(self.client.allocate(nbytes, region))
+        self._attachment.regions.append(allocated)
+        return allocated
 
     def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         self.call(self.client.adopt(shared))
+        self._attachment.regions.append(shared)
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:
-        return self.call(self.client.register(manifest))
+        notes = self.call(self.client.register(manifest))
+        self._attachment.manifest = manifest
+        return notes
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
@@ -108,9 +157,18 @@ class BlockingEngineClient:
         assert self.client.fences is not None
         return self.client.fences.after(stream, device)
 
+    def written(self, stream: torch.cuda.Stream) -> Fence | None:
+        """What to publish `after` for all that the stream was given until now; None when it had to be waited for."""
+        try:
+            return self.fence(stream)
+        except KvferryError:  # too many are pending, or there is no daemon to take them
+            stream.synchronize()
+            return None
+
     def open_fences(self, device: int = 0) -> None:
         """As `EngineClient.open_fences`."""
         self.call(self.client.open_fences(device))
+        self._attachment.fences_of = device
 
     def publish(
         self,
@@ -164,11 +222,22 @@ class BlockingEngineClient:
         """End the session and the thread. Idempotent. What still waits fails with KvferryError (`session_closed`)."""
         if self._loop.is_closed():
             return
-        client, self._client = self._client, None
         try:
-            self.call(_end(client))
+            self.call(self._end())
         finally:
             self._stop()
+
+    async def _end(self) -> None:
+        """Close the client and let every call that waited tell its caller so."""
+        if self._staying is not None:
+            self._staying.cancel()
+            await asyncio.wait([self._staying])
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=END_S)
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -201,15 +270,6 @@ class BlockingEngineClient:
             raise KvferryError(
                 "deadline", f"the daemon did not answer within {timeout_s:g} s", remedy="see the daemon's log"
             ) from None
-
-
-async def _end(client: EngineClient | None) -> None:
-    """Close the client and let every call that waited tell its caller so."""
-    if client is not None:
-        await client.close()
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
-        await asyncio.wait(others, timeout=END_S)
 
 
 def _closed() -> KvferryError:

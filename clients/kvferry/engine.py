@@ -144,7 +144,7 @@ class EngineClient:
                 given.device_uuid,
                 region,
             )
-        return open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset)
+        return open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset, keep=True)
 
     async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         """Hand over memory that this engine allocated and goes on owning: a shared file, `memfd_region(...)`, or

@@ -7,6 +7,10 @@ the command line.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,13 @@ class KvferryError(Exception):
         if self.remedy:
             parts.append(f"-> {self.remedy}")
         return " ".join([*parts, *(f"\n  {refusal}" for refusal in self.refusals)])
+
+
+def first_breach(error: ValidationError, root: str, code: str, remedy: str) -> KvferryError:
+    """The first thing that is wrong with an object called `root`."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join([root, *(str(part) for part in first["loc"])])
+    return KvferryError(code, f"{field}: {first['msg']}", field=field, value=first.get("input", ""), remedy=remedy)
 
 
 def _text(value: str) -> str:

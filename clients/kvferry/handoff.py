@@ -12,9 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, first_breach
 from kvferry.schemas import SourceBody
 
+MALFORMED = "malformed_kv_transfer_params"
+REMEDY = "hand over the object that the prefill answered with, unchanged"
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -50,9 +52,7 @@ class Handoff(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(["kv_transfer_params", *(str(part) for part in first["loc"])])
-            raise _malformed(field, first.get("input", ""), str(first["msg"])) from None
+            raise first_breach(error, "kv_transfer_params", MALFORMED, REMEDY) from None
 
     def origin(self, request_id: str, num_prompt_tokens: int) -> Origin | None:
         """Where to read a first part of the prompt from; None for a request that is prefilled here.
@@ -122,10 +122,4 @@ def answer(
 
 
 def _malformed(field: str, value: object, why: str) -> KvferryError:
-    return KvferryError(
-        "malformed_kv_transfer_params",
-        f"{field}: {why}",
-        field=field,
-        value=value,
-        remedy="hand over the object that the prefill answered with, unchanged",
-    )
+    return KvferryError(MALFORMED, f"{field}: {why}", field=field, value=value, remedy=REMEDY)

@@ -49,7 +49,7 @@ class SharedRegion:
     offset: int
     _map: mmap.mmap = field(repr=False)
     file: int = -1
-    """A descriptor of memory that has no path; it is handed to the daemon instead."""
+    """A descriptor of it: handed to a daemon instead of a path, which is not there or may be gone."""
 
     @property
     def address(self) -> int:
@@ -75,9 +75,10 @@ class SharedRegion:
             self._map.close()
 
 
-def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0, *, keep: bool = False) -> SharedRegion:
     """Map `nbytes` bytes at `offset` of a shared file (POSIX shm), readable and writable.
 
+    keep: the file stays open with the region, to be handed to the next daemon when the one that made it has gone.
     Raises KvferryError (`region_unavailable`) when the file is not there, too short, or not ours to open.
     """
     page = offset - offset % mmap.PAGESIZE
@@ -87,16 +88,18 @@ def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -
         raise _unavailable(path, error.strerror or str(error)) from None
     except ValueError as error:  # a null character
         raise _unavailable(path, str(error)) from None
-    try:
-        size = os.fstat(fd).st_size
-        if offset + nbytes > size:
-            raise _unavailable(path, f"the file has {size} bytes, the region ends at {offset + nbytes}")
-        mapped = mmap.mmap(fd, offset - page + nbytes, offset=page)
-    except (OSError, ValueError) as error:
-        raise _unavailable(path, str(error)) from None
-    finally:
-        os.close(fd)
-    return SharedRegion(region, "host", nbytes, path, offset, mapped)
+    with contextlib.ExitStack() as opened:
+        opened.callback(os.close, fd)
+        try:
+            size = os.fstat(fd).st_size
+            if offset + nbytes > size:
+                raise _unavailable(path, f"the file has {size} bytes, the region ends at {offset + nbytes}")
+            mapped = mmap.mmap(fd, offset - page + nbytes, offset=page)
+        except (OSError, ValueError) as error:
+            raise _unavailable(path, str(error)) from None
+        if keep:
+            opened.pop_all()
+    return SharedRegion(region, "host", nbytes, path, offset, mapped, fd if keep else -1)
 
 
 def memfd_region(nbytes: int, region: int = 0) -> SharedRegion:
@@ -108,12 +111,16 @@ def memfd_region(nbytes: int, region: int = 0) -> SharedRegion:
     return SharedRegion(region, "host", nbytes, "", 0, mmap.mmap(file, nbytes), file)
 
 
-def open_handed_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+def open_handed_region(
+    file: int, nbytes: int, region: int = 0, offset: int = 0, *, sealed: bool = True
+) -> SharedRegion:
     """Map `nbytes` bytes at `offset` of a file that another process handed over, and that nobody can make smaller.
 
-    The caller may close the descriptor then. Raises KvferryError (`region_unavailable`).
+    sealed: False for a file that cannot be sealed and whose holders are trusted with its length. The caller may close
+    the descriptor then. Raises KvferryError (`region_unavailable`).
     """
-    check_sealed(file, offset + nbytes)
+    if sealed or os.fstat(file).st_size < offset + nbytes:
+        check_sealed(file, offset + nbytes)
     page = offset - offset % mmap.PAGESIZE
     try:
         mapped = mmap.mmap(file, offset - page + nbytes, offset=page)

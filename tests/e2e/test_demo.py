@@ -69,7 +69,7 @@ def test_nothing_outlives_a_demo_that_is_ended(
         assert len(list(processes_of(tmp_path))) > 6
         demo.send_signal(number)
         assert demo.wait(20) == status
-    assert not eventually_none(tmp_path, 15)
+    assert not eventually_none(tmp_path, 60)
 
 
 def test_a_demo_past_its_deadline_fails_and_shows_the_logs(tmp_path: Path, environment: dict[str, str]) -> None:

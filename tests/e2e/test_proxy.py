@@ -112,9 +112,11 @@ def test_an_answer_that_is_not_streamed_is_passed_on_unchanged(client: httpx.Cli
 def test_a_client_cannot_bring_its_own_coordinates(prefill: ForeignEngine, decode: ForeignEngine) -> None:
     prefill.params = None  # published nothing: decode computes the prompt itself
     with proxy([prefill], decode) as client:
-        body = PROMPT | {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.9.9.9"}}
+        own = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.9.9.9"}}
+        body = PROMPT | own | {"vllm_xargs": own | {"other": 1}}
         assert client.post("/v1/completions", json=body).status_code == 200
-    assert decode.seen[0].body == PROMPT
+    assert prefill.seen[0].body["vllm_xargs"] == {"other": 1}
+    assert decode.seen[0].body == PROMPT | {"vllm_xargs": {"other": 1}}
 
 
 # choosing engines, retrying

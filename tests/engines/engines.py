@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -18,9 +20,9 @@ import pytest
 from kvferry.reference.config import PRESETS, ModelConfig, ModelSource
 from kvferry.reference.weights import write_checkpoint
 from kvferry.schemas import LeaseRecord, TransferRecord
-from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service
+from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service, ServiceError
 
-PYTHON = Path(__file__).parents[2] / ".venv-engines" / "bin" / "python"
+PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin" / "python"
 START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 20.0
@@ -36,10 +38,23 @@ PREFILL_LEG = {
 class Engines(Fleet):
     """A Fleet that also starts vLLM, from a virtual environment of its own (`make engines-venv`)."""
 
-    def model(self, config: ModelConfig = MODEL) -> Path:
-        """A checkpoint folder."""
+    running: ClassVar[list[Engines]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running.append(self)
+
+    def close(self) -> None:
+        self.running.remove(self)
+        super().close()
+
+    def model(self, model: ModelConfig | Callable[[Path], None] = MODEL) -> Path:
+        """A checkpoint folder: of a configuration, or what a function writes into it."""
         folder = self.directory / "model"
-        write_checkpoint(ModelSource(config), folder)
+        if isinstance(model, ModelConfig):
+            write_checkpoint(ModelSource(model), folder)
+        else:
+            model(folder)
         return folder
 
     def vllm(
@@ -48,15 +63,21 @@ class Engines(Fleet):
         model: Path,
         daemons: Sequence[DaemonService] = (),
         *,
+        ranks: int = 1,
         block_size: int = 32,
         options: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Service:
-        """One engine with a rank per daemon; none: vLLM's own NixlConnector. `options`: kv_connector_extra_config."""
+        """One engine with a rank per daemon; without any it has vLLM's own NixlConnector and `ranks` of them.
+
+        options: kv_connector_extra_config.
+        """
         port = self.free_port()
         command = [
             "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}",
+            *(f"{name}={value}" for name, value in (environment or {}).items()),
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
             "--host", HOST, "--port", str(port), "--dtype", "float32", "--seed", "0", "--enforce-eager",
             "--skip-tokenizer-init", "--block-size", str(block_size), "--kv-cache-memory-bytes", str(64 << 20),
@@ -67,7 +88,7 @@ class Engines(Fleet):
             connector |= {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
             extra = {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {})
             connector |= {"kv_connector_extra_config": extra}
-        command += ["--tensor-parallel-size", str(len(daemons) or 1)]
+        command += ["--tensor-parallel-size", str(len(daemons) or ranks)]
         command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]
         process, log = self._start(f"vllm-{name}", command)
         return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
@@ -75,19 +96,19 @@ class Engines(Fleet):
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(self.directory / "cache"),
+            "VLLM_CACHE_ROOT": str(self.directory / "cache"), "TORCHDYNAMO_DISABLE": "1",
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pair:
     """A prefill engine and a decode engine."""
 
     fleet: Engines
     prefill: Service
     decode: Service
-    prefill_daemons: Sequence[DaemonService]
-    decode_daemons: Sequence[DaemonService]
+    prefill_daemons: list[DaemonService]
+    decode_daemons: list[DaemonService]
 
     def handover(self, tokens: Sequence[int], **more: Any) -> list[int]:
         """Prefill on one, decode on the other: the tokens that the client gets."""
@@ -117,37 +138,54 @@ class Pair:
 
 @contextmanager
 def pair(
-    config: ModelConfig = MODEL,
+    model: ModelConfig | Callable[[Path], None] = MODEL,
     *,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     tp: tuple[int, int] = (1, 1),
     daemon_flags: Sequence[str] = (),
+    kvferry: bool = True,
+    start_s: float = START_S,
 ) -> Iterator[Pair]:
-    """Start both with their daemons, one for each rank. `prefill`, `decode`: for `Engines.vllm`. TP of 0: no daemon."""
+    """Start both with their daemons, one for each rank. prefill, decode: for `Engines.vllm`.
+
+    kvferry: or else vLLM's own NixlConnector, without daemons. Raises ServiceError.
+    """
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: make engines-venv installs one")
     fleet = Engines()
     try:
         sides = [
-            fleet.daemons(name, count, flags=daemon_flags) if count else []
+            fleet.daemons(name, count, flags=daemon_flags) if kvferry else []
             for name, count in zip(("p", "d"), tp, strict=True)
         ]
         asyncio.run(fleet.ready(*sides[0], *sides[1], timeout_s=60))
-        model = fleet.model(config)
+        folder = fleet.model(model)
         engines = [
-            fleet.vllm(name, model, daemons, **(more or {}))
-            for name, daemons, more in zip(("p", "d"), sides, (prefill, decode), strict=True)
+            fleet.vllm(name, folder, daemons, ranks=count, **(more or {}))
+            for name, daemons, count, more in zip(("p", "d"), sides, tp, (prefill, decode), strict=True)
         ]
-        asyncio.run(fleet.ready(*engines, timeout_s=START_S))
+        asyncio.run(fleet.ready(*engines, timeout_s=start_s))
         yield Pair(fleet, *engines, *sides)
+    except ServiceError as error:  # its log goes with the fleet
+        error.add_note(error.service.tail(40))
+        raise
     finally:
         fleet.close()
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
+def hybrid(folder: Path, groups: int) -> None:
+    """Write the checkpoint of tests/engines/hybrid_checkpoint.py."""
+    script = Path(__file__).with_name("hybrid_checkpoint.py")
+    done = subprocess.run(
+        [PYTHON, script, folder, str(groups)], timeout=START_S, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def prompt(length: int, seed: int = 0, vocabulary: int = MODEL.vocab_size) -> list[int]:
     """Token ids, the same ones for the same arguments; 0 to 2 are left to the model."""
-    return random.Random(seed * 4096 + length).choices(range(3, MODEL.vocab_size), k=length)
+    return random.Random(seed * 4096 + length).choices(range(3, vocabulary), k=length)
 
 
 def complete(engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, **more: Any) -> httpx.Response:

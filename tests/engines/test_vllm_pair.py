@@ -10,15 +10,25 @@ from typing import Any
 import httpx
 import pytest
 
-from engines import PREFILL_LEG, Pair, cache_usage, complete, eventually, pair, prompt, tokens_of
+from engines import ANSWER_S, PREFILL_LEG, Pair, cache_usage, complete, eventually, pair, prompt, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
-LENGTHS = [5, 31, 32, 33, 64, 65, 100, 250, 512, 513, 700, 1000, 1025, 1500]
+LENGTHS = [
+    5, 6, 17, 31, 32, 33, 48, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 200, 250, 300, 400, 511, 512, 513, 600, 700,
+    800, 1000, 1024, 1025, 1300, 1500,
+]  # fmt: skip
+"""32 prompts: every side of a block (32) and of a chunk (512)."""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    with pair(daemon_flags=("--lease-ttl-s", "60")) as both:
+    checked = {"flags": ("--middleware", "kvferry.asgi.CheckTransferParams")}
+    with pair(prefill=checked, daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "30")) as both:
         yield both
 
 
@@ -38,7 +48,7 @@ def test_a_request_alone(engines: Pair, length: int) -> None:
 
 
 def test_eight_at_once(engines: Pair) -> None:
-    prompts = [prompt(5 + 83 * i, seed=1) for i in range(18)]
+    prompts = [prompt(length, seed=1) for length in LENGTHS]
     with ThreadPoolExecutor(8) as pool:
         moved = list(pool.map(engines.handover, prompts))
         assert moved == list(pool.map(engines.alone, prompts))
@@ -59,30 +69,39 @@ def test_the_source_keeps_nothing_that_was_read(engines: Pair) -> None:
     assert eventually(lambda: cache_usage(engines.decode) == 0)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"do_remote_prefill": True},
-        {"do_remote_prefill": "yes"},
-        {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]},
-        {"do_remote_prefill": True, "remote_block_ids": [[10**30]], "remote_engine_id": "p"},
-        {"do_remote_prefill": True, "remote_num_tokens": -1},
-        {
-            "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "never", "remote_port": 9,
-            "remote_host": "192.0.2.1",
-        },
-        {"do_remote_decode": {"a": 1}},
-        {"do_remote_decode": True, "remote_engine_id": "p" * 100_000},
-    ],
-)  # fmt: skip
+MALFORMED: list[dict[str, Any]] = [
+    {"do_remote_prefill": True},
+    {"do_remote_prefill": "yes"},
+    {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]},
+    {"do_remote_prefill": True, "remote_block_ids": [[10**30]], "remote_engine_id": "p"},
+    {"do_remote_prefill": True, "remote_num_tokens": -1},
+    {"do_remote_decode": {"a": 1}},
+    {"do_remote_decode": True, "remote_engine_id": "p" * 100_000},
+]
+NOBODY = {
+    "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "never", "remote_port": 9,
+    "remote_host": "192.0.2.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("params", [*MALFORMED, NOBODY])
 def test_params_that_mean_nothing_fail_their_own_request_only(engines: Pair, params: dict[str, Any]) -> None:
     tokens = prompt(40, seed=5)
     assert complete(engines.decode, tokens, kv_transfer_params=params).status_code >= 400
     assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
 
 
-def test_params_that_are_no_object_fail_their_own_request_only(engines: Pair) -> None:
+@pytest.mark.parametrize("params", [*MALFORMED, "do_remote_prefill"])
+@pytest.mark.parametrize("where", ["body", "vllm_xargs"])
+def test_with_the_middleware_malformed_params_are_the_clients_error(engines: Pair, params: Any, where: str) -> None:
     """vLLM passes vllm_xargs on as they are."""
+    held = {"kv_transfer_params": params}
+    answer = complete(engines.prefill, prompt(40), **(held if where == "body" else {"vllm_xargs": held}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "malformed_kv_transfer_params"
+
+
+def test_params_that_are_no_object_fail_their_own_request_only(engines: Pair) -> None:
     tokens = prompt(40, seed=6)
     answer = complete(engines.decode, tokens, vllm_xargs={"kv_transfer_params": "do_remote_prefill"})
     assert answer.status_code >= 400
@@ -96,16 +115,54 @@ def test_more_tokens_than_were_published_fail_their_own_request_only(engines: Pa
     assert engines.handover(tokens) == engines.alone(tokens)
 
 
-def test_an_abort_of_a_load_gives_its_blocks_back(engines: Pair) -> None:
-    """The KV of a request that was never prefilled is waited for; then the client leaves."""
+@pytest.mark.anyio
+async def test_an_abort_of_a_load_gives_its_blocks_back(engines: Pair) -> None:
+    """The KV of a request that was never prefilled is waited for; with its transfer under way the client leaves."""
     params = engines.prefilled(prompt(70, seed=8)) | {"remote_request_id": "not-yet"}
-    before = len(engines.transfers())
     body = {"model": "m", "prompt": prompt(70, seed=8), "max_tokens": 4, "kv_transfer_params": params}
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(trust_env=False, timeout=2.0) as http:
-        http.post(f"{engines.decode.url}/v1/completions", json=body)
-    assert len(engines.transfers()) == before + 1
-    assert eventually(lambda: engines.transfers()[-1].state == "aborted")
-    assert eventually(lambda: cache_usage(engines.decode) == 0)
+
+    def states() -> list[str]:
+        return [str(moved.state.value) for moved in engines.transfers() if moved.request_id == "not-yet"]
+
+    async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_S) as http:
+        asking = asyncio.create_task(http.post(f"{engines.decode.url}/v1/completions", json=body))
+        assert await asyncio.to_thread(eventually, lambda: len(states()) == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert await asyncio.to_thread(eventually, lambda: "aborted" in states())
+    assert await asyncio.to_thread(eventually, lambda: cache_usage(engines.decode) == 0)
+
+
+@pytest.mark.parametrize("first", ["the order", "the request"])
+def test_a_router_orders_by_request_id(engines: Pair, first: str) -> None:
+    """The decode engine is told no address: it reserves blocks, and the router tells its daemon where to read."""
+    tokens = prompt(210, seed=12 + len(first))
+    params = engines.prefilled(tokens)
+    request_id, source = params["remote_request_id"], {
+        "engine_id": params["remote_engine_id"], "address": f"{params['remote_host']}:{params['remote_port']}",
+        "epoch": params["remote_epoch"],
+    }  # fmt: skip
+    asked = {"do_remote_prefill": True, "remote_request_id": request_id, "order": "router"}
+    order = {"request_id": request_id, "source": source}
+    daemon = f"{engines.decode_daemons[0].url}/v1/transfers"
+    with ThreadPoolExecutor(1) as pool:
+        if first == "the order":
+            assert httpx.post(daemon, json=order, trust_env=False).status_code == 202
+        answer = pool.submit(complete, engines.decode, tokens, kv_transfer_params=asked)
+        if first == "the request":
+            assert eventually(lambda: engines.transfers()[-1].request_id == request_id)
+            assert httpx.post(daemon, json=order, trust_env=False).status_code in {200, 202}
+        assert tokens_of(answer.result()) == engines.alone(tokens)
+    moved = engines.transfers()[-1]
+    assert (moved.request_id, moved.state, moved.tokens) == (request_id, "done", (0, 210))
+
+
+def test_a_request_that_no_router_orders_fails_alone(engines: Pair) -> None:
+    asked = {"do_remote_prefill": True, "remote_request_id": "never-ordered", "order": "router"}
+    tokens = prompt(40, seed=13)
+    answer = complete(engines.decode, tokens, kv_transfer_params=asked)
+    assert answer.status_code >= 400
+    assert engines.handover(tokens) == engines.alone(tokens)
 
 
 def test_a_decode_that_needs_nothing_tells_the_source(engines: Pair) -> None:
@@ -127,13 +184,15 @@ def test_the_prefill_answer_has_what_routers_pass_on(engines: Pair) -> None:
     assert len(params["remote_block_ids"]) == 1
 
 
-def test_behind_the_proxy(engines: Pair) -> None:
+@pytest.mark.parametrize("order", ["engine", "router"])
+def test_behind_the_proxy(engines: Pair, order: str) -> None:
     proxy = engines.fleet.proxy(
-        engines.prefill, engines.decode, prefill_daemons=engines.prefill_daemons, decode_daemons=engines.decode_daemons
-    )
+        engines.prefill, engines.decode, prefill_daemons=engines.prefill_daemons, decode_daemons=engines.decode_daemons,
+        order=order,
+    )  # fmt: skip
     asyncio.run(engines.fleet.ready(proxy, timeout_s=30))
     before = len(engines.transfers())
-    prompts = [prompt(60 + 150 * i, seed=11) for i in range(4)]
+    prompts = [prompt(60 + 150 * i, seed=20 + len(order)) for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda tokens: complete(proxy, tokens), prompts))
     assert [tokens_of(answer) for answer in answers] == [engines.alone(tokens) for tokens in prompts]

@@ -59,7 +59,8 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 @pytest.fixture(scope="module")
 def engines(shape: Shape) -> Iterator[Pair]:
     first, second = ({"block_size": size} for size in shape.block_sizes)
-    with pair(shape.model, prefill=first, decode=second, tp=shape.tp) as both:
+    patient = ("--lease-ttl-s", "120", "--deadline-s", "120")  # for steps of several ranks on few cores
+    with pair(shape.model, prefill=first, decode=second, tp=shape.tp, daemon_flags=patient) as both:
         yield both
 
 

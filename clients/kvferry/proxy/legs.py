@@ -18,6 +18,7 @@ from kvferry.schemas import OrderBody, SourceBody
 
 JsonObject: TypeAlias = Mapping[str, object]
 PARAMS = "kv_transfer_params"
+EXTRA = "vllm_xargs"
 ASK_TO_PUBLISH: JsonObject = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -51,7 +52,7 @@ def read_body(content: bytes) -> JsonObject:
 
 def prefill_body(body: JsonObject) -> dict[str, object]:
     """One token, not streamed, and please publish."""
-    leg = {key: value for key, value in body.items() if key != "stream_options"}
+    leg = {key: value for key, value in _own(body).items() if key != "stream_options"}
     leg |= {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, PARAMS: dict(ASK_TO_PUBLISH)}
     if "min_tokens" in leg:
         leg["min_tokens"] = 1
@@ -60,10 +61,19 @@ def prefill_body(body: JsonObject) -> dict[str, object]:
 
 def decode_body(body: JsonObject, params: TransferParams | None, *, ordered: bool) -> dict[str, object]:
     """The client's body and what prefill answered. `ordered`: the router orders; the engine only reserves blocks."""
-    leg = {key: value for key, value in body.items() if key != PARAMS}
+    leg = _own(body)
     if params is not None:
         leg[PARAMS] = {**params.content, "order": "router"} if ordered else dict(params.content)
     return leg
+
+
+def _own(body: JsonObject) -> dict[str, object]:
+    """The client's body without coordinates: neither as such, nor where vLLM takes extra arguments from."""
+    kept = {key: value for key, value in body.items() if key != PARAMS}
+    extra = kept.get(EXTRA)
+    if isinstance(extra, Mapping):
+        kept[EXTRA] = {key: value for key, value in extra.items() if key != PARAMS}
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, first_breach
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 
@@ -38,15 +38,8 @@ class Options(BaseModel):
         try:
             return cls.model_validate(extra)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(["kv_connector_extra_config", *(str(part) for part in first["loc"])])
-            raise KvferryError(
-                "bad_option",
-                f"{field}: {first['msg']}",
-                field=field,
-                value=first.get("input", ""),
-                remedy=f"one of {', '.join(cls.model_fields)}: see docs/vllm.md",
-            ) from None
+            remedy = f"one of {', '.join(cls.model_fields)}: see docs/vllm.md"
+            raise first_breach(error, "kv_connector_extra_config", "bad_option", remedy) from None
 
     def socket_of(self, rank: int, world_size: int, local_rank: int, dp_rank: int) -> str:
         """Raises KvferryError (`bad_option`)."""
@@ -55,11 +48,8 @@ class Options(BaseModel):
         except (KeyError, IndexError, ValueError):
             path = ""
         if not path or (world_size > 1 and path == self.socket):
-            raise KvferryError(
-                "bad_option",
-                f"every one of {world_size} ranks needs a daemon of its own",
-                field="kv_connector_extra_config.socket",
-                value=self.socket,
-                remedy="name them apart, for example /run/kvferry/engine-{rank}.sock",
-            )
+            what = f"every one of {world_size} ranks needs a daemon of its own"
+            remedy = "name them apart, for example /run/kvferry/engine-{rank}.sock"
+            field = "kv_connector_extra_config.socket"
+            raise KvferryError("bad_option", what, field=field, value=self.socket, remedy=remedy)
         return path

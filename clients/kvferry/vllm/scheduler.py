@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import is_full_attention_spec
+from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
 from kvferry.errors import KvferryError
@@ -56,6 +56,8 @@ class SchedulerSide:
         self._groups = [(group_id, caches.kv_cache_groups[group_id]) for group_id in caches.transfer_group_ids]
         self._early = all(is_full_attention_spec(group.kv_cache_spec) for _, group in self._groups)
         """Whether blocks stay a request's own until it ends. Others leave it as its window moves on."""
+        self._behind = int(caches.has_mamba_layers)
+        """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
         self._step = Step()
@@ -67,7 +69,7 @@ class SchedulerSide:
     def admit(self, request: Request) -> None:
         """A new request. Its kv_transfer_params come from a public body: nothing in them may harm anyone else."""
         params = request.kv_transfer_params
-        if params is None or params == {}:
+        if params is None or params == {} or request.request_id in self._exchanges:
             return
         exchange = self._exchanges[request.request_id] = Exchange(request, Handoff())
         try:
@@ -77,6 +79,12 @@ class SchedulerSide:
             exchange.problem = error
         if not isinstance(params, dict):
             request.kv_transfer_params = None  # vLLM reads it as a mapping
+        if self._behind and exchange.handoff.do_remote_decode and request.num_prompt_tokens > 1:
+            # As vLLM's own connectors do: it has no other way to stop a prefill before the prompt's end.
+            for tokens in (request.prompt_token_ids, request._all_token_ids):
+                del tokens[-self._behind :]
+            request.num_prompt_tokens -= self._behind
+            request.max_tokens = 1
 
     def loadable(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many tokens after the first `computed` are read from elsewhere, between steps. Asked any number of times.
@@ -86,7 +94,7 @@ class SchedulerSide:
         exchange = self._exchanges.get(request.request_id)
         if exchange is None:
             return 0, False
-        count = 1 if exchange.problem else _reach(exchange.origin, request) - computed
+        count = 1 if exchange.problem else self._reach(exchange.origin, request) - computed
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Request, block_ids: tuple[list[int], ...], external: int) -> None:
@@ -100,7 +108,7 @@ class SchedulerSide:
             if external:
                 self._step.refuse.append(request.request_id)
         elif exchange.origin is not None and external:
-            start, stop = _reach(exchange.origin, request) - external, _reach(exchange.origin, request)
+            start, stop = self._reach(exchange.origin, request) - external, self._reach(exchange.origin, request)
             tables = self._tables(block_ids, start, stop)
             self._step.load.append(Load(request.request_id, exchange.origin, tables, (start, stop)))
             exchange.origin, exchange.loading = None, True
@@ -145,13 +153,14 @@ class SchedulerSide:
             self._step.cancel.append(request.request_id)
         self._release(exchange)
         handoff = exchange.handoff
-        keep = handoff.do_remote_decode or (handoff.do_remote_prefill and self._options.second_turn)
+        again = self._options.second_turn and not self._behind  # a state may be some tokens further than what is told
+        keep = handoff.do_remote_decode or (handoff.do_remote_prefill and again)
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
         if not keep or request.status not in COMPLETE or num_tokens < 1:
             self._revoke(exchange)
             return False, None
         if not exchange.complete:
-            told = json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
+            told = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
             tables = self._tables(block_ids, 0, num_tokens)
             self._step.finished.append(Publish(request.request_id, tables, num_tokens, True, told))
         self._step.hold.append(request.request_id)
@@ -176,10 +185,14 @@ class SchedulerSide:
             exchange.origin = None
 
     def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
-        """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed."""
+        """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a
+        state the one that is in after `stop` tokens."""
         tables = {}
         for group_id, group in self._groups:
             size = group.kv_cache_spec.block_size
+            if isinstance(next(iter(iter_layer_specs(group.kv_cache_spec))), MambaSpec):
+                tables[str(group_id)] = BlockTable.of([block_ids[group_id][(stop - 1) // size]])
+                continue
             span = size * (self._parallel.decode_context_parallel_size if group.kv_cache_spec.dcp_sharded else 1)
             first, end = start // span, -(-stop // span)
             ids = block_ids[group_id][:end]
@@ -188,7 +201,9 @@ class SchedulerSide:
             tables[str(group_id)] = BlockTable.of(ids[first:], first * size)
         return tables
 
-
-def _reach(origin: Origin | None, request: Request) -> int:
-    """How many of the request's first tokens another engine has."""
-    return min(origin.num_tokens, request.num_prompt_tokens) if origin is not None else 0
+    def _reach(self, origin: Origin | None, request: Request) -> int:
+        """How many of the request's first tokens another engine has, in a way that can be used here."""
+        if origin is None:
+            return 0
+        wanted = request.num_prompt_tokens - self._behind
+        return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)

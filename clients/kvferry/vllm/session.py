@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
+from kvferry.fences import Fence
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Load, Publish
 
@@ -39,7 +40,6 @@ class Session:
 
     def __init__(self, daemon: BlockingEngineClient, options: Options) -> None:
         self._daemon = daemon
-        self._client = daemon.client
         self._options = options
         self._kept: dict[str, Kept] = {}
         self._loading: dict[str, str] = {}
@@ -47,50 +47,56 @@ class Session:
         self.arrived: deque[str] = deque()
         self.failed: deque[str] = deque()
 
-    def publish(self, publish: Publish, ready: torch.cuda.Event | None = None) -> None:
-        """In the order of calls for each request. `ready`: when the KV is in memory."""
-        self._start(self._publish(publish, ready))
+    def publish(self, publish: Publish, after: Fence | None = None) -> None:
+        """In the order of calls for each request. `after`: when the KV is in memory. Without a daemon it is dropped."""
+        self._start(self._publish(publish, after))
 
     def hold(self, request_id: str) -> None:
         """Report the request in `sent` once nobody reads its blocks any more."""
         self._start(self._hold(request_id))
 
-    def load(self, load: Load) -> None:
-        """Report the request in `arrived` when its KV is there, or never will be and its blocks are safe."""
+    def load(self, load: Load, before: torch.cuda.Event | None = None) -> None:
+        """Report the request in `arrived` when its KV is there, or never will be and its blocks are safe.
+
+        before: when nothing of this engine writes to its blocks any more.
+        """
         self._loading[load.request_id] = load.origin.request_id
-        self._start(self._load(load))
+        self._start(self._load(load, before))
 
     def release(self, load: Load) -> None:
         self._start(self._receive(load))
 
     def cancel(self, request_id: str) -> None:
         """The load will not be needed: it is reported as any other, sooner."""
-        if (remote := self._loading.get(request_id)) is not None:
-            self._start(self._client.abort(remote))
+        if (remote := self._loading.pop(request_id, None)) is not None:
+            self._start(self._daemon.client.abort(remote))
 
     def revoke(self, request_id: str) -> None:
         """When this returns no read of the request's blocks will be taken for whole. Raises KvferryError."""
         self._daemon.call(self._revoke(request_id))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._daemon.start(_logged(work))
+        self._daemon.start(self._logged(work))
 
-    async def _publish(self, publish: Publish, ready: torch.cuda.Event | None) -> None:
+    async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except KvferryError as error:  # that there is no daemon has been said
+            (log.warning if self._daemon.alive else log.debug)("%s", error)
+        except Exception:
+            log.exception("kvferry's connector failed")
+            raise
+
+    async def _publish(self, publish: Publish, after: Fence | None) -> None:
         kept = self._kept.setdefault(publish.request_id, Kept())
         try:
             async with kept.order:
                 if self._kept.get(publish.request_id) is not kept:
                     return  # revoked meanwhile
-                if ready is not None:
-                    await asyncio.to_thread(ready.synchronize)
-                lease = await self._client.publish(
-                    publish.request_id,
-                    publish.tables,
-                    publish.num_tokens,
-                    more=not publish.last,
-                    metadata=publish.metadata,
-                    ttl_s=self._options.lease_ttl_s,
-                )
+                lease = await self._daemon.client.publish(
+                    publish.request_id, publish.tables, publish.num_tokens, more=not publish.last, after=after,
+                    metadata=publish.metadata, ttl_s=self._options.lease_ttl_s,
+                )  # fmt: skip
             if publish.last:
                 await lease.ended()
         finally:
@@ -112,16 +118,20 @@ class Session:
         if kept is None:
             return
         async with kept.order:
+            client = self._daemon.client
             try:
-                await self._client.abort(request_id)
+                await client.abort(request_id)
             except KvferryError:  # a daemon that is gone serves no reader
-                await asyncio.wait_for(self._client.closed.wait(), GONE_S)
+                await asyncio.wait_for(client.closed.wait(), GONE_S)
 
-    async def _load(self, load: Load) -> None:
+    async def _load(self, load: Load, before: torch.cuda.Event | None) -> None:
         whole = False
         try:
-            await self._receive(load)
-            whole = True
+            if before is not None:
+                await asyncio.to_thread(before.synchronize)
+            if load.request_id in self._loading:  # not cancelled meanwhile
+                await self._receive(load)
+                whole = True
         finally:
             if not whole:
                 self.failed.append(load.request_id)
@@ -130,24 +140,11 @@ class Session:
 
     async def _receive(self, load: Load) -> None:
         try:
-            await self._client.receive(
-                load.origin.request_id,
-                load.tables,
-                load.tokens,
-                source=load.origin.source,
-                deadline_s=self._options.load_timeout_s,
-            )
+            await self._daemon.client.receive(
+                load.origin.request_id, load.tables, load.tokens,
+                source=load.origin.source, deadline_s=self._options.load_timeout_s,
+            )  # fmt: skip
         except TransferFailed as error:
             with suppress(KvferryError):  # the daemon is gone, and its reads with it
                 await error.quiesced()
             raise
-
-
-async def _logged(work: Coroutine[Any, Any, None]) -> None:
-    try:
-        await work
-    except KvferryError as error:
-        log.warning("%s", error)
-    except Exception:
-        log.exception("kvferry's connector failed")
-        raise

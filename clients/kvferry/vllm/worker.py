@@ -12,12 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_sliding_window
+from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs, get_kv_cache_spec_sliding_window
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError
-from kvferry.manifest import ManifestBuilder, ModelInfo, Shard, TokenShard
+from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
+from kvferry.parts import Describing
 from kvferry.torch_place import placed, region_nbytes
 from kvferry.vllm.fingerprint import fingerprint
 from kvferry.vllm.geometry import parts
@@ -54,7 +55,7 @@ class WorkerSide:
         self._engine_id, self._epoch = config.kv_transfer_config.engine_id, config.instance_id
         self._daemon = BlockingEngineClient.connect(
             socket, engine_id=self._engine_id, epoch=self._epoch, rank=self._rank, world_size=self._world_size,
-            timeout_s=options.connect_timeout_s,
+            timeout_s=options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
         self._session = Session(self._daemon, options)
         self._memory: SharedRegion | CudaRegion | CudaMemory | VmmMemory | None = None
@@ -89,6 +90,8 @@ class WorkerSide:
             self._engine_id, self._epoch, model, rank=self._rank, world_size=self._world_size, parallel=parallel
         ).region(0, memory.kind, nbytes=memory.nbytes, address=memory.address)
         self._describe(builder, caches)
+        if self._device == "cuda":
+            self._daemon.open_fences(torch.cuda.current_device())
         for note in self._daemon.register(builder.build()):
             log.warning("%s", note)
         log.info("the daemon knows the cache of %d layers", len(caches))
@@ -96,24 +99,22 @@ class WorkerSide:
     def _describe(self, builder: ManifestBuilder, caches: Mapping[str, torch.Tensor]) -> None:
         model, parallel = self._config.model_config, self._config.parallel_config
         layers = self._config.compilation_config.static_forward_context
-        seen: dict[int, int] = {}
+        describing = Describing(builder, self._tp_rank, self._tp)
         for group, spec, names in self._groups:
+            specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(names, spec)
+            recurrent = isinstance(specs[names[0]], MambaSpec)
             dcp = parallel.decode_context_parallel_size if spec.dcp_sharded else 1
             share = TokenShard(rank=self._tp_rank % dcp, size=dcp, interleave=parallel.cp_kv_cache_interleave_size)
-            window = get_kv_cache_spec_sliding_window(spec)
             builder.group(
-                group, num_blocks=self._num_blocks, block_size=spec.block_size, window=window, token_shard=share
-            )
+                group, kind="state" if recurrent else "paged", num_blocks=self._num_blocks, token_shard=share,
+                block_size=1 if recurrent else spec.block_size, window=get_kv_cache_spec_sliding_window(spec),
+            )  # fmt: skip
             for name in names:
-                one = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-                index, heads = extract_layer_index(name), caches[name].shape[1]
-                nth = seen[index] = seen.get(index, -1) + 1
-                found = parts(layers[name], name, one, caches[name], self._num_blocks, model.dtype)
-                shards = min(self._tp, one.max_tp_shards or model.get_total_num_kv_heads())
-                shard = Shard(axis="head", start=self._tp_rank * shards // self._tp * heads, total=shards * heads)
-                for part in found:
-                    label = f"{part.name}.{nth}" if nth else part.name
-                    builder.component(group, layer=index, name=label, array=part.view, axes=part.axes, shard=shard)
+                found = parts(
+                    layers[name], name, specs[name], caches[name], self._num_blocks, model.dtype, self._tp,
+                    model.get_total_num_kv_heads(),
+                )  # fmt: skip
+                describing.add(group, extract_layer_index(name), found)
 
     def revoke(self, step: Step) -> None:
         """Before anything else of a step, for its forward pass may overwrite these blocks."""
@@ -122,7 +123,10 @@ class WorkerSide:
 
     def begin(self, step: Step) -> None:
         """What does not depend on the step's forward pass."""
-        session = self._session
+        session, before = self._session, None
+        if step.load and self._device == "cuda":  # steps that are under way may still write, or zero, these blocks
+            before = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            before.record()
         for request_id in step.cancel:
             session.cancel(request_id)
         for publish in step.finished:
@@ -130,7 +134,7 @@ class WorkerSide:
         for request_id in step.hold:
             session.hold(request_id)
         for load in step.load:
-            session.load(load)
+            session.load(load, before)
         for load in step.release:
             session.release(load)
         session.failed.extend(step.refuse)
@@ -138,12 +142,11 @@ class WorkerSide:
 
     def computed(self, step: Step) -> None:
         """The forward pass is under way: publish what it computes as soon as it has."""
-        ready = None
+        after = None
         if step.computed and self._device == "cuda":
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
+            after = self._daemon.written(torch.cuda.current_stream())
         for publish in step.computed:
-            self._session.publish(publish, ready)
+            self._session.publish(publish, after)
 
     def results(self) -> KVConnectorTransferResults:
         """What has ended since the last step. Never waits."""

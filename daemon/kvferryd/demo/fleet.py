@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -116,6 +116,13 @@ class Fleet:
         """One daemon per rank, rank 0 first."""
         first = self.daemon(f"{name}-0", flags=flags)
         return [first, *(self.daemon(f"{name}-{rank}", roster=first, flags=flags) for rank in range(1, count))]
+
+    def again(self, daemon: DaemonService) -> DaemonService:
+        """Start a daemon that has ended once more, as it was: its addresses, its socket, its flags."""
+        assert isinstance(daemon.process.args, list)
+        process, log = self._start(daemon.name, daemon.process.args)
+        self.services.remove(daemon)
+        return self._add(replace(daemon, process=process, log=log))
 
     def engine(
         self,

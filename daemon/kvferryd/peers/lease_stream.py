@@ -93,6 +93,11 @@ class LeaseStream:
         self._stub, self._address, self._opening = stub, address, opening
         self._stream: _Stream | None = None
 
+    @property
+    def lost(self) -> bool:
+        """Whether the source has ended it. Whoever answers there now may be another daemon, with other memory."""
+        return self._stream is not None and self._stream.over
+
     def open(self, request_id: str) -> Reading:
         """Ask for a lease."""
         return self._current().open(request_id)

@@ -106,6 +106,11 @@ class PeerEngine:
     watches: list[asyncio.Task[None]] = field(default_factory=list)
     calibration: Calibration = field(default_factory=Calibration)
 
+    @property
+    def lost(self) -> bool:
+        """Whether a daemon of it has gone since the handshake. The engine may be with another, in the same epoch."""
+        return any(rank.leases.lost for rank in self.ranks.values())
+
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """Where (rank, region) begins in this process."""
         return {
@@ -140,10 +145,11 @@ class Peers:
             )
         key = (engine.engine_id, engine.epoch, engine_id)
         known = self._known.get(key)
-        if known is not None and address in known.addresses and (not epoch or known.epoch == epoch):
+        current = known is not None and not known.lost and (not epoch or known.epoch == epoch)
+        if known is not None and current and address in known.addresses:
             known.used_at = time.monotonic()
             return known
-        # Known elsewhere, or in another epoch: only the engine itself can say what holds now.
+        # Known elsewhere, in another epoch, or with a daemon that has gone: only the engine can say what holds now.
         flight = (*key, address)
         shaking = self._shaking.get(flight)
         if shaking is None:

@@ -109,7 +109,10 @@ class HostProvider:
     def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> HostRegion:
         """Map a shared file that the engine owns, by its path or handed over. Raises KvferryError."""
         if memory.WhichOneof("kind") == "handed" and len(files) == 1:
-            return HostRegion(open_handed_region(files[0], memory.nbytes, memory.region, memory.handed.offset), None)
+            shared = open_handed_region(
+                files[0], memory.nbytes, memory.region, memory.handed.offset, sealed=not _of_a_daemon(files[0])
+            )
+            return HostRegion(shared, None)
         if memory.WhichOneof("kind") != "file":
             raise KvferryError(
                 "wrong_memory_kind",
@@ -122,3 +125,11 @@ class HostProvider:
 
     def close(self) -> None:
         """Nothing of its own: regions belong to their engines."""
+
+
+def _of_a_daemon(file: int) -> bool:
+    """Whether it is a region that a daemon made, which an engine brings when that daemon has gone.
+
+    Such files cannot be sealed; whoever can open one could always have made it shorter.
+    """
+    return Path(os.readlink(f"/proc/self/fd/{file}")).name.startswith(PREFIX)

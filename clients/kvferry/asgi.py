@@ -1,0 +1,70 @@
+"""An ASGI middleware for engines whose own interface cannot refuse a request: malformed kv_transfer_params are answered
+with 400 before the engine sees them.
+
+    vllm serve MODEL --middleware kvferry.asgi.CheckTransferParams ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from kvferry.errors import KvferryError
+from kvferry.handoff import Handoff
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
+PARAMS = "kv_transfer_params"
+
+
+class CheckTransferParams:
+    """Looks into bodies that name them; all others pass as they are."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":  # the client has left
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        try:
+            if PARAMS.encode() in body:
+                check(bytes(body))
+        except KvferryError as error:
+            await _refuse(send, error)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app(scope, again, send)
+
+
+def check(body: bytes) -> None:
+    """What is no JSON object is left to the engine. Raises KvferryError (`malformed_kv_transfer_params`)."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    for holder in (asked, asked.get("vllm_xargs") if isinstance(asked, dict) else None):
+        if isinstance(holder, dict) and holder.get(PARAMS):
+            Handoff.parse(holder[PARAMS]).origin("", 0)
+
+
+async def _refuse(send: Send, error: KvferryError) -> None:
+    told = {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}
+    content = json.dumps({"error": told}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,134 @@
+"""A daemon that ends and comes back: its engine attaches again with the memory that it still maps."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from fleet import TIMEOUT_S, Daemons
+from ranks import NHD, Blocks, Kv, Shape, describe
+
+from kvferry.blocking import BlockingEngineClient
+from kvferry.errors import KvferryError
+from kvferry.memory import SharedRegion
+from kvferry.schemas import SourceBody
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = pytest.mark.anyio
+SHAPE = Shape(axes=NHD, num_blocks=16)
+BLOCKS = Blocks((3, 1, 4), 5)
+
+
+@dataclass
+class Engine:
+    """With one rank. `said`: what it was told about its daemon."""
+
+    name: str
+    daemon: DaemonService
+    client: BlockingEngineClient
+    region: SharedRegion
+    said: queue.Queue[str]
+
+    @classmethod
+    def start(cls, name: str, daemon: DaemonService, epoch: str) -> Engine:
+        said: queue.Queue[str] = queue.Queue()
+        client = BlockingEngineClient.connect(
+            str(daemon.socket), engine_id=name, epoch=epoch, timeout_s=TIMEOUT_S, say=said.put
+        )
+        region = client.allocate(SHAPE.nbytes(0))
+        assert isinstance(region, SharedRegion)
+        client.register(describe(name, epoch, SHAPE, 0, region))
+        return cls(name, daemon, client, region, said)
+
+    def publish(self, request_id: str, kv: Kv) -> None:
+        SHAPE.write(0, self.region.array(), kv, BLOCKS, (0, kv.tokens), True)
+        self.client.publish(request_id, BLOCKS.tables(), kv.tokens)
+
+    def receive(self, request_id: str, source: Engine) -> None:
+        named = SourceBody(engine_id=source.name, address=source.daemon.peer)
+        self.client.receive(request_id, BLOCKS.tables(), source=named).result(TIMEOUT_S)
+
+
+@pytest.fixture
+async def both(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> tuple[Engine, Engine]:
+    engines = []
+    for side in ("source", "destination"):
+        name = f"{side}-{request_id[-8:]}"
+        (daemon,) = await daemons.start(name)
+        engine = await asyncio.to_thread(Engine.start, name, daemon, request_id)
+        stack.push_async_callback(asyncio.to_thread, engine.client.close)
+        engines.append(engine)
+    return engines[0], engines[1]
+
+
+def exchanged(source: Engine, destination: Engine, request_id: str) -> bool:
+    """Whether what the one publishes is what the other receives."""
+    kv = Kv.random(40)
+    destination.region.array()[:] = 0
+    source.publish(request_id, kv)
+    destination.receive(request_id, source)
+    wanted = np.zeros_like(destination.region.array())
+    SHAPE.write(0, wanted, kv, BLOCKS, (0, kv.tokens), True)
+    return bool(np.array_equal(wanted, destination.region.array()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+@pytest.mark.parametrize("side", [0, 1], ids=["source", "destination"])
+async def test_an_engine_attaches_again_when_its_daemon_is_back(
+    daemons: Daemons, both: tuple[Engine, Engine], side: int, number: signal.Signals
+) -> None:
+    assert await asyncio.to_thread(exchanged, *both, "before")
+    engine = both[side]
+    engine.daemon.signal(number)
+    assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    await asyncio.to_thread(engine.daemon.process.wait, TIMEOUT_S)
+    with pytest.raises(KvferryError, match=r"ended the session|does not answer"):
+        await asyncio.to_thread(engine.publish, "meanwhile", Kv.random(40))
+    engine.daemon = daemons.fleet.again(engine.daemon)
+    assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    assert await asyncio.to_thread(exchanged, *both, "after")
+
+
+async def test_an_engine_that_is_refused_says_why_and_tries_again(
+    daemons: Daemons, both: tuple[Engine, Engine]
+) -> None:
+    """Readers were told another address than the daemon has now."""
+    engine = both[0]
+    engine.daemon.signal(signal.SIGKILL)
+    await asyncio.to_thread(engine.daemon.process.wait, TIMEOUT_S)
+    assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    engine.client._attachment.peer_address = "127.0.0.1:1"
+    engine.daemon = daemons.fleet.again(engine.daemon)
+    assert "address" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    engine.client._attachment.peer_address = engine.daemon.peer
+    assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+
+
+async def test_closing_does_not_wait_for_a_daemon(both: tuple[Engine, Engine]) -> None:
+    engine = both[0]
+    engine.daemon.signal(signal.SIGKILL)
+    assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    async with asyncio.timeout(3):
+        await asyncio.to_thread(engine.client.close)
+
+
+class Stream:
+    """As much of torch.cuda.Stream as is asked for where there is no GPU."""
+
+    device = type("Device", (), {"index": 0})
+    synchronized = False
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+
+async def test_where_no_fence_can_be_had_the_stream_is_waited_for(both: tuple[Engine, Engine]) -> None:
+    stream = Stream()
+    after = await asyncio.to_thread(both[0].client.written, stream)  # type: ignore[arg-type]
+    assert after is None
+    assert stream.synchronized
