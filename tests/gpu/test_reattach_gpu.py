@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import needs  # noqa: F401  skips without a GPU
 import pytest
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
-from kvferry import cuda
-from kvferry.errors import KvferryError
-
-try:
-    cuda.devices()
-except KvferryError as error:
-    pytest.skip(f"needs a GPU: {error}", allow_module_level=True)
-pytest.importorskip("torch")
-
+# isort: split
 import torch
 
 from kvferry.blocking import BlockingEngineClient
+from kvferry.errors import KvferryError
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.memory import cuda_memory
 from kvferry.schemas import LeaseState
