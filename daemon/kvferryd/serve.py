@@ -40,8 +40,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 32 << 20
 """glibc's own upper bound for the mmap threshold."""
 SWITCH_S = 2e-4
-"""How long a thread may hold the interpreter while another waits. Those of NIXL and of the copies have microseconds of
-work, and Python's 5 ms would be longer than most transfers."""
+"""How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
+5 ms would be longer than most transfers."""
 MAX_RPCS = 8192
 """Calls and open streams at once: leases being read, orders followed, roster members."""
 

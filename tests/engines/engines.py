@@ -26,6 +26,8 @@ PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engin
 START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 20.0
+PATIENT = ("--lease-ttl-s", "120", "--deadline-s", "120")
+"""Of daemons whose engines have several ranks on few cores: a step of theirs takes seconds."""
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
 PREFILL_LEG = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engines import Pair, cache_usage, complete, eventually, hybrid, pair, prompt, tokens_of
+from engines import PATIENT, Pair, cache_usage, complete, eventually, hybrid, pair, prompt, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 LENGTHS = [1, 2, 5, 33, 128, 129, 300, 513, 1100]
@@ -50,7 +50,7 @@ def engines(case: Case) -> Iterator[Pair]:
         prefill=case.engine(0),
         decode=case.engine(1),
         tp=case.tp,
-        daemon_flags=("--lease-ttl-s", "120", "--deadline-s", "120"),
+        daemon_flags=PATIENT,
     ) as both:
         yield both
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from engines import MODEL, Pair, pair, prompt
+from engines import MODEL, PATIENT, Pair, pair, prompt
 from kvferry.reference.config import ModelConfig
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -59,8 +59,7 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 @pytest.fixture(scope="module")
 def engines(shape: Shape) -> Iterator[Pair]:
     first, second = ({"block_size": size} for size in shape.block_sizes)
-    patient = ("--lease-ttl-s", "120", "--deadline-s", "120")  # for steps of several ranks on few cores
-    with pair(shape.model, prefill=first, decode=second, tp=shape.tp, daemon_flags=patient) as both:
+    with pair(shape.model, prefill=first, decode=second, tp=shape.tp, daemon_flags=PATIENT) as both:
         yield both
 
 

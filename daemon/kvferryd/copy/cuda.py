@@ -57,12 +57,12 @@ class NotPrepared(Exception):
     """A kernel or a table that a copy needs is not on the GPU yet: `prepare` brings it there."""
 
 
-def load() -> Any:
-    """torch, which brings Triton: seconds at the first time. Raises KvferryError (`triton_missing`)."""
+def load() -> tuple[Any, Any]:
+    """torch, which brings Triton, and the kernel: seconds at the first time. Raises KvferryError (`triton_missing`)."""
     try:
         import torch
 
-        from kvferryd.copy import kernel  # noqa: F401
+        from kvferryd.copy import kernel
     except ImportError as error:
         raise KvferryError(
             "triton_missing",
@@ -70,7 +70,7 @@ def load() -> Any:
             field="triton",
             remedy="install a CUDA build of torch (it brings Triton), or set device = cpu",
         ) from None
-    return torch
+    return torch, kernel
 
 
 class Copier:
@@ -78,9 +78,7 @@ class Copier:
 
     def __init__(self, device: cuda.Device, programs: int = PROGRAMS, *, tile: int = TILE, warps: int = WARPS) -> None:
         """`programs`: how many SMs a copy may take. Raises KvferryError: `triton_missing`."""
-        self._torch = load()
-        from kvferryd.copy import kernel
-
+        self._torch, kernel = load()
         self.device, self.programs = device, programs
         self._tile, self._warps = tile, warps
         self._kernel = kernel.copy_runs
@@ -105,16 +103,16 @@ class Copier:
         groups = list(self._grouped(batches))
         if not groups:
             return 0
-        words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)
         with self.device, self._using:
             if self._is_prepared(groups):
-                return self._launch(groups, words, stream, programs or self.programs)
+                return self._launch(groups, stream, programs or self.programs)
         if not prepare:
             raise NotPrepared
         self.prepare(batches)
         return self.copy(batches, stream, programs, prepare=False)
 
-    def _launch(self, groups: list[tuple[Shape, list[Batch]]], words: int, stream: cuda.Stream, programs: int) -> int:
+    def _launch(self, groups: list[tuple[Shape, list[Batch]]], stream: cuda.Stream, programs: int) -> int:
+        words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)
         scratch = self._take(8 * words)
         launches = self._fill(scratch, groups)
         try:
