@@ -16,8 +16,7 @@ from ranks import HND, Kv, Shape, TestEngine
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.v1 import peer_pb2
-from kvferryd.transport import Agent, Span
-from kvferryd.transport.agent import TransportError
+from kvferryd.transport import Agent, Span, TransportError
 
 pytestmark = pytest.mark.anyio
 SHAPE = Shape.tp(1, num_blocks=64)

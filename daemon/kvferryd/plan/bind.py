@@ -177,27 +177,20 @@ def _cut(
         )
 
     source_at, own_at = source_at - theirs.first_token, own_at - ours.first_token
-    begin = np.cumsum(count) - count
-    starts = _distinct(
-        np.concatenate(
-            [
-                begin,
-                _edges(source_at, begin, count, min(source.block_size, grain[0] or source.block_size)),
-                _edges(own_at, begin, count, min(own.block_size, grain[1] or own.block_size)),
-            ]
-        )
-    )
-    inside = starts
-    if len(begin) > 1:
-        interval = np.searchsorted(begin, starts, side="right") - 1
-        source_at, own_at, inside = source_at[interval], own_at[interval], starts - begin[interval]
-    source_token, own_token = source_at + inside, own_at + inside
+    begin = count.cumsum() - count
+    steps = min(source.block_size, grain[0] or source.block_size), min(own.block_size, grain[1] or own.block_size)
+    starts, interval = _starts(source_at, own_at, begin, count, steps)
+    inside = starts - begin[interval]
+    source_token, own_token = source_at[interval] + inside, own_at[interval] + inside
+    lengths = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
+    lengths[-1] = begin[-1] + count[-1] - starts[-1]
     return _Cut(
         theirs.block_ids[source_token // source.block_size],
         source_token % source.block_size,
         ours.block_ids[own_token // own.block_size],
         own_token % own.block_size,
-        np.diff(starts, append=begin[-1] + count[-1]),
+        lengths,
     )
 
 
@@ -219,8 +212,8 @@ def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tup
     """Local tokens of either side for the global tokens that lie on both: intervals (source, own, count)."""
     start, stop = tokens
     if source.size == own.size == 1:
-        at = np.arange(start, stop, max(1, stop - start), dtype=np.int64)
-        return at, at, np.full(len(at), stop - start)
+        at = np.array([start] if start < stop else [], dtype=np.int64)
+        return at, at, stop - at
     edges = [np.array([start, stop], dtype=np.int64)]
     for shard in (source, own):
         if shard.size > 1:
@@ -254,6 +247,21 @@ def _global_token(shard: TokenShard, local: int) -> int:
     """The global token that is local token `local` of this shard."""
     ring = shard.interleave * shard.size
     return local // shard.interleave * ring + shard.rank * shard.interleave + local % shard.interleave
+
+
+def _starts(
+    source_at: Ints, own_at: Ints, begin: Ints, count: Ints, steps: tuple[int, int]
+) -> tuple[Ints, Ints | slice[None]]:
+    """Where segments begin, counted over all intervals, and the interval of each: at every edge of either side."""
+    if len(count) == 1:
+        step, at = min(steps), int(source_at[0])
+        if max(steps) % step == 0 and (at - int(own_at[0])) % step == 0:  # one side's edges are among the other's
+            starts = np.arange(-(at % step), int(count[0]), step)
+            starts[0] = 0
+            return starts, slice(None)
+    edges = (_edges(at, begin, count, step) for at, step in zip((source_at, own_at), steps, strict=True))
+    starts = _distinct(np.concatenate([begin, *edges]))
+    return starts, np.searchsorted(begin, starts, side="right") - 1
 
 
 def _edges(at: Ints, begin: Ints, count: Ints, size: int) -> Ints:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferryd.copy import moves
 from kvferryd.peers.peers import Link, PeerEngine
 from kvferryd.plan import Bound, Runs
 from kvferryd.transfer.flight import Flight
 from kvferryd.transport import Agent, Span
-from kvferryd.transport.agent import Descriptors
+from kvferryd.transport.read import Descriptors
 
 PATH, TRANSPORT = "direct", "UCX"
 FEW = 8192
@@ -33,8 +32,12 @@ class Rows:
 
 
 def estimate_s(bound: Bound, peer: PeerEngine) -> float:
-    """By the slowest link of the ranks that are read. Runs of neighbouring segments are counted one by one."""
-    descriptors = sum(move.rows * move.segments for move in moves(bound))
+    """By the slowest link of the ranks that are read, and as if all segments were as long as the one in the middle."""
+    descriptors = 0
+    for copy, segments in bound.pairs:
+        if number := len(segments.tokens):
+            patterns = copy.patterns(int(segments.tokens[number // 2]))
+            descriptors += number * sum(len(pattern.source_offsets) for pattern in patterns)
     links = [peer.ranks[rank].link for rank in peer.plan.reads_from] or [Link()]
     moving = bound.nbytes / min(link.bytes_per_s for link in links)
     return POST_S + descriptors * max(link.descriptor_s for link in links) + moving

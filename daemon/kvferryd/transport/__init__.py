@@ -1,5 +1,6 @@
 """NIXL behind a small interface: an agent that registers memory, knows peers and reads from them."""
 
-from kvferryd.transport.agent import Agent, Read, Span, TransportError
+from kvferryd.transport.agent import Agent
+from kvferryd.transport.read import Read, Span, TransportError
 
 __all__ = ["Agent", "Read", "Span", "TransportError"]

@@ -1,43 +1,34 @@
-"""One NIXL agent and the one thread that owns it.
+"""One NIXL agent: the thread that owns it, and the event loop that borrows it.
 
-The event loop hands over work and awaits futures; on host memory a read happens inside NIXL's post, so no NIXL call
-is ever made on the loop. NIXL has neither abort nor timeouts: a read that was given up goes on writing until NIXL
-says DONE or RemoteDisconnect for it, and `Read.quiet` tells when that is.
+What may take long is done on the thread: on host memory a read happens inside NIXL's post. What does not (a word, a few
+rows from GPU to GPU) is posted and asked for on the event loop, when the thread is not in NIXL: the way to a thread
+and back takes longer than such a read. NIXL has neither abort nor timeouts: a read that was given up goes on writing
+until NIXL says DONE or RemoteDisconnect for it, and `Read.quiet` tells when that is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry import cuda
 from kvferry.errors import KvferryError
 from kvferryd import logs
-from kvferryd.settle import settle
+from kvferryd.polling import ask_again
+from kvferryd.settle import settle, settle_now
 from kvferryd.transport.binding import make_agent
+from kvferryd.transport.read import Descriptors, Read, Span, TransportError, typed
+from kvferryd.transport.reads import Reads
 
 log = logs.get(__name__)
 T = TypeVar("T")
-Descriptors = npt.NDArray[np.uint64]
-"""Shape (n, 3): address, bytes, device."""
 
-CHUNK_DESCRIPTORS = 4096
-CHUNK_BYTES = {"DRAM": 32 << 20, "VRAM": 128 << 20}
-"""What one post carries, by where it goes: on host memory a post blocks while it reads (32 MiB: 4 to 8 ms), on a GPU it
-does not (128 MiB: 0.4 ms over NVLink). Between posts other reads get their turn and an abandoned one stops."""
-IN_FLIGHT = 2
-"""Posts of one read that may be under way at once."""
 POLL_S = 50e-6
 POLL_LATE_S = 5e-3
 """NIXL has no completion event: it is asked, seldom once a read has been under way for longer than LATE_S."""
@@ -47,52 +38,8 @@ FETCH_PRIORITY = 1 << 20
 TRIAL_DESCRIPTORS, TRIAL_NBYTES = 64, 4096
 SCRATCH = 8192
 """Words that can be fetched at once, ahead of all other reads."""
-
-
-class TransportError(KvferryError):
-    """What NIXL raised, with a stable code: `peer_lost`, `transport_failed`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Registered memory: `kind` is host or cuda; `device` the GPU's index in this process, 0 for host."""
-
-    address: int
-    nbytes: int
-    kind: str
-    device: int = 0
-
-    @property
-    def memory_type(self) -> str:
-        return "DRAM" if self.kind == "host" else "VRAM"
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """Bytes on their way from one peer. `done`: all have arrived, or why not. `quiet`: nothing can arrive any more."""
-
-    peer: str
-    local: Descriptors
-    remote: Descriptors
-    local_type: str
-    remote_type: str
-    priority: int
-    done: asyncio.Future[None]
-    quiet: asyncio.Future[None]
-    seconds: float = 0.0
-    """Spent inside NIXL for this read: making, posting and waiting for its requests."""
-    phase: str = "nixl"
-    _chunks: deque[tuple[int, int]] = field(default_factory=deque)
-    _in_flight: list[tuple[Any, float]] = field(default_factory=list)
-    _abandoned: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.local[:, 1].sum())
-
-    def abandon(self) -> None:
-        """Post nothing more. What was posted may still arrive, until `quiet`."""
-        self._abandoned = True
+QUICK_ROWS, QUICK_NBYTES = 16, 4096
+"""Of a read that the event loop posts: rows, and bytes where host memory is on either side."""
 
 
 class Agent:
@@ -106,9 +53,13 @@ class Agent:
         self._threads, self._ucx = threads, dict(ucx or {})
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reads: list[tuple[int, int, Read]] = []
-        self._waiting: list[Read] = []
-        self._order = itertools.count()
+        self._reads, self._quick_reads = Reads(settle), Reads(settle_now)
+        """Those that the thread drives, and those that the event loop does."""
+        self._in_nixl = threading.Lock()
+        """Held by the thread whenever it is in NIXL; the event loop does not wait for it."""
+        self._asking: asyncio.Handle | None = None
+        self._connected: set[str] = set()
+        """Peers that were read from."""
         self._registered: dict[Span, Any] = {}
         self._peers: dict[str, tuple[bytes, int]] = {}
         self._closed = False
@@ -168,16 +119,21 @@ class Agent:
         if users > 1:
             self._peers[name] = (metadata, users - 1)
         else:
+            self._connected.discard(name)
             self._nixl.remove_remote_agent(name)
 
     async def warm(self, peer: str, span: Span) -> None:
         """Read one byte of a peer's memory: the first read to a peer pays 5 to 15 ms of wire-up."""
         if self._landing is None:
             await self._fetch(peer, span, 1)
-            return
+        else:
+            await self._touch(peer, span, self._landing)
+        self._connected.add(peer)
+
+    async def _touch(self, peer: str, span: Span, landing: Span) -> None:
         # Into GPU memory, as the reads to come: host memory would be wired up otherwise.
-        local, remote = (np.array([(each.address, 1, each.device)], dtype=np.uint64) for each in (self._landing, span))
-        read = self.read(peer, local, remote, self._landing.memory_type, span.memory_type, FETCH_PRIORITY)
+        local, remote = (np.array([(each.address, 1, each.device)], dtype=np.uint64) for each in (landing, span))
+        read = self.read(peer, local, remote, landing.memory_type, span.memory_type, FETCH_PRIORITY)
         await read.done
 
     async def trial(self, peer: str, span: Span) -> tuple[float, float]:
@@ -217,23 +173,11 @@ class Agent:
         self, peer: str, local: Descriptors, remote: Descriptors, local_type: str, remote_type: str, priority: int = 0
     ) -> Read:
         """Start reading `remote` into `local`, row by row; equal lengths in each row. Higher priority goes first."""
-        assert local.shape == remote.shape and local.shape[1] == 3
-        limit = CHUNK_BYTES[local_type]
-        local, remote = _split(local, limit), _split(remote, limit)
-        read = Read(
-            peer,
-            local,
-            remote,
-            local_type,
-            remote_type,
-            priority,
-            self._loop.create_future(),
-            self._loop.create_future(),
-            _chunks=_chunks(local, limit),
-        )
+        done, quiet = self._loop.create_future(), self._loop.create_future()
+        read = Read(peer, local, remote, local_type, remote_type, priority, done, quiet)
         if self._closed:
             self._end(read)
-        else:
+        elif not self._read_at_once(read):
             self._inbox.put(lambda: self._begin(read))
         return read
 
@@ -243,11 +187,11 @@ class Agent:
         if not self._closed:
             self._closed = True
             self._inbox.put(None)
+        if self._asking is not None:
+            self._asking.cancel()
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, CLOSE_S)
         return not self._thread.is_alive()
-
-    # ---- everything below runs on the agent's thread ----
 
     async def _call(self, work: Callable[[], T]) -> T:
         future: asyncio.Future[T] = self._loop.create_future()
@@ -258,7 +202,7 @@ class Agent:
             except KvferryError as error:
                 settle(future, error=error)
             except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
-                settle(future, error=_typed(error, self.name))
+                settle(future, error=typed(error, self.name))
             else:
                 settle(future, result)
 
@@ -267,16 +211,56 @@ class Agent:
         self._inbox.put(run)
         return await future
 
+    # ---- on the event loop ----
+
+    def _read_at_once(self, read: Read) -> bool:
+        """Post it from here, if NIXL takes no time over it and nobody is in there."""
+        if not self._is_quick(read) or not self._in_nixl.acquire(blocking=False):
+            return False
+        try:
+            if self._nixl is None:
+                return False
+            self._quick_reads.begin(read)
+            self._quick_reads.advance(self._nixl)
+        finally:
+            self._in_nixl.release()
+        self._ask_again()
+        return True
+
+    def _is_quick(self, read: Read) -> bool:
+        """The first read of a peer is not: it connects to it."""
+        if len(read.local) > QUICK_ROWS or read.peer not in self._connected:
+            return False
+        return read.local_type == read.remote_type == "VRAM" or read.nbytes <= QUICK_NBYTES
+
+    def _ask_again(self) -> None:
+        if self._asking is None and (self._quick_reads.to_post or self._quick_reads.newest is not None):
+            self._asking = ask_again(self._loop, self._quick_reads.newest, self._ask)
+
+    def _ask(self) -> None:
+        """Whether reads have ended."""
+        self._asking = None
+        if self._in_nixl.acquire(blocking=False):
+            try:
+                if self._nixl is not None:
+                    self._quick_reads.advance(self._nixl)
+            finally:
+                self._in_nixl.release()
+        if not self._closed:
+            self._ask_again()
+
+    # ---- on the thread ----
+
     def _run(self) -> None:
         try:
             while True:
                 try:
                     work = self._inbox.get(block=True, timeout=self._patience())
                 except queue.Empty:
-                    self._advance()
-                else:
-                    if work is None:
-                        break
+                    work = self._advance
+                if work is None:
+                    break
+                with self._in_nixl:
                     work()
         except Exception:
             log.exception("the NIXL thread broke", agent=self.name)
@@ -285,173 +269,49 @@ class Agent:
 
     def _patience(self) -> float | None:
         """How long to wait for new work: not at all with chunks to post, a poll interval with reads under way."""
-        if self._reads:
+        if self._reads.to_post:
             return 0.0
-        if not self._waiting:
+        newest = self._reads.newest
+        if newest is None:
             return None
-        newest = max(posted for read in self._waiting for _, posted in read._in_flight)
         return POLL_S if time.monotonic() - newest < LATE_S else POLL_LATE_S
+
+    def _advance(self) -> None:
+        self._reads.advance(self._nixl)
 
     def _begin(self, read: Read) -> None:
         if self._nixl is None:
             self._end(read)
-            return
-        if not read._chunks:
-            self._finish(read)
-            return
-        heapq.heappush(self._reads, (-read.priority, next(self._order), read))
-
-    def _advance(self) -> None:
-        """Post one chunk of the next read in turn, then ask after those under way."""
-        if self._reads:
-            _, _, read = heapq.heappop(self._reads)
-            if not read._abandoned:
-                self._post(read)
-            if read._in_flight:
-                self._waiting.append(read)
-            else:
-                self._requeue(read)
-        for read in self._waiting[:]:
-            self._poll(read)
-            if len(read._in_flight) < IN_FLIGHT and (read._chunks or not read._in_flight):
-                self._waiting.remove(read)
-                self._requeue(read)
-
-    def _requeue(self, read: Read) -> None:
-        """Behind the others of its priority, so that reads share the agent chunk by chunk."""
-        if read._abandoned or read.done.done():
-            read._chunks.clear()
-        if read._chunks:
-            heapq.heappush(self._reads, (-read.priority, next(self._order), read))
-        elif read._in_flight:
-            self._waiting.append(read)
         else:
-            self._finish(read)
-
-    def _post(self, read: Read) -> None:
-        start, stop = read._chunks.popleft()
-        began = time.monotonic()
-        try:
-            handle = self._nixl.initialize_xfer(
-                "READ",
-                self._nixl.get_xfer_descs(read.local[start:stop], read.local_type),
-                self._nixl.get_xfer_descs(read.remote[start:stop], read.remote_type),
-                read.peer,
-            )
-        except Exception as error:  # noqa: BLE001  see _typed
-            self._fail(read, error)  # nothing was posted
-            return
-        try:
-            state = self._nixl.transfer(handle)
-        except Exception as error:  # noqa: BLE001  see _typed
-            self._fail(read, error)
-            # Some descriptors may be on their way: the handle is asked until it says that they are not.
-            state = "ERR" if _typed(error, read.peer).code == "peer_lost" else "PROC"
-        now = time.monotonic()
-        read.seconds += now - began
-        if state == "PROC":
-            read._in_flight.append((handle, now))
-        else:
-            self._release(handle)
-
-    def _poll(self, read: Read) -> None:
-        for entry in read._in_flight[:]:
-            handle, posted = entry
-            try:
-                state = self._nixl.check_xfer_state(handle)
-            except Exception as error:  # noqa: BLE001  see _typed
-                self._fail(read, error)
-                if _typed(error, read.peer).code != "peer_lost":
-                    continue  # proves nothing: only DONE or a lost connection do
-                state = "ERR"
-            if state != "PROC":
-                read._in_flight.remove(entry)
-                read.seconds += time.monotonic() - posted
-                self._release(handle)
-
-    def _release(self, handle: Any) -> None:
-        try:
-            self._nixl.release_xfer_handle(handle)
-        except Exception as error:  # noqa: BLE001  a handle that cannot be freed is a leak, not a failed read
-            log.warning("a NIXL handle could not be released", agent=self.name, error=str(error))
-
-    def _fail(self, read: Read, error: Exception) -> None:
-        read._chunks.clear()
-        settle(read.done, error=_typed(error, read.peer))
-
-    def _finish(self, read: Read) -> None:
-        if read._abandoned:
-            settle(read.done, error=TransportError("abandoned", "the read was given up"))
-        settle(read.done, None)
-        settle(read.quiet, None)
+            self._reads.begin(read)
 
     def _destroy(self) -> None:
         """The end: what is under way, and what is still asked for, is told so."""
-        nixl, self._nixl = self._nixl, None
-        if nixl is not None:
-            for registered in self._registered.values():
-                try:
-                    nixl.deregister_memory(registered)
-                except Exception as error:  # noqa: BLE001  the agent goes all the same
-                    log.warning("memory could not be deregistered", agent=self.name, error=str(error))
-        self._registered.clear()
-        del nixl  # before any read is called quiet: this is the fence
+        with self._in_nixl:
+            nixl, self._nixl = self._nixl, None
+            if nixl is not None:
+                for registered in self._registered.values():
+                    try:
+                        nixl.deregister_memory(registered)
+                    except Exception as error:  # noqa: BLE001  the agent goes all the same
+                        log.warning("memory could not be deregistered", agent=self.name, error=str(error))
+            self._registered.clear()
+            ended = [*self._reads.drain(), *self._quick_reads.drain()]  # their handles hold on to the agent as well
+            del nixl  # before any read is called quiet: this is the fence
         landing, self._landing = self._landing, None
         if self.device is not None and landing is not None:
             try:
                 self.device.free(landing.address)
             except KvferryError as error:  # a broken context: the reads are ended all the same
                 log.warning("GPU memory could not be freed", agent=self.name, error=str(error))
-        for read in [*self._waiting, *(read for _, _, read in self._reads)]:
+        for read in ended:
             self._end(read)
-        self._reads.clear()
-        self._waiting.clear()
         while not self._inbox.empty():
             work = self._inbox.get()
             if work is not None:
                 work()
 
     def _end(self, read: Read) -> None:
-        read._in_flight.clear()
         closed = TransportError("agent_closed", f"the NIXL agent {self.name} was closed")
         settle(read.done, error=closed)
-        settle(read.quiet, None)
-
-
-def _chunks(local: Descriptors, limit: int) -> deque[tuple[int, int]]:
-    """Row ranges of at most CHUNK_DESCRIPTORS rows and about `limit` bytes, at least one row each."""
-    if len(local) == 0:
-        return deque()
-    ends = np.cumsum(local[:, 1])
-    cuts, start = [0], 0
-    while start < len(local):
-        before = int(ends[start - 1]) if start else 0
-        by_bytes = int(np.searchsorted(ends, before + limit, side="right"))
-        start = min(len(local), start + CHUNK_DESCRIPTORS, max(by_bytes, start + 1))
-        cuts.append(start)
-    return deque(itertools.pairwise(cuts))
-
-
-def _split(rows: Descriptors, limit: int) -> Descriptors:
-    """Cut rows longer than `limit`, so that one long run does not hold up everything else."""
-    if len(rows) == 0 or rows[:, 1].max() <= limit:
-        return rows
-    pieces = -(-rows[:, 1].astype(np.int64) // limit)
-    cut = np.repeat(rows, pieces, axis=0)
-    nth = np.arange(len(cut)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    cut[:, 0] += (nth * limit).astype(np.uint64)
-    cut[:, 1] = np.minimum(cut[:, 1] - (nth * limit).astype(np.uint64), limit)
-    return cut
-
-
-def _typed(error: Exception, whom: str) -> TransportError:
-    name = type(error).__name__
-    if "Disconnect" in name:
-        return TransportError("peer_lost", f"the connection to {whom} broke during a read", value=name)
-    return TransportError(
-        "transport_failed",
-        f"NIXL failed: {name} {error}".strip(),
-        field="nixl",
-        value=name,
-        remedy="the daemon's stderr has NIXL's own message",
-    )
+        settle(read.quiet)
