@@ -167,7 +167,7 @@ class Transfer:
             try:
                 async with asyncio.timeout_at(self._deadline) as self._timeout:
                     await self._matched.wait()
-                    await self._transfer()
+                    through = await self._transfer()
             except TimeoutError:
                 raise self._late() from None
         except asyncio.CancelledError:
@@ -180,6 +180,7 @@ class Transfer:
             self._end(TransferState.FAILED, KvferryError("internal", f"the daemon failed: {type(error).__name__}"))
         else:
             self._end(TransferState.DONE, None)
+            asyncio.get_running_loop().call_soon(close_all, through)  # the engine is told first
 
     def _late(self) -> KvferryError:
         if self.state is TransferState.WAITING:
@@ -193,7 +194,8 @@ class Transfer:
             remedy="raise deadline_ms, or see why that phase takes so long",
         )
 
-    async def _transfer(self) -> None:
+    async def _transfer(self) -> list[LeaseView]:
+        """Returns the leases that are read to their end."""
         assert self.order is not None
         self._move(TransferState.CONNECTING)
         peer, read, others = await self._open(self.order)
@@ -212,8 +214,7 @@ class Transfer:
                 self._spawn(self._peers.forget(self.engine, peer))
             raise
         else:
-            # Ranks that had nothing to be read count us as a reader that is through as well. The engine is told first.
-            asyncio.get_running_loop().call_soon(close_all, [*read, *others])
+            return [*read, *others]  # ranks that had nothing to be read count us as a reader that is through as well
         finally:
             self._spawn(self._settle(peer))
 
