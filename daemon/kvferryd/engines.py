@@ -24,7 +24,8 @@ from kvferryd.fences import Fences
 from kvferryd.memory import Files, Provider, Region
 from kvferryd.transfer.arena import Arena
 from kvferryd.transfer.copies import GpuCopies, HostCopies
-from kvferryd.transfer.lease import Lease, Leases
+from kvferryd.transfer.lease import Lease
+from kvferryd.transfer.leases import Leases
 from kvferryd.transfer.pairings import Pairings
 from kvferryd.transport import Agent
 

@@ -24,7 +24,8 @@ from kvferryd.transfer import pack
 from kvferryd.transfer.arena import Arena, Use
 from kvferryd.transfer.chunk_stream import ChunkStream
 from kvferryd.transfer.copies import HostCopies
-from kvferryd.transfer.lease import Lease, Leases, ReaderId
+from kvferryd.transfer.lease import Lease, ReaderId
+from kvferryd.transfer.leases import Leases
 from kvferryd.transfer.pack import Packer, Packing
 from kvferryd.transfer.pairings import Pairings
 from kvferryd.transfer.readings import Readings

@@ -23,7 +23,8 @@ from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd import fences as watched
 from kvferryd.transfer import lease as lease_module
-from kvferryd.transfer.lease import Lease, Leases, ReaderId
+from kvferryd.transfer.lease import Lease, ReaderId
+from kvferryd.transfer.leases import Leases
 
 pytestmark = pytest.mark.anyio
 TABLES = {"full": BlockTable.of([4, 7])}
@@ -187,7 +188,7 @@ async def test_readers_see_nothing_before_the_fence(page: Fences, watch: watched
     assert lease.state is LeaseState.PUBLISHING
     assert await lasting(leases.find("r")) is lease
     with leases.reading(lease, READER):
-        follower = leases.follow(lease)
+        follower = lease.follow()
         update = asyncio.create_task(anext(follower))
         await quiet()
         assert not update.done()
@@ -215,7 +216,7 @@ async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watche
         lease = publish(leases, request_id=f"r{value}", after=watch.reached(fence, LONG_S))
         assert int(memory.max()) == value - 1, "who does not wait sees old bytes"
         going.set()
-        async for _ in leases.follow(lease):
+        async for _ in lease.follow():
             assert (int(memory.min()), int(memory.max())) == (value, value)
         writer.join(10)
         going.clear()
@@ -256,7 +257,7 @@ async def test_a_fence_that_is_never_reached_ends_the_lease(
 ) -> None:
     lease = publish(leases, 4, more=True)
     publish(leases, 8, after=watch.reached(page.take(), SHORT_S))
-    follower = leases.follow(lease)
+    follower = lease.follow()
     assert await lasting(anext(follower)) == 1, "what came before is read"
     with pytest.raises(KvferryError) as told:
         await lasting(anext(follower))
@@ -275,7 +276,7 @@ async def test_what_waits_for_a_fence_does_not_expire(page: Fences, watch: watch
     await quiet()
     assert lease.state is LeaseState.PUBLISHING
     page.reach(fence)
-    await lasting(leases.ended(lease))
+    await lasting(lease.ended())
     assert lease.state is LeaseState.EXPIRED
 
 

@@ -11,7 +11,8 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd.transfer.lease import Lease, Leases, Opened, ReaderId
+from kvferryd.transfer.lease import Lease, Opened, ReaderId
+from kvferryd.transfer.leases import Leases
 
 pytestmark = pytest.mark.anyio
 TABLES = {"full": BlockTable.of([4, 7])}
@@ -172,7 +173,7 @@ async def test_a_reader_opens_once_at_a_time(leases: Leases, publish: Publish) -
 
 async def test_a_lease_that_nobody_reads_expires(publish: Publish, leases: Leases) -> None:
     lease = publish(ttl_s=NOW_S)
-    await lasting(leases.ended(lease))
+    await lasting(lease.ended())
     assert lease.state is LeaseState.EXPIRED
     assert "nobody read it" in lease.reason
 
@@ -180,7 +181,7 @@ async def test_a_lease_that_nobody_reads_expires(publish: Publish, leases: Lease
 async def test_a_lease_with_a_live_reader_does_not_expire(publish: Publish, leases: Leases) -> None:
     read_one, unread = publish("read", ttl_s=NOW_S), publish("unread", ttl_s=2 * NOW_S)
     with leases.reading(read_one, READER):
-        await lasting(leases.ended(unread))
+        await lasting(unread.ended())
         assert read_one.state is LeaseState.PUBLISHED
         assert read_one.record().expires_in_ms is None
     assert read_one.state is LeaseState.EXPIRED  # its time had passed long ago
@@ -199,7 +200,7 @@ async def test_every_publish_starts_the_time_to_live_anew(publish: Publish, leas
 
 async def test_followers_see_every_publish_and_then_the_end(publish: Publish, leases: Leases) -> None:
     lease = publish(num_tokens=4, more=True)
-    follower = leases.follow(lease)
+    follower = lease.follow()
     assert (await lasting(anext(follower)), lease.num_tokens, lease.more) == (1, 4, True)
     publish(num_tokens=6, more=True)
     publish(num_tokens=8)
@@ -217,7 +218,7 @@ async def test_what_is_still_being_published_is_not_released(publish: Publish, l
 
 
 async def test_a_follower_is_told_when_the_lease_ends_before_the_last_publish(publish: Publish, leases: Leases) -> None:
-    follower = leases.follow(publish(more=True))
+    follower = publish(more=True).follow()
     await lasting(anext(follower))
     leases.revoke("r", "aborted")
     with pytest.raises(KvferryError, match="revoked: aborted") as told:

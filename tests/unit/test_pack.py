@@ -18,7 +18,8 @@ from kvferryd.plan import PlanRefused
 from kvferryd.transfer import pack
 from kvferryd.transfer.arena import Arena, Use
 from kvferryd.transfer.copies import HostCopies
-from kvferryd.transfer.lease import Lease, Leases, ReaderId
+from kvferryd.transfer.lease import Lease, ReaderId
+from kvferryd.transfer.leases import Leases
 from kvferryd.transfer.pack import Packer, Packing
 from kvferryd.transfer.pairings import PAIRINGS, Pairings
 from kvferryd.transfer.share import Wanted, packs, shapes, share_of
@@ -253,7 +254,7 @@ async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
         assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"
         if not more:
             async with asyncio.timeout(5):
-                await leases.ended(lease)
+                await lease.ended()
         assert lease.state is (LeaseState.PUBLISHED if more else LeaseState.RELEASED)
         reader.packing.end()
     assert arena.used_nbytes == 0

@@ -15,7 +15,8 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.transfer.check import check_request_id
-from kvferryd.transfer.lease import Lease, Leases, Opened, ReaderId
+from kvferryd.transfer.lease import Lease, Opened, ReaderId
+from kvferryd.transfer.leases import Leases
 from kvferryd.transfer.pack import Packer, Packing
 
 ENDED_S = 1.0
@@ -169,14 +170,14 @@ class Readings:
             check_request_id(reading.request_id)
             lease = await self._leases.find(reading.request_id)
             with self._leases.reading(lease, self._who) as reading.opened:
-                async for _ in self._leases.follow(lease):
+                async for _ in lease.follow():
                     if reading.lease is not None or reading.packing is None or not reading.packing.means(lease):
                         self.said.put_nowait(peer_pb2.ReadReply(reading=number, update=_update(lease)))
                     reading.lease = lease
                     if reading.begin is not None:
                         reading.begin(lease)
                         reading.begin = None
-                await self._leases.ended(lease)
+                await lease.ended()
         except KvferryError as error:
             if reading.packing is not None:
                 reading.packing.end()
