@@ -16,25 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import grpc
-from google.protobuf.message import Message
+from typing import TYPE_CHECKING
 
 from kvferry import __version__, cuda, cuda_vmm
 from kvferry.errors import KvferryError
 from kvferry.fences import Fence, Fences
-from kvferry.handover import hand_over
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, open_cuda_region, open_file_region
 from kvferry.outcomes import Lease, Received, Receiving, TransferFailed
-from kvferry.rpc import MESSAGE_OPTIONS, PROTOCOL_MAX, PROTOCOL_MIN, error_of
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody
+from kvferry.session import Session, refuse
 from kvferry.tables import Tables
-from kvferry.v1 import engine_pb2, engine_pb2_grpc, layout_pb2
+from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
 
 if TYPE_CHECKING:
@@ -42,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineClient", "Lease", "Received", "TransferFailed"]
 
-Q = TypeVar("Q")
-T = TypeVar("T")
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 
@@ -51,28 +43,18 @@ LEAVE_S = 5.0
 class EngineClient:
     """One engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
 
-    def __init__(self, socket: str, epoch: str, channel: grpc.aio.Channel) -> None:
-        self._socket = socket
+    def __init__(self, socket: str, epoch: str) -> None:
         self.epoch = epoch
-        self._channel = channel
-        self._stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)
+        self._session = Session(socket, self._hear, self._end)
         self._leases: dict[str, Lease] = {}
         self._receives: dict[str, Receiving] = {}
         self._unsafe: dict[str, asyncio.Future[None]] = {}
-        self._session = ""
-        self._commands: asyncio.Queue[engine_pb2.Command | None] = asyncio.Queue()
-        self._answers: dict[int, asyncio.Future[engine_pb2.Answer]] = {}
-        self._numbers = itertools.count(1)
-        self._reader: asyncio.Task[None] | None = None
-        self._closing = False
-        self._over: KvferryError | None = None
-        """Why there is no session any more."""
         self._opening = asyncio.Lock()
         self.fences: Fences | None = None
         """Once `open_fences` has returned."""
         self.peer_address = ""
         self.device = ""
-        self.closed = asyncio.Event()
+        self.closed = self._session.closed
         """Set when the session has ended, from either side."""
         self.draining = asyncio.Event()
         """Set when the daemon asks for no new work."""
@@ -86,7 +68,7 @@ class EngineClient:
         `epoch` is one value for all ranks of one start of the engine: nothing of an older epoch is ever read.
         Raises KvferryError: `unreachable`, `deadline`, `protocol`, or what the daemon refuses.
         """
-        client = cls(socket, epoch, grpc.aio.insecure_channel(f"unix:{socket}", options=MESSAGE_OPTIONS))
+        client = cls(socket, epoch)
         try:
             async with asyncio.timeout(timeout_s):
                 await client._attach(engine_id, epoch, rank, world_size)
@@ -114,24 +96,17 @@ class EngineClient:
             rank=rank,
             world_size=world_size,
         )
-        self._commands.put_nowait(engine_pb2.Command(attach=attach))
-        stream = aiter(self._stub.Attach(self._to_say(), wait_for_ready=True))
-        try:
-            attached = (await anext(stream)).attached
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"the daemon on {self._socket}") from None
-        except StopAsyncIteration:
-            raise KvferryError("unreachable", f"the daemon on {self._socket} closed the session") from None
-        self._session, self.peer_address, self.device = attached.session, attached.peer_address, attached.device
-        self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
+        attached = await self._session.attach(attach)
+        self.peer_address, self.device = attached.peer_address, attached.device
 
     async def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
         """Daemon-owned memory, zeroed, mapped here: on the daemon's GPU, or host memory where it has none.
 
         It is registered with NIXL once, by the daemon.
         """
-        memory = await self._call(
-            self._stub.Allocate, engine_pb2.AllocateRequest(session=self._session, region=region, nbytes=nbytes)
+        memory = await self._session.call(
+            self._session.stub.Allocate,
+            engine_pb2.AllocateRequest(session=self._session.id, region=region, nbytes=nbytes),
         )
         if memory.WhichOneof("kind") == "cuda":
             given = memory.cuda
@@ -166,16 +141,19 @@ class EngineClient:
         elif isinstance(shared, VmmMemory):
             memory.vmm.CopyFrom(await self._hand_over_vmm(shared))
         elif shared.file >= 0:
-            ticket = await self._hand_over([shared.file])
+            ticket = await self._session.hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
         else:
             memory.file.CopyFrom(engine_pb2.SharedFile(path=shared.path, offset=shared.offset))
-        await self._call(self._stub.Adopt, engine_pb2.AdoptRequest(session=self._session, memory=memory))
+        await self._session.call(
+            self._session.stub.Adopt, engine_pb2.AdoptRequest(session=self._session.id, memory=memory)
+        )
 
     async def register(self, manifest: Manifest) -> tuple[str, ...]:
         """Describe the cache. Returns what the daemon wants a person to know about it. Raises ManifestError."""
-        reply = await self._call(
-            self._stub.Register, engine_pb2.RegisterRequest(session=self._session, manifest=manifest_to_proto(manifest))
+        reply = await self._session.call(
+            self._session.stub.Register,
+            engine_pb2.RegisterRequest(session=self._session.id, manifest=manifest_to_proto(manifest)),
         )
         return tuple(reply.notes)
 
@@ -208,9 +186,10 @@ class EngineClient:
                 fences = Fences()
                 try:
                     await asyncio.to_thread(fences.register, cuda.device(f"cuda:{device}"))
-                    ticket = await self._hand_over([fences.file])
-                    await self._call(
-                        self._stub.OpenFences, engine_pb2.OpenFencesRequest(session=self._session, ticket=ticket)
+                    ticket = await self._session.hand_over([fences.file])
+                    await self._session.call(
+                        self._session.stub.OpenFences,
+                        engine_pb2.OpenFencesRequest(session=self._session.id, ticket=ticket),
                     )
                 except BaseException:
                     fences.close()
@@ -222,25 +201,12 @@ class EngineClient:
     async def _hand_over_vmm(self, shared: VmmMemory) -> engine_pb2.CudaAllocations:
         allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
         try:
-            ticket = await self._hand_over(allocations.files)
+            ticket = await self._session.hand_over(allocations.files)
         finally:
             allocations.close()
         return engine_pb2.CudaAllocations(
             ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
         )
-
-    async def _hand_over(self, files: Sequence[int]) -> str:
-        """On a thread, with descriptors of its own: a caller that is cancelled may close the files at once."""
-        copies = [os.dup(file) for file in files]
-
-        def handed() -> str:
-            try:
-                return hand_over(self._socket, self._session, copies)
-            finally:
-                for copy in copies:
-                    os.close(copy)
-
-        return await asyncio.shield(asyncio.create_task(asyncio.to_thread(handed)))
 
     async def publish(
         self,
@@ -267,7 +233,7 @@ class EngineClient:
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
         try:
-            await self._command(
+            await self._session.command(
                 publish=engine_pb2.PublishRequest(
                     request_id=request_id,
                     tables=tables_to_proto(tables),
@@ -324,10 +290,10 @@ class EngineClient:
                     remedy="wait for it, or abort it first",
                 )
             await asyncio.wait([before.leaving])
-        replying = self._say(receive=request)
+        replying = self._session.say(receive=request)
         receiving = self._receives[request_id] = Receiving(asyncio.get_running_loop().create_future())
         try:
-            receiving.named((await self._answer(replying)).receive.transfer_id)
+            receiving.named((await self._session.answer(replying)).receive.transfer_id)
             event, quiesced = await asyncio.shield(receiving.ended)
         except asyncio.CancelledError:
             receiving.leaving = asyncio.create_task(self._leave(request_id, receiving, replying))
@@ -348,7 +314,7 @@ class EngineClient:
             with contextlib.suppress(KvferryError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     # An abort before that would find nothing.
-                    receiving.named((await self._answer(replying)).receive.transfer_id)
+                    receiving.named((await self._session.answer(replying)).receive.transfer_id)
                     if not receiving.ended.done():
                         await self.abort(request_id)
                     _, quiesced = await receiving.ended
@@ -358,22 +324,16 @@ class EngineClient:
 
     async def abort(self, request_id: str) -> None:
         """End the request's transfer and revoke its lease on this rank. Idempotent."""
-        await self._command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+        await self._session.command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
 
     async def close(self) -> None:
         """End the session. Leases on daemon-owned memory stay readable until they are read or expire.
 
         What still waits, and every call from now on, raises KvferryError (`session_closed`).
         """
-        self._closing = True
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-        await self._channel.close()
+        await self._session.close()
         if self.fences is not None:
             self.fences.close()
-        self._gone(_closed())
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -381,67 +341,8 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _call(self, method: Callable[[Q], Awaitable[T]], request: Q) -> T:
-        if self._over is not None:
-            raise self._over
-        try:
-            return await method(request)
-        except grpc.aio.AioRpcError as error:
-            raise _closed() if self._closing else error_of(error, f"the daemon on {self._socket}") from None
-        except grpc.aio.UsageError:  # what a call on a closed channel raises
-            raise _closed() from None
-        except asyncio.CancelledError:  # of this task, or of a call whose channel is closed under it
-            task = asyncio.current_task()
-            if not self._closing or (task is not None and task.cancelling()):
-                raise
-            raise _closed() from None
-
-    async def _command(self, **command: Message) -> engine_pb2.Answer:
-        return await self._answer(self._say(**command))
-
-    def _say(self, **command: Message) -> asyncio.Future[engine_pb2.Answer]:
-        """Put a command on the stream; the future is its answer. Raises KvferryError when there is no session."""
-        if self._over is not None:
-            raise self._over
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._commands.put_nowait(engine_pb2.Command(id=number, **command))  # type: ignore[arg-type]
-        return answer
-
-    async def _answer(self, answering: asyncio.Future[engine_pb2.Answer]) -> engine_pb2.Answer:
-        """Raises KvferryError with what the daemon says is wrong. The command stands even if this is cancelled."""
-        answer = await asyncio.shield(answering)
-        if answer.HasField("problem"):
-            raise problem_from_proto(answer.problem)
-        return answer
-
-    async def _to_say(self) -> AsyncIterator[engine_pb2.Command]:
-        while (command := await self._commands.get()) is not None:
-            yield command
-
-    async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
-        why = KvferryError(
-            "daemon_gone",
-            f"the daemon on {self._socket} ended the session",
-            field="socket",
-            value=self._socket,
-            remedy="connect again; what was in flight has not arrived",
-        )
-        try:
-            async for event in events:
-                self._handle(event)
-        except grpc.aio.AioRpcError as error:
-            if error.code() != grpc.StatusCode.INTERNAL:  # gRPC's own word where we were writing when the stream ended
-                why = error_of(error, f"the daemon on {self._socket}")
-        finally:
-            self._gone(_closed() if self._closing else why)
-
-    def _handle(self, event: engine_pb2.Event) -> None:
+    def _hear(self, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):
-            case "answer":
-                answering = self._answers.pop(event.answer.id, None)
-                if answering is not None:
-                    answering.set_result(event.answer)
             case "transfer_ended":
                 receiving = self._receives.get(event.transfer_ended.request_id)
                 if receiving is not None:
@@ -469,24 +370,13 @@ class EngineClient:
             quiesced = self._unsafe.setdefault(event.transfer_id, quiesced)
         return quiesced
 
-    def _gone(self, why: KvferryError) -> None:
-        self._over = why
-        self.closed.set()
-        waiting: list[asyncio.Future[Any]] = [
-            *(receiving.ended for receiving in self._receives.values()),
-            *self._unsafe.values(),
-            *(lease._ended for lease in self._leases.values()),
-            *self._answers.values(),
-        ]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(why)
-                future.exception()  # retrieved: nobody may be waiting
+    def _end(self, why: KvferryError) -> None:
+        """There is no session any more: nothing that waits for its events will hear of them."""
+        for receiving in self._receives.values():
+            refuse(receiving.ended, why)
+        for quiesced in self._unsafe.values():
+            refuse(quiesced, why)
+        for lease in self._leases.values():
+            refuse(lease._ended, why)
         self._leases.clear()
         self._unsafe.clear()
-        self._answers.clear()
-        self._commands.put_nowait(None)
-
-
-def _closed() -> KvferryError:
-    return KvferryError("session_closed", "the session is closed", remedy="connect again")

@@ -67,7 +67,7 @@ async def test_a_stream_that_does_not_begin_with_attach_is_ended(victim: Victim)
 async def test_a_command_that_is_none_is_refused_and_the_session_goes_on(victim: Victim) -> None:
     client = victim.engine.ranks[0].client
     with pytest.raises(KvferryError) as refused:
-        await client._command()
+        await client._session.command()
     assert refused.value.code == "malformed_command"
     await client.abort("nothing of that name")
 
@@ -130,16 +130,18 @@ async def test_memory_that_is_not_there_is_not_adopted(victim: Victim, tmp_path:
                 region=0, nbytes=nbytes, file=engine_pb2.SharedFile(path=str(path), offset=offset)
             )
             error = await refusal(
-                victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session, memory=memory))
+                victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session.id, memory=memory))
             )
             assert error.code == "region_unavailable", (path, error)
         nothing = engine_pb2.Memory(region=0, file=engine_pb2.SharedFile(path=str(tmp_path / "short")))
         error = await refusal(
-            victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session, memory=nothing))
+            victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session.id, memory=nothing))
         )
         assert error.code == "malformed_region"
         cuda = engine_pb2.Memory(region=0, nbytes=1, cuda=engine_pb2.CudaAllocation(handle=b"x" * 64))
-        error = await refusal(victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session, memory=cuda)))
+        error = await refusal(
+            victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session.id, memory=cuda))
+        )
         assert error.code == "wrong_memory_kind"
 
 
@@ -171,7 +173,7 @@ async def test_a_manifest_that_makes_no_sense_is_refused_and_a_good_one_is_taken
             message = manifest_to_proto(good)
             change(message)
             error = await refusal(
-                victim.engine_door.Register(engine_pb2.RegisterRequest(session=client._session, manifest=message))
+                victim.engine_door.Register(engine_pb2.RegisterRequest(session=client._session.id, manifest=message))
             )
             assert error.code == code, (what, error)
             assert error.field, what

@@ -36,7 +36,7 @@ def door(victim: Victim) -> str:
 
 def own(victim: Victim) -> str:
     """The session of the victim's engine."""
-    return victim.engine.ranks[0].client._session
+    return victim.engine.ranks[0].client._session.id
 
 
 async def given(victim: Victim, files: list[int], session: str = "") -> str:
@@ -78,7 +78,7 @@ async def test_a_ticket_is_for_one_session_and_one_call(victim: Victim) -> None:
     other = await EngineClient.connect(door(victim), engine_id="other", epoch=os.urandom(8).hex())
     file = sealed_file("test", 4096)
     ticket = await given(victim, [file])
-    assert (await refusal(adopt(victim, ticket, session=other._session))).code == "unknown_ticket"
+    assert (await refusal(adopt(victim, ticket, session=other._session.id))).code == "unknown_ticket"
     # The victim has registered, so nothing is adopted: the files are closed all the same.
     assert (await refusal(adopt(victim, ticket))).code == "region_taken"
     assert (await refusal(adopt(victim, ticket))).code == "unknown_ticket"
@@ -222,9 +222,9 @@ async def test_a_region_that_could_shrink_is_not_adopted(victim: Victim) -> None
 async def fences_of(rank: Rank) -> Fences:
     """As `open_fences`, which refuses host memory: here the test is the stream that writes it."""
     client, fences = rank.client, Fences()
-    ticket = await client._hand_over([fences.file])
-    opened = await client._call(
-        client._stub.OpenFences, engine_pb2.OpenFencesRequest(session=client._session, ticket=ticket)
+    ticket = await client._session.hand_over([fences.file])
+    opened = await client._session.call(
+        client._session.stub.OpenFences, engine_pb2.OpenFencesRequest(session=client._session.id, ticket=ticket)
     )
     assert opened.words == 512
     fences.handed()
