@@ -355,8 +355,7 @@ class EngineClient:
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():
                     if event.lease_ended.HasField("problem"):
-                        lease._ended.set_exception(problem_from_proto(event.lease_ended.problem))
-                        lease._ended.exception()  # retrieved: nobody may be waiting
+                        refuse(lease._ended, problem_from_proto(event.lease_ended.problem))
                     else:
                         lease._ended.set_result(LeaseState(event.lease_ended.state))
             case "draining":

@@ -29,12 +29,22 @@ PEER_OPTIONS = [
 """For the network, both ends: an open stream is somebody's liveness, and a host that is gone must be noticed."""
 
 
-def error_of(error: grpc.aio.AioRpcError, whom: str) -> KvferryError:
-    """The KvferryError that the other side meant, or one that says why `whom` could not be asked."""
+STREAM_ENDS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+"""gRPC's own words for a stream that the other side has ended or dropped, beside UNAVAILABLE: INTERNAL where we were
+writing just then."""
+
+
+def error_of(error: grpc.aio.AioRpcError, whom: str, ended: KvferryError | None = None) -> KvferryError:
+    """The KvferryError that the other side meant, or one that says why `whom` could not be asked.
+
+    ended: of a stream, what its end means where the other side has not said why.
+    """
     for key, value in error.trailing_metadata() or ():
         if key == PROBLEM_KEY and isinstance(value, bytes):
             return problem_from_proto(layout_pb2.Problem.FromString(value))
     code = error.code()
+    if ended is not None and code in STREAM_ENDS:
+        return ended
     if code == grpc.StatusCode.UNAVAILABLE:
         return KvferryError(
             "unreachable",

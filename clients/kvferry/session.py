@@ -138,8 +138,7 @@ class Session:
                 else:
                     self._hear(event)
         except grpc.aio.AioRpcError as error:
-            if error.code() != grpc.StatusCode.INTERNAL:  # gRPC's own word where we were writing when the stream ended
-                why = error_of(error, f"the daemon on {self._socket}")
+            why = error_of(error, f"the daemon on {self._socket}", ended=why)
         finally:
             self._end(_closed() if self._closing else why)
 

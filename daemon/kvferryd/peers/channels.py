@@ -45,8 +45,8 @@ class Channels:
 
 
 @contextlib.asynccontextmanager
-async def asking(address: str) -> AsyncIterator[None]:
-    """Turn what gRPC raises inside into a KvferryError about this peer."""
+async def asking(address: str, ended: KvferryError | None = None) -> AsyncIterator[None]:
+    """Turn what gRPC raises inside into a KvferryError about this peer; `ended` as for `error_of`."""
     try:
         yield
     except grpc.aio.UsageError:  # what a call on a closed channel raises
@@ -54,7 +54,7 @@ async def asking(address: str) -> AsyncIterator[None]:
             "peer_lost", f"the connection to {address} is closed", field="address", value=address
         ) from None
     except grpc.aio.AioRpcError as error:
-        raised = error_of(error, f"peer {address}")
+        raised = error_of(error, f"peer {address}", ended)
         if raised.code in ("unreachable", "deadline"):
             raised.code = "peer_unreachable"
         raise raised from None

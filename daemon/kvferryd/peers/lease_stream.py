@@ -178,12 +178,11 @@ class _Stream:
     async def _listen(self) -> None:
         why = KvferryError("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
         try:
-            async with asking(self._address):
+            async with asking(self._address, ended=why):
                 async for reply in self._call:
                     self._hear(reply)
         except KvferryError as error:
-            if error.code != "rpc_failed":  # gRPC's own word where we were writing when the other end ended the stream
-                why = error
+            why = error
         finally:
             self._why = why
             for reading in self._readings.values():
