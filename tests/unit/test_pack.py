@@ -15,7 +15,7 @@ from kvferry.schemas import LeaseState
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferryd.copy import Chunk
 from kvferryd.plan import PlanRefused
-from kvferryd.transfer import pack
+from kvferryd.transfer import beside, pack
 from kvferryd.transfer.arena import Arena, Use
 from kvferryd.transfer.copies import HostCopies
 from kvferryd.transfer.lease import Lease, ReaderId
@@ -128,7 +128,7 @@ Readers = Callable[[Arena], Reader]
 
 
 @pytest.fixture
-def reader(readers: Readers, arena: Arena, lease: Lease) -> Reader:
+async def reader(readers: Readers, arena: Arena, lease: Lease) -> Reader:
     reader = readers(arena)
     reader.packing.begin(lease)
     return reader
@@ -159,7 +159,7 @@ async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
 async def test_a_large_table_is_bound_beside_the_loop(
     arena: Arena, readers: Readers, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "FEW", 0)
+    monkeypatch.setattr(beside, "FEW", 0)
     reader = readers(arena)
     reader.packing.begin(lease)
     reader.says(want=[0])

@@ -10,12 +10,12 @@ import numpy as np
 
 from kvferryd.peers.peers import Link, PeerEngine
 from kvferryd.plan import Bound, Runs
+from kvferryd.transfer.beside import beside
 from kvferryd.transfer.flight import Flight
 from kvferryd.transport import Agent, Span
 from kvferryd.transport.read import Descriptors
 
 PATH, TRANSPORT = "direct", "UCX"
-FEW = 8192
 POST_S = 150e-6
 """To NIXL's thread and back, whatever is read."""
 
@@ -51,9 +51,8 @@ async def move(
     Every read is put into `reads` as soon as it exists, so that the caller knows what may still write if this fails or
     is cancelled. Raises TransportError of the first read that fails; the others are given up.
     """
-    # Expanding many runs takes milliseconds: not on the loop; a few are not worth the way to a thread.
-    few = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs) <= FEW
-    rows = _rows(bound, regions, peer) if few else await asyncio.to_thread(_rows, bound, regions, peer)
+    runs = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs)
+    rows = await beside(runs, lambda: _rows(bound, regions, peer))
     mine = [
         agent.read(peer.ranks[row.rank].agent_name, row.local, row.remote, row.local_type, row.remote_type, priority)
         for row in rows

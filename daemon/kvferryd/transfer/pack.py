@@ -19,13 +19,12 @@ from kvferry.wire import problem_to_proto
 from kvferryd import logs
 from kvferryd.copy import Chunk
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
+from kvferryd.transfer.beside import beside
 from kvferryd.transfer.lease import Lease
 from kvferryd.transfer.pairings import Pairings
 from kvferryd.transfer.share import Shape, Wanted, packs
 
 log = logs.get(__name__)
-FEW = 4096
-"""Blocks of a table that are bound on the loop: it is not worth the way to a thread."""
 PATIENCE_S = 30.0
 """The longest time for which a slot is held for a reader that says nothing: it has a slot of its own to read into."""
 KEPT_S = 0.5
@@ -134,10 +133,10 @@ class Packing:
         self._on_packed = on_packed
         try:
             cutting = self._packer.cutting(self._opening, lease)
-            if sum(shape.blocks for shape in self._opening.tables.values()) <= FEW:
-                self._pack(lease, cutting())
+            cut = beside(sum(shape.blocks for shape in self._opening.tables.values()), cutting)
+            if cut.done():
+                self._pack(lease, cut.result())
             else:
-                cut = asyncio.get_running_loop().run_in_executor(None, cutting)
                 cut.add_done_callback(functools.partial(self._was_cut, lease))
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others
             self._break(error)

@@ -29,6 +29,7 @@ from kvferryd.peers.peers import PeerEngine, PeerRank, Staging
 from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
+from kvferryd.transfer.beside import beside
 from kvferryd.transfer.chunk_stream import ChunkStream
 from kvferryd.transfer.copies import over
 from kvferryd.transfer.flight import Flight
@@ -50,7 +51,6 @@ launches: 8 MB take 2 ms and 671 MB in six chunks 5 ms on two H200s."""
 COPY_BYTES_PER_S = {"host": 3e9, "cuda": 600e9}
 """Of a gather or scatter (facts/gpu.md). The first chunk's gather and the last's scatter overlap with no READ."""
 GRACE_S = 1.0
-FEW = 4096
 
 
 class CannotStage(KvferryError):
@@ -135,10 +135,9 @@ async def _move(journey: _Journey, bound: Bound, peer: PeerEngine, terms: Terms)
     views = [view for view in terms.views if view.source.rank in read]
     for view in views:
         await _pair(view.source, peer, terms)
-    # Many segments take milliseconds: not on the loop. A few are not worth the way to a thread.
-    few = sum(len(segments.tokens) for _, segments in bound.pairs) <= FEW
+    segments = sum(len(segments.tokens) for _, segments in bound.pairs)
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
-    for chunk in _cut(bound, chunk_nbytes) if few else await asyncio.to_thread(_cut, bound, chunk_nbytes):
+    for chunk in await beside(segments, lambda: cut(moves(bound), chunk_nbytes)):
         by_rank[chunk.source_rank].append(chunk)
     streams, last = [], []
     for view in views:
@@ -216,10 +215,6 @@ class _Journey:
         )
         self.reads.append(read)
         return read
-
-
-def _cut(bound: Bound, chunk_nbytes: int) -> list[Chunk]:
-    return cut(moves(bound), chunk_nbytes)
 
 
 def _turns(streams: Sequence[ChunkStream]) -> Iterator[Turn]:
