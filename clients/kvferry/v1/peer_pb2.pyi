@@ -787,6 +787,7 @@ class OrderRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     WAY_FIELD_NUMBER: builtins.int
+    AGAIN_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
     request_id: builtins.str
@@ -799,6 +800,8 @@ class OrderRequest(google.protobuf.message.Message):
     """its transfer: a request id may come again after a failure"""
     way: builtins.str
     """empty: as the daemon is configured"""
+    again: builtins.bool
+    """the rank has tried the request before, or insists; absent from older daemons"""
     @property
     def source(self) -> kvferry.v1.engine_pb2.Source: ...
     @property
@@ -821,9 +824,11 @@ class OrderRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         attempt: builtins.str = ...,
         way: builtins.str = ...,
+        again: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_again", b"_again", "again", b"again", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_again", b"_again", "again", b"again", "attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_again", b"_again"]) -> typing.Literal["again"] | None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 

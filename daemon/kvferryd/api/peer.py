@@ -178,7 +178,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             request.way,
             request.traceparent,
         )
-        origin = Origin(request.rank, request.attempt)
+        origin = Origin(request.rank, request.attempt, request.again if request.HasField("again") else None)
         job, _ = ferry.jobs.order(engine, request.request_id, order, own, origin=origin)
         while not job.transfer.ended.is_set():
             moved = job.transfer.moved

@@ -17,6 +17,9 @@ class Origin:
 
     rank: int
     attempt: str
+    again: bool | None = None
+    """Whether that rank has tried the request before, or goes on though it was told `order_late`; None from a daemon
+    that is too old to say."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +34,8 @@ class Job:
     """Attempts, by the rank whose order reached this one."""
     past: frozenset[str] = frozenset()
     """Attempts of the same request that are over: what still comes of them is not meant for this job."""
+    again: bool = False
+    """Whether this rank has tried the request before, in this epoch."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     fan_out: asyncio.Task[None] | None = None
 
@@ -119,8 +124,13 @@ class Job:
     def outlived_by(self, origin: Origin) -> bool:
         """Whether the attempt is a later one than this job, which has ended, was part of."""
         before = self.origins.get(origin.rank)
-        late = self.transfer.order is None or (before is not None and before != origin.attempt)
-        return self.transfer.ended.is_set() and late
+        unheard_of = before is None and bool(origin.again) and not self.again
+        later = self.transfer.order is None or unheard_of or (before is not None and before != origin.attempt)
+        return self.transfer.ended.is_set() and later
+
+    def outlives(self, origin: Origin) -> bool:
+        """Whether the attempt seems to be of a time before this job: that rank's first, where this rank tries again."""
+        return self.again and origin.again is False
 
     def meant_by(self, origin: Origin) -> bool:
         """Whether what is said of this attempt concerns this job."""

@@ -16,6 +16,10 @@ from kvferryd.peers.peers import Peers
 from kvferryd.transfer.job import Job
 from kvferryd.transfer.transfer import Order, Reservation, Transfer, error_body
 
+LATE = "order_late"
+"""The code with which a rank refuses an order that seems to be of an attempt before its own. Only the rank that handed
+it on knows: it does so once more if its attempt goes on."""
+
 
 class Ranks:
     """Speaks to the daemons of the other ranks."""
@@ -49,7 +53,7 @@ class Ranks:
             for rank in job.ranks:
                 self._rank_failed(job, rank, why)
             return
-        if job.transfer.ended.is_set() and job.transfer.state is not TransferState.DONE:
+        if _failed(job):
             for rank in job.ranks:  # nobody was told: there is nothing to end
                 job.ranks[rank] = RankTransfer(rank=rank, state=TransferState.ABORTED)
             job.wake()
@@ -72,6 +76,7 @@ class Ranks:
             rank=engine.rank,
             attempt=job.transfer.transfer_id,
             way=order.way,
+            again=job.again,
         )
         if reservation is not None:
             request.tables.CopyFrom(tables_to_proto(reservation.tables))
@@ -79,10 +84,13 @@ class Ranks:
                 start, stop = reservation.tokens
                 request.tokens.CopyFrom(layout_pb2.TokenRange(start=start, stop=stop))
         try:
-            async with asking(address):
-                async for said in self._peers.channels.stub(address).Order(request):
-                    job.ranks[rank] = _rank_transfer(said, address)
-                    job.wake()
+            try:
+                await self._hand_on(job, rank, address, request)
+            except KvferryError as error:
+                if error.code != LATE or _failed(job):
+                    raise
+                request.again = True
+                await self._hand_on(job, rank, address, request)
         except KvferryError as error:
             self._rank_failed(job, rank, error)
             return
@@ -92,6 +100,12 @@ class Ranks:
         elif share.state is not TransferState.DONE:
             code = share.error.code if share.error else share.state.value
             self._stop_own(job, rank, code, aborted=share.state is TransferState.ABORTED)
+
+    async def _hand_on(self, job: Job, rank: int, address: str, request: peer_pb2.OrderRequest) -> None:
+        async with asking(address):
+            async for said in self._peers.channels.stub(address).Order(request):
+                job.ranks[rank] = _rank_transfer(said, address)
+                job.wake()
 
     def _rank_failed(self, job: Job, rank: int, why: KvferryError) -> None:
         state = TransferState.ABORTED if why.code == "aborted" else TransferState.FAILED
@@ -140,6 +154,11 @@ class Ranks:
             async with asking(address):
                 stub = self._peers.channels.stub(address)
                 await stub.Abort(request, timeout=self._config.connect_timeout_s)
+
+
+def _failed(job: Job) -> bool:
+    """Whether this rank's transfer has failed or was aborted."""
+    return job.transfer.ended.is_set() and job.transfer.state is not TransferState.DONE
 
 
 def _rank_transfer(said: peer_pb2.RankTransfer, address: str) -> RankTransfer:

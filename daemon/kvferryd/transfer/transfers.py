@@ -14,7 +14,7 @@ from kvferryd.engines import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.transfer.job import Job, Origin
-from kvferryd.transfer.ranks import Ranks
+from kvferryd.transfer.ranks import LATE, Ranks
 from kvferryd.transfer.transfer import Order, Reservation, Transfer, log
 
 OVER = 4096
@@ -69,19 +69,27 @@ class Transfers:
 
         others: reservations it brought for other ranks. origin: the rank that handed it on; None for an order of a
         router, which is handed on from here. Raises KvferryError: `order_conflict`, `receive_conflict`, `full`,
-        `draining`.
+        `draining`, LATE.
         """
         job = self._by_request.get((engine.engine_id, request_id))
         if origin is not None and origin.attempt in self._over:
             why = KvferryError(
                 "aborted", f"request {request_id} ended on rank {origin.rank} before its order came here"
             )
-            if job is not None and job.transfer.order is None:
+            if job is not None and job.transfer.order is None and not job.outlives(origin):
                 job.transfer.stop(TransferState.ABORTED, why)
             raise why
         if job is not None and origin is not None:
             if origin.attempt in job.past:
                 raise job.conflict("has come again since")
+            if job.outlives(origin):
+                raise KvferryError(
+                    LATE,
+                    f"request {request_id} is tried again here",
+                    field="attempt",
+                    value=origin.attempt,
+                    remedy="an attempt that goes on hands its order on once more, with `again`",
+                )
             if job.outlived_by(origin):
                 job = self._new(engine, request_id, after=job)
             job.join(origin)
@@ -158,7 +166,10 @@ class Transfers:
             self._spawn,
             self._config.way,
         )
-        job = Job(transfer, past=after.past | set(after.origins.values()) if after else frozenset())
+        job = Job(transfer)
+        if after is not None:
+            job.past = after.past | set(after.origins.values())
+            job.again = after.transfer.engine is engine
         self.unfinished += 1
         self._by_id[transfer.transfer_id] = job
         self._by_request[engine.engine_id, request_id] = job

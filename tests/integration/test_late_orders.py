@@ -1,0 +1,138 @@
+"""What another rank says of an attempt that is over comes when the request is tried again: the new attempt goes on.
+
+The rank that is late is played here, against rank 0 of the decode engine; the other ranks are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fleet import peer_stub, refusal, until
+from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled
+
+from kvferry.engine import TransferFailed
+from kvferry.schemas import TransferState
+from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def rank_0(pair: Pair) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
+    async with peer_stub(pair.decode.daemons[0]) as stub:
+        yield stub
+
+
+def ordered(pair: Pair, request_id: str, attempt: str, **more: Any) -> peer_pb2.OrderRequest:
+    """As rank 1 would hand it on."""
+    source = pair.prefill.source()
+    return peer_pb2.OrderRequest(
+        engine_id="decode",
+        request_id=request_id,
+        source=engine_pb2.Source(engine_id=source.engine_id, address=source.address),
+        rank=1,
+        attempt=f"{request_id}-{attempt}",
+        **more,
+    )
+
+
+def ended(request_id: str, attempt: str) -> peer_pb2.AbortRequest:
+    return peer_pb2.AbortRequest(
+        engine_id="decode", request_id=request_id, rank=1, attempt=f"{request_id}-{attempt}", reason="late"
+    )
+
+
+async def first_attempt(pair: Pair, request_id: str, **more: Any) -> None:
+    """It ends on all ranks before it is ordered, or before anything is published."""
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(TOKENS), **more))
+    state = TransferState.CONNECTING if more else TransferState.WAITING
+    for router in pair.routers:
+        await until(lambda router=router: is_in(router, request_id, state), "it waits")
+    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.decode.ranks))
+    await receiving
+
+
+async def test_an_order_and_an_abort_of_the_attempt_before_leave_the_next_alone(
+    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
+) -> None:
+    await first_attempt(pair, request_id, source=pair.prefill.source())
+    theirs = await half_published(pair, request_id)
+    receiving = asyncio.create_task(
+        pair.decode.receive(request_id, pair.decode.take(MANY), source=pair.prefill.source())
+    )
+    for router in pair.routers:
+        await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it reads")
+    late = rank_0.Order(ordered(pair, request_id, "before", again=False))
+    assert (await refusal(late.read())).code == "order_late"
+    await rank_0.Abort(ended(request_id, "before"))
+    await pair.prefill.publish(request_id, theirs, MANY)
+    assert [received.tokens for received in await receiving] == [(0, MANY)] * 3
+
+
+@pytest.mark.parametrize("abort_first", [False, True])
+async def test_a_reservation_made_anew_does_not_take_the_order_of_the_attempt_before(
+    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str, abort_first: bool
+) -> None:
+    await first_attempt(pair, request_id)
+    receiving = asyncio.create_task(pair.decode.receive(request_id, pair.decode.take(TOKENS)))
+    await all_wait(pair, request_id)
+    if abort_first:
+        await rank_0.Abort(ended(request_id, "before"))
+    late = rank_0.Order(ordered(pair, request_id, "before", again=False))
+    assert (await refusal(late.read())).code == ("aborted" if abort_first else "order_late")
+    await rank_0.Abort(ended(request_id, "before"))
+    await prefilled(pair, request_id)
+    await order(pair, request_id)
+    assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 3
+
+
+async def test_a_rank_that_does_not_know_that_it_tries_again_is_heard_all_the_same(pair: Pair, request_id: str) -> None:
+    """As one whose daemon has forgotten the first attempt, or was started anew."""
+    tables, ranks = pair.decode.take(TOKENS).tables(), pair.decode.ranks
+    first = asyncio.create_task(ranks[0].client.receive(request_id, tables))
+    await until(lambda: is_in(pair.routers[0], request_id, TransferState.WAITING), "it waits")
+    await ranks[0].client.abort(request_id)
+    with pytest.raises(TransferFailed):
+        await first
+    receiving = [asyncio.create_task(rank.client.receive(request_id, tables)) for rank in ranks]
+    await all_wait(pair, request_id)
+    await prefilled(pair, request_id)
+    await order(pair, request_id, rank=1)
+    assert [received.tokens for received in await asyncio.gather(*receiving)] == [(0, TOKENS)] * 3
+
+
+async def test_a_rank_that_tries_again_is_not_answered_with_an_attempt_it_had_no_part_in(
+    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
+) -> None:
+    """Its first order never came here."""
+    await aborted_at_rank_0(pair, request_id)
+    following = rank_0.Order(ordered(pair, request_id, "again", again=True))
+    assert not TransferState((await following.read()).state).ended
+    tables, source = pair.decode.take(TOKENS), pair.prefill.source()
+    receiving = asyncio.create_task(pair.decode.receive(request_id, tables, source=source))
+    await prefilled(pair, request_id)
+    assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 3
+    following.cancel()
+
+
+async def test_a_rank_whose_first_order_comes_after_the_end_hears_of_it(
+    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
+) -> None:
+    await aborted_at_rank_0(pair, request_id)
+    assert (await rank_0.Order(ordered(pair, request_id, "first", again=False)).read()).state == "aborted"
+
+
+async def aborted_at_rank_0(pair: Pair, request_id: str) -> None:
+    """An attempt that only rank 0 handed on."""
+    client, tables = pair.decode.ranks[0].client, pair.decode.take(TOKENS).tables()
+    receiving = asyncio.create_task(client.receive(request_id, tables, source=pair.prefill.source()))
+    for router in pair.routers:
+        await until(
+            lambda router=router: is_in(router, request_id, TransferState.WAITING, TransferState.CONNECTING), "it waits"
+        )
+    await client.abort(request_id)
+    with pytest.raises(TransferFailed):
+        await receiving
