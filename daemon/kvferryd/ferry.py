@@ -30,12 +30,14 @@ from kvferry.schemas import (
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.config import Config
-from kvferryd.engines import Engine, Engines
+from kvferryd.engine import Engine
+from kvferryd.engines import Engines
 from kvferryd.memory import provider
 from kvferryd.metrics import Metrics, Stats
 from kvferryd.peers import allow
 from kvferryd.peers.channels import asking
-from kvferryd.peers.peers import PeerEngine, Peers
+from kvferryd.peers.peer import PeerEngine
+from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfer import ways
 from kvferryd.transfer.check import check_destination, check_request_id

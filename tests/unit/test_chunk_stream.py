@@ -19,7 +19,7 @@ from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferryd.api.answer import first_of, said_beside
 from kvferryd.copy import Chunk
 from kvferryd.peers.lease_stream import LeaseStream
-from kvferryd.peers.peers import PeerRank, Staging
+from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.transfer import pack
 from kvferryd.transfer.arena import Arena, Use
 from kvferryd.transfer.chunk_stream import ChunkStream

@@ -11,7 +11,7 @@ from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState as L
 from kvferry.schemas import TransferState as T
 from kvferryd.config import Config
-from kvferryd.engines import Engine
+from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.transfer.states import LEASE, TRANSFER, IllegalMove, Machine

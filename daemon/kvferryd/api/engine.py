@@ -14,7 +14,7 @@ from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_prot
 from kvferryd import logs
 from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
 from kvferryd.api.handover import Handovers
-from kvferryd.engines import Engine
+from kvferryd.engine import Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.peers import allow

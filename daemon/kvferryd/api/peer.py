@@ -12,7 +12,8 @@ from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, said_beside, stream, unary
-from kvferryd.engines import MAX_WORLD_SIZE, Engine
+from kvferryd.engine import Engine
+from kvferryd.engines import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Region
 from kvferryd.peers import allow

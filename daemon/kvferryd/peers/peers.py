@@ -5,117 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
-from kvferry.manifest import Manifest
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.copy.chunks import ALIGN
-from kvferryd.engines import Engine
+from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
-from kvferryd.peers.calibration import Calibration
 from kvferryd.peers.channels import Channels, asking
 from kvferryd.peers.lease_stream import LeaseStream
 from kvferryd.peers.mapping import RankMapping, compile_kernels
+from kvferryd.peers.peer import Link, PeerEngine, PeerRank, Staging
 from kvferryd.peers.staging import stage
-from kvferryd.plan import Plan, plan
+from kvferryd.plan import plan
 from kvferryd.transport import Agent, Span
 
 log = logs.get(__name__)
 IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What direct reads cost; until it is measured, what facts say of the worse kind of link.
-
-    descriptor_s: each run. bytes_per_s: of long runs.
-    """
-
-    descriptor_s: float = 4e-6
-    bytes_per_s: float = 2e9
-
-
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """A peer's staging arena, which it packs slot by slot.
-
-    bytes_per_s: of READs from it into our own; until it is measured, as of Link.
-    """
-
-    span: Span
-    slot_nbytes: int
-    bytes_per_s: float = 2e9
-
-
-@dataclass(slots=True, eq=False)
-class PeerRank:
-    """One rank of a peer engine: its manifest, and how to read from it."""
-
-    address: str
-    manifest: Manifest
-    protocol: int
-    version: str
-    agent_name: str
-    metadata: bytes
-    regions: dict[int, Span]
-    stub: peer_pb2_grpc.PeerAsyncStub
-    reader: peer_pb2.Reader
-    """We, as this rank is told."""
-    leases: LeaseStream
-    staging: Staging | None = None
-    pairing: str = ""
-    """What the peer calls the plan between us, once it was told."""
-    link: Link = Link()
-    bytes_read: int = 0
-    transfers: int = 0
-
-    @property
-    def rank(self) -> int:
-        return self.manifest.rank
-
-
-@dataclass(slots=True, eq=False)
-class PeerEngine:
-    """A peer engine as one engine of ours sees it: all ranks, and the plan between the two."""
-
-    engine_id: str
-    epoch: str
-    ranks: dict[int, PeerRank]
-    plan: Plan
-    own: Engine
-    """Our engine that reads from it."""
-    addresses: set[str]
-    """Under which it is known: those of its ranks, and those that orders named."""
-    loaded: list[str] = field(default_factory=list)
-    """NIXL names loaded into our engine's agent."""
-    users: int = 0
-    """Transfers that read or may still be written to: the names stay loaded until they are quiet."""
-    stale: bool = False
-    used_at: float = field(default_factory=time.monotonic)
-    mappings: dict[int, RankMapping] = field(default_factory=dict)
-    """Of the ranks that are read, where something could be mapped."""
-    unmapped: dict[int, str] = field(default_factory=dict)
-    """Why the others could not."""
-    watches: list[asyncio.Task[None]] = field(default_factory=list)
-    calibration: Calibration = field(default_factory=Calibration)
-
-    @property
-    def lost(self) -> bool:
-        """Whether a daemon of it has gone since the handshake. The engine may be with another, in the same epoch."""
-        return any(rank.leases.lost for rank in self.ranks.values())
-
-    def mapped_addresses(self) -> dict[tuple[int, int], int]:
-        """Where (rank, region) begins in this process."""
-        return {
-            (rank, id): each.address for rank, mapping in self.mappings.items() for id, each in mapping.regions.items()
-        }
 
 
 class Peers:

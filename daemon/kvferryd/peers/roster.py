@@ -14,7 +14,7 @@ from kvferry.errors import KvferryError
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN, error_of
 from kvferry.v1 import peer_pb2
 from kvferryd.config import Config
-from kvferryd.engines import Engine
+from kvferryd.engine import Engine
 from kvferryd.peers.channels import Channels
 
 log = structlog.get_logger()

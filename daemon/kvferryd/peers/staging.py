@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -13,13 +12,11 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd.peers.channels import asking
+from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.plan import Plan
 from kvferryd.transfer.ahead import prepare_scatter
 from kvferryd.transfer.arena import Arena, Use
 from kvferryd.transport import Agent, Read
-
-if TYPE_CHECKING:
-    from kvferryd.peers.peers import PeerEngine, PeerRank
 
 log = structlog.get_logger()
 COMPILE_S = 20.0

@@ -10,7 +10,7 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto
 from kvferryd.copy import Chunk
-from kvferryd.peers.peers import PeerRank
+from kvferryd.peers.peer import PeerRank
 from kvferryd.transfer.view import LeaseView
 from kvferryd.transport import Span
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferryd.peers.peers import Link, PeerEngine
+from kvferryd.peers.peer import Link, PeerEngine
 from kvferryd.plan import Bound, Runs
 from kvferryd.transfer.beside import beside
 from kvferryd.transfer.flight import Flight

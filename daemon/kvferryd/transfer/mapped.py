@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvferryd.copy import mapped, moves
 from kvferryd.copy.runner import Runner
-from kvferryd.peers.peers import PeerEngine
+from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
 from kvferryd.transfer.flight import Flight
 from kvferryd.transport import Span

@@ -25,7 +25,7 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.copy.chunks import FIRST
-from kvferryd.peers.peers import PeerEngine, PeerRank, Staging
+from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
 from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
 from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use

@@ -15,8 +15,9 @@ from kvferry.schemas import ErrorBody, RankTransfer, TransferState
 from kvferry.tables import Tables
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import problem_to_proto
-from kvferryd.engines import Engine
-from kvferryd.peers.peers import PeerEngine, Peers
+from kvferryd.engine import Engine
+from kvferryd.peers.peer import PeerEngine
+from kvferryd.peers.peers import Peers
 from kvferryd.plan import bind
 from kvferryd.transfer import direct, mapped, staged, ways
 from kvferryd.transfer.flight import Flight

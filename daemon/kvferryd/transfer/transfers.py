@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from kvferry.errors import KvferryError
 from kvferry.schemas import TransferState
 from kvferryd.config import Config
-from kvferryd.engines import Engine
+from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.transfer.job import Job, Origin

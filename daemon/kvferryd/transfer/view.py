@@ -9,7 +9,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import tables_from_proto
 from kvferryd.peers.lease_stream import Reading
-from kvferryd.peers.peers import PeerEngine, PeerRank
+from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.transport import Agent
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
-from kvferryd.engines import Engine
-from kvferryd.peers.peers import PeerEngine
+from kvferryd.engine import Engine
+from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
 from kvferryd.transfer import direct, mapped, staged
 from kvferryd.transfer.flight import Flight
