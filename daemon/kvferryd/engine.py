@@ -19,12 +19,12 @@ from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
 from kvferryd.fences import Fences
+from kvferryd.leases.lease import Lease
+from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider, Region
-from kvferryd.transfer.arena import Arena
-from kvferryd.transfer.copies import GpuCopies, HostCopies
-from kvferryd.transfer.lease import Lease
-from kvferryd.transfer.leases import Leases
-from kvferryd.transfer.pairings import Pairings
+from kvferryd.staging.arena import Arena
+from kvferryd.staging.copies import GpuCopies, HostCopies
+from kvferryd.staging.pairings import Pairings
 from kvferryd.transport import Agent
 
 log = logs.get(__name__)

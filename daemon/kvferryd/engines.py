@@ -13,8 +13,8 @@ from kvferry.v1 import engine_pb2
 from kvferryd.config import Config
 from kvferryd.engine import Engine, made
 from kvferryd.fences import Fences
+from kvferryd.leases.lease import Lease
 from kvferryd.memory import Files, Provider, Region
-from kvferryd.transfer.lease import Lease
 
 DETACH_S, RETIRE_S = 0.5, 10.0
 MAX_WORLD_SIZE = 4096

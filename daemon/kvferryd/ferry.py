@@ -29,9 +29,11 @@ from kvferry.schemas import (
 )
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
+from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.engines import Engines
+from kvferryd.leases.lease import Lease
 from kvferryd.memory import provider
 from kvferryd.metrics import Metrics, Stats
 from kvferryd.peers import allow
@@ -40,8 +42,6 @@ from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfer import ways
-from kvferryd.transfer.check import check_destination, check_request_id
-from kvferryd.transfer.lease import Lease
 from kvferryd.transfer.orders import order_of, reservations_of
 from kvferryd.transfer.transfer import TRANSPORT
 from kvferryd.transfer.transfers import Transfers

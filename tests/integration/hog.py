@@ -15,7 +15,7 @@ from kvferry.manifest import Manifest
 from kvferry.tables import Tables
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_from_proto
-from kvferryd.transfer.share import Wanted, packs, share_of
+from kvferryd.staging.share import Wanted, packs, share_of
 
 CHUNK = 16 << 10
 SLOTS = 3

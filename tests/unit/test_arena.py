@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch
-from kvferryd.transfer.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
-from kvferryd.transfer.copies import HostCopies, over
+from kvferryd.staging.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
+from kvferryd.staging.copies import HostCopies, over
 from kvferryd.transport import Span
 
 pytestmark = pytest.mark.anyio

@@ -18,18 +18,18 @@ from kvferry.schemas import LeaseState
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferryd.api.answer import first_of, said_beside
 from kvferryd.copy import Chunk
+from kvferryd.leases import pack
+from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.leases import Leases
+from kvferryd.leases.pack import Packer, Packing
+from kvferryd.leases.readings import Readings
 from kvferryd.peers.lease_stream import LeaseStream
 from kvferryd.peers.peer import PeerRank, Staging
-from kvferryd.transfer import pack
-from kvferryd.transfer.arena import Arena, Use
+from kvferryd.staging.arena import Arena, Use
+from kvferryd.staging.copies import HostCopies
+from kvferryd.staging.pairings import Pairings
+from kvferryd.staging.share import Wanted, packs, shapes, share_of
 from kvferryd.transfer.chunk_stream import ChunkStream
-from kvferryd.transfer.copies import HostCopies
-from kvferryd.transfer.lease import Lease, ReaderId
-from kvferryd.transfer.leases import Leases
-from kvferryd.transfer.pack import Packer, Packing
-from kvferryd.transfer.pairings import Pairings
-from kvferryd.transfer.readings import Readings
-from kvferryd.transfer.share import Wanted, packs, shapes, share_of
 from kvferryd.transfer.view import LeaseView
 
 pytestmark = pytest.mark.anyio

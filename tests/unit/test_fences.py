@@ -22,9 +22,9 @@ from kvferry.handover import sealed_file
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd import fences as watched
-from kvferryd.transfer import lease as lease_module
-from kvferryd.transfer.lease import Lease, ReaderId
-from kvferryd.transfer.leases import Leases
+from kvferryd.leases import lease as lease_module
+from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
 TABLES = {"full": BlockTable.of([4, 7])}

@@ -11,8 +11,8 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd.transfer.lease import Lease, Opened, ReaderId
-from kvferryd.transfer.leases import Leases
+from kvferryd.leases.lease import Lease, Opened, ReaderId
+from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
 TABLES = {"full": BlockTable.of([4, 7])}

@@ -13,16 +13,17 @@ from test_arena import Gate, Memory
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.v1 import layout_pb2, peer_pb2
+from kvferryd import beside
 from kvferryd.copy import Chunk
+from kvferryd.leases import pack
+from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.leases import Leases
+from kvferryd.leases.pack import Packer, Packing
 from kvferryd.plan import PlanRefused
-from kvferryd.transfer import beside, pack
-from kvferryd.transfer.arena import Arena, Use
-from kvferryd.transfer.copies import HostCopies
-from kvferryd.transfer.lease import Lease, ReaderId
-from kvferryd.transfer.leases import Leases
-from kvferryd.transfer.pack import Packer, Packing
-from kvferryd.transfer.pairings import PAIRINGS, Pairings
-from kvferryd.transfer.share import Wanted, packs, shapes, share_of
+from kvferryd.staging.arena import Arena, Use
+from kvferryd.staging.copies import HostCopies
+from kvferryd.staging.pairings import PAIRINGS, Pairings
+from kvferryd.staging.share import Wanted, packs, shapes, share_of
 
 pytestmark = pytest.mark.anyio
 CHUNK = 4096

@@ -16,7 +16,7 @@ from kvferry.wire import manifest_from_proto, manifest_to_proto, tables_from_pro
 from kvferryd.copy import Chunk, cut, host, mapped, moves
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.plan import bind, plan
-from kvferryd.transfer.share import Wanted, packs, shapes, share_of
+from kvferryd.staging.share import Wanted, packs, shapes, share_of
 
 thorough = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

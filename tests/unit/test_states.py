@@ -14,7 +14,7 @@ from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
-from kvferryd.transfer.states import LEASE, TRANSFER, IllegalMove, Machine
+from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
 from kvferryd.transfer.transfer import Transfer
 
 

@@ -14,11 +14,11 @@ from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_prot
 from kvferryd import logs
 from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
 from kvferryd.api.handover import Handovers
+from kvferryd.check import check_destination, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.peers import allow
-from kvferryd.transfer.check import check_destination, check_request_id, check_seconds, check_source, check_way
 from kvferryd.transfer.orders import reservation
 from kvferryd.transfer.transfer import Order
 

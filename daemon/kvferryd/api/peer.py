@@ -12,19 +12,19 @@ from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, said_beside, stream, unary
+from kvferryd.check import check_destination, check_request_id, check_seconds, check_way
 from kvferryd.engine import Engine
 from kvferryd.engines import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
+from kvferryd.leases.lease import ReaderId
+from kvferryd.leases.pack import Packer, Packing
+from kvferryd.leases.readings import Readings
 from kvferryd.memory import Region
 from kvferryd.peers import allow
-from kvferryd.transfer.ahead import prepare_gather
-from kvferryd.transfer.arena import Arena
-from kvferryd.transfer.check import check_destination, check_request_id, check_seconds, check_way
+from kvferryd.staging.ahead import prepare_gather
+from kvferryd.staging.arena import Arena
 from kvferryd.transfer.job import Origin
-from kvferryd.transfer.lease import ReaderId
 from kvferryd.transfer.orders import reservation
-from kvferryd.transfer.pack import Packer, Packing
-from kvferryd.transfer.readings import Readings
 from kvferryd.transfer.transfer import Order, Transfer
 
 log = logs.get(__name__)

@@ -14,8 +14,8 @@ from kvferry.wire import manifest_to_proto
 from kvferryd.peers.channels import asking
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.plan import Plan
-from kvferryd.transfer.ahead import prepare_scatter
-from kvferryd.transfer.arena import Arena, Use
+from kvferryd.staging.ahead import prepare_scatter
+from kvferryd.staging.arena import Arena, Use
 from kvferryd.transport import Agent, Read
 
 log = structlog.get_logger()

@@ -1,1 +1,1 @@
-"""Leases (source side) and transfers (destination side): two explicit state machines, and what moves between."""
+"""The destination side: orders meet reservations, and KV is read by one of three ways."""

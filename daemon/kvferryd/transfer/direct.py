@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferryd.beside import beside
 from kvferryd.peers.peer import Link, PeerEngine
 from kvferryd.plan import Bound, Runs
-from kvferryd.transfer.beside import beside
 from kvferryd.transfer.flight import Flight
 from kvferryd.transport import Agent, Span
 from kvferryd.transport.read import Descriptors

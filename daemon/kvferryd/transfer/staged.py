@@ -23,17 +23,17 @@ import numpy as np
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2
+from kvferryd.beside import beside
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.copy.chunks import FIRST
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
 from kvferryd.peers.staging import pair
 from kvferryd.plan import Bound
-from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
-from kvferryd.transfer.beside import beside
+from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
+from kvferryd.staging.copies import over
+from kvferryd.staging.share import Wanted
 from kvferryd.transfer.chunk_stream import ChunkStream
-from kvferryd.transfer.copies import over
 from kvferryd.transfer.flight import Flight
-from kvferryd.transfer.share import Wanted
 from kvferryd.transfer.together import together
 from kvferryd.transfer.view import LeaseView
 from kvferryd.transport import Agent, Read, Span

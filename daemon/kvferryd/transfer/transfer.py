@@ -19,10 +19,10 @@ from kvferryd.engine import Engine
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import bind
+from kvferryd.staging.share import Wanted, shapes
+from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfer import direct, mapped, staged, ways
 from kvferryd.transfer.flight import Flight
-from kvferryd.transfer.share import Wanted, shapes
-from kvferryd.transfer.states import TRANSFER, Machine
 from kvferryd.transfer.together import together
 from kvferryd.transfer.view import LeaseView, close_all, give_up, views
 

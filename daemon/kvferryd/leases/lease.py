@@ -12,9 +12,9 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseRecord, LeaseState
 from kvferry.tables import Tables
-from kvferryd.transfer.seal import Seal
-from kvferryd.transfer.states import LEASE, Machine
-from kvferryd.transfer.versions import Versions
+from kvferryd.leases.seal import Seal
+from kvferryd.leases.versions import Versions
+from kvferryd.states import LEASE, Machine
 
 MAX_READERS = 4096
 """Ranks that one lease remembers as readers."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvferryd.copy import cut
 from kvferryd.copy.ahead import sample
 from kvferryd.plan import Plan
-from kvferryd.transfer.arena import Arena
+from kvferryd.staging.arena import Arena
 
 
 async def prepare_gather(arena: Arena, share: Plan, regions: Mapping[int, int]) -> None:

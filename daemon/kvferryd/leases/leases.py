@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import Tables
-from kvferryd.transfer.lease import Lease, Opened, Publication, ReaderId, lease_ended
-from kvferryd.transfer.seal import Seals
+from kvferryd.leases.lease import Lease, Opened, Publication, ReaderId, lease_ended
+from kvferryd.leases.seal import Seals
 
 ANNOUNCED_TO = 4
 """A source with more readers than that announces nothing: most would hear of leases that are for others."""

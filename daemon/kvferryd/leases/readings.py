@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
-from kvferryd.transfer.check import check_request_id
-from kvferryd.transfer.lease import Lease, Opened, ReaderId
-from kvferryd.transfer.leases import Leases
-from kvferryd.transfer.pack import Packer, Packing
+from kvferryd.check import check_request_id
+from kvferryd.leases.lease import Lease, Opened, ReaderId
+from kvferryd.leases.leases import Leases
+from kvferryd.leases.pack import Packer, Packing
 
 ENDED_S = 1.0
 """How long readers are given to hear that their leases have ended, when all of them do."""

@@ -17,7 +17,7 @@ from enum import Enum
 from kvferry.errors import KvferryError
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Region
-from kvferryd.transfer.copies import Copies
+from kvferryd.staging.copies import Copies
 from kvferryd.transport import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 128 << 20}

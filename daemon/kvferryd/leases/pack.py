@@ -17,12 +17,12 @@ from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
+from kvferryd.beside import beside
 from kvferryd.copy import Chunk
-from kvferryd.transfer.arena import SLOT_ALIGN, Arena, Slot, Use
-from kvferryd.transfer.beside import beside
-from kvferryd.transfer.lease import Lease
-from kvferryd.transfer.pairings import Pairings
-from kvferryd.transfer.share import Shape, Wanted, packs
+from kvferryd.leases.lease import Lease
+from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
+from kvferryd.staging.pairings import Pairings
+from kvferryd.staging.share import Shape, Wanted, packs
 
 log = logs.get(__name__)
 PATIENCE_S = 30.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferryd.plan import Plan
-from kvferryd.transfer.share import share_of
+from kvferryd.staging.share import share_of
 
 PAIRINGS = 64
 """Plans kept. A reader whose plan is forgotten pairs again."""
