@@ -32,8 +32,8 @@ KEPT_S = 0.5
 """For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read
 within this time of its asking need not ask whether they have been replaced (a round trip, 0.3 ms and more)."""
 GATHERS = 2
-"""Of one packing at once: the next is launched while one is told. The first is alone: a launch takes longer than it, and
-nothing is read before it is told."""
+"""Of one packing at once: the next is launched while one is told. The first is alone: to launch another takes longer
+than it does, and nothing is read before it is told."""
 
 
 @dataclass(frozen=True, slots=True)
