@@ -1,4 +1,4 @@
-"""How a thread of ours answers the event loop, and how the loop answers itself."""
+"""How the event loop is answered, by a thread of ours or by itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ T = TypeVar("T")
 
 
 def settle(future: asyncio.Future[T], result: T | None = None, *, error: KvferryError | None = None) -> None:
-    """Settle `future` on its own loop, from any thread; nothing if it is settled, or its loop closed, already."""
+    """Settle `future`: at once on its own loop, soon from any thread; nothing if it is settled, or its loop closed."""
     loop = future.get_loop()
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(lambda: settle_now(future, result, error=error))
+    if asyncio._get_running_loop() is loop:
+        _settle(future, result, error)
+    elif not loop.is_closed():
+        loop.call_soon_threadsafe(_settle, future, result, error)
 
 
-def settle_now(future: asyncio.Future[T], result: T | None = None, *, error: KvferryError | None = None) -> None:
-    """The same, at once; for who runs on its loop."""
+def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | None) -> None:
     if future.done():
         return
     if error is not None:

@@ -24,12 +24,14 @@ from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import Copier, NotPrepared
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import read
-from kvferryd.polling import ask_again
-from kvferryd.settle import settle, settle_now
+from kvferryd.settle import settle
 
 T = TypeVar("T")
 IN_FLIGHT = 2
 """Copies on the stream at once: the next is launched while one runs. More would only take its SMs away."""
+SPIN_S, POLL_S = 5e-3, 1e-3
+"""For so long after its launch a copy is asked for at every turn of the event loop, later once in POLL_S: a GPU wakes
+nobody when it is done, and a timer of the loop is good to a millisecond."""
 CLOSE_S = 10.0
 TRIAL_NBYTES = 32 << 20
 
@@ -183,7 +185,8 @@ class Runner:
             else:
                 self._launch(copy)
         if self._in_flight and self._asking is None:
-            self._asking = ask_again(self._loop, self._in_flight[0].launched_at, self._ask)
+            fresh = time.monotonic() - self._in_flight[0].launched_at < SPIN_S
+            self._asking = self._loop.call_soon(self._ask) if fresh else self._loop.call_later(POLL_S, self._ask)
 
     def _ask(self) -> None:
         """Whether copies have ended."""
@@ -320,8 +323,8 @@ class Runner:
 def _end(copy: GpuCopy, problem: KvferryError | None) -> None:
     if copy.launched_at:
         copy.seconds = time.monotonic() - copy.launched_at
-    settle_now(copy.done, error=problem)
-    settle_now(copy.quiet)
+    settle(copy.done, error=problem)
+    settle(copy.quiet)
 
 
 def _closed() -> KvferryError:

@@ -31,7 +31,8 @@ KEPT_S = 0.5
 """For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read
 within this time of its asking need not ask whether they have been replaced (a round trip, 0.3 ms and more)."""
 GATHERS = 2
-"""Of one packing at once: the next is launched while one is told."""
+"""Of one packing at once: the next is launched while one is told. The first is alone: to launch another takes longer
+than it does, and nothing is read before it is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,8 @@ class Packing:
         self._advance()
 
     def _advance(self) -> None:
-        while self._wanted and self._lease is not None and self._gathers < GATHERS and not self._over:
+        at_once = GATHERS if self._left < len(self._chunks) else 1
+        while self._wanted and self._lease is not None and self._gathers < at_once and not self._over:
             try:
                 lent = self._arena.ask(Use.PACKED)
             except KvferryError as error:

@@ -32,11 +32,11 @@ class Rows:
 
 
 def estimate_s(bound: Bound, peer: PeerEngine) -> float:
-    """By the slowest link of the ranks that are read, and as if all segments were as long as the one in the middle."""
+    """By the slowest link of the ranks that are read, and as if all segments were as long as the longest."""
     descriptors = 0
     for copy, segments in bound.pairs:
         if number := len(segments.tokens):
-            patterns = copy.patterns(int(segments.tokens[number // 2]))
+            patterns = copy.patterns(int(segments.tokens.max()))
             descriptors += number * sum(len(pattern.source_offsets) for pattern in patterns)
     links = [peer.ranks[rank].link for rank in peer.plan.reads_from] or [Link()]
     moving = bound.nbytes / min(link.bytes_per_s for link in links)

@@ -168,7 +168,7 @@ class Transfer:
             try:
                 async with asyncio.timeout_at(self._deadline) as self._timeout:
                     await self._matched.wait()
-                    through = await self._transfer()
+                    await self._transfer()
             except TimeoutError:
                 raise self._late() from None
         except asyncio.CancelledError:
@@ -181,7 +181,6 @@ class Transfer:
             self._end(TransferState.FAILED, KvferryError("internal", f"the daemon failed: {type(error).__name__}"))
         else:
             self._end(TransferState.DONE, None)
-            asyncio.get_running_loop().call_soon(close_all, through)  # the engine is told first
 
     def _late(self) -> KvferryError:
         if self.state is TransferState.WAITING:
@@ -195,11 +194,11 @@ class Transfer:
             remedy="raise deadline_ms, or see why that phase takes so long",
         )
 
-    async def _transfer(self) -> list[LeaseView]:
-        """Returns the leases that are read to their end."""
+    async def _transfer(self) -> None:
         assert self.order is not None
         self._move(TransferState.CONNECTING)
         peer, read, others = await self._open(self.order)
+        through: list[LeaseView] = []
         try:
             try:
                 await self._read_and_verify(peer, read)
@@ -215,9 +214,9 @@ class Transfer:
                 self._spawn(self._peers.forget(self.engine, peer))
             raise
         else:
-            return [*read, *others]  # ranks that had nothing to be read count us as a reader that is through as well
+            through += [*read, *others]  # ranks that had nothing to be read count us as a reader that is through, too
         finally:
-            self._spawn(self._settle(peer))
+            self._spawn(self._settle(peer, through))
 
     async def _read_and_verify(self, peer: PeerEngine, read: list[LeaseView]) -> None:
         self._move(TransferState.READING)
@@ -319,9 +318,11 @@ class Transfer:
         for view in read:
             view.source.transfers += 1
 
-    async def _settle(self, peer: PeerEngine) -> None:
-        """When nothing can be written any more: say so, and let the peer go."""
+    async def _settle(self, peer: PeerEngine, through: list[LeaseView]) -> None:
+        """Close the leases that were read to their end. When nothing can be written any more: say so, and let the peer
+        go."""
         await self.ended.wait()
+        close_all(through)
         await asyncio.gather(*(read.quiet for read in self._reads))
         if not self.quiet.is_set():
             self.quiet.set()
@@ -347,9 +348,9 @@ class Transfer:
         self.problem = problem
         if all(read.quiet.done() for read in self._reads):
             self.quiet.set()
+        self.engine.tell(self.event())  # the engine first
         self.ended.set()
-        self.engine.tell(self.event())
-        asyncio.get_running_loop().call_soon(self._on_end, self)  # the engine first
+        asyncio.get_running_loop().call_soon(self._on_end, self)
 
 
 def error_body(error: KvferryError) -> ErrorBody:

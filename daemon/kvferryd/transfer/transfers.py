@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 
@@ -209,7 +210,8 @@ class Transfers:
 
     def _forget_oldest(self) -> None:
         """Keep `history` ended transfers; one whose other ranks or reads go on is kept until they end."""
-        for job in list(self._finished.values())[: len(self._finished) - self._config.history]:
+        oldest = itertools.islice(self._finished.values(), max(0, len(self._finished) - self._config.history))
+        for job in list(oldest):
             if job.ended and job.transfer.quiet.is_set():
                 del self._finished[job.transfer.transfer_id]
                 del self._by_id[job.transfer.transfer_id]

@@ -1,14 +1,16 @@
-"""One NIXL agent: the thread that owns it, and the event loop that borrows it.
+"""One NIXL agent and the thread that owns it.
 
-What may take long is done on the thread: on host memory a read happens inside NIXL's post. What does not (a word, a few
-rows from GPU to GPU) is posted and asked for on the event loop, when the thread is not in NIXL: the way to a thread
-and back takes longer than such a read. NIXL has neither abort nor timeouts: a read that was given up goes on writing
-until NIXL says DONE or RemoteDisconnect for it, and `Read.quiet` tells when that is.
+The event loop hands over work and awaits futures; on host memory a read happens inside NIXL's post, and asking for a
+read serves whatever else is on the wire of the agent. The one thing that the loop does itself is to post a word of a
+peer whose words arrive inside the post (one of this host), while the thread is not in NIXL: the way to a thread and
+back takes longer. NIXL has neither abort nor timeouts: a read that was given up goes on writing until NIXL says DONE
+or RemoteDisconnect for it, and `Read.quiet` tells when that is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -20,11 +22,10 @@ import numpy as np
 from kvferry import cuda
 from kvferry.errors import KvferryError
 from kvferryd import logs
-from kvferryd.polling import ask_again
-from kvferryd.settle import settle, settle_now
+from kvferryd.settle import settle
 from kvferryd.transport.binding import make_agent
 from kvferryd.transport.read import Descriptors, Read, Span, TransportError, typed
-from kvferryd.transport.reads import Reads
+from kvferryd.transport.reads import Reads, post
 
 log = logs.get(__name__)
 T = TypeVar("T")
@@ -38,8 +39,7 @@ FETCH_PRIORITY = 1 << 20
 TRIAL_DESCRIPTORS, TRIAL_NBYTES = 64, 4096
 SCRATCH = 8192
 """Words that can be fetched at once, ahead of all other reads."""
-QUICK_ROWS, QUICK_NBYTES = 16, 4096
-"""Of a read that the event loop posts: rows, and bytes where host memory is on either side."""
+WORD = 8
 
 
 class Agent:
@@ -53,16 +53,14 @@ class Agent:
         self._threads, self._ucx = threads, dict(ucx or {})
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reads, self._quick_reads = Reads(settle), Reads(settle_now)
-        """Those that the thread drives, and those that the event loop does."""
+        self._reads = Reads()
         self._in_nixl = threading.Lock()
-        """Held by the thread whenever it is in NIXL; the event loop does not wait for it."""
-        self._asking: asyncio.Handle | None = None
-        self._connected: set[str] = set()
-        """Peers that were read from."""
+        """The loop does not wait for it."""
+        self._near: set[str] = set()
+        """Peers whose last word arrived inside the post."""
         self._registered: dict[Span, Any] = {}
         self._peers: dict[str, tuple[bytes, int]] = {}
-        self._closed = False
+        self._closed = self._gone = False
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
@@ -119,7 +117,7 @@ class Agent:
         if users > 1:
             self._peers[name] = (metadata, users - 1)
         else:
-            self._connected.discard(name)
+            self._near.discard(name)
             self._nixl.remove_remote_agent(name)
 
     async def warm(self, peer: str, span: Span) -> None:
@@ -128,7 +126,6 @@ class Agent:
             await self._fetch(peer, span, 1)
         else:
             await self._touch(peer, span, self._landing)
-        self._connected.add(peer)
 
     async def _touch(self, peer: str, span: Span, landing: Span) -> None:
         # Into GPU memory, as the reads to come: host memory would be wired up otherwise.
@@ -155,18 +152,20 @@ class Agent:
 
     async def peek(self, peer: str, address: int) -> int:
         """One word (8 bytes) of a peer's registered host memory. Raises TransportError."""
-        return await self._fetch(peer, Span(address, 8, "host"), 8)
+        return await self._fetch(peer, Span(address, WORD, "host"), WORD)
 
     async def _fetch(self, peer: str, span: Span, nbytes: int) -> int:
         if not self._free:
             raise TransportError("transport_failed", f"{SCRATCH} words are being read already", value=SCRATCH)
         index = self._free.pop()
         self._scratch[index] = 0
-        local = np.array([(self._scratch.ctypes.data + 8 * index, nbytes, 0)], dtype=np.uint64)
+        local = np.array([(self._scratch.ctypes.data + WORD * index, nbytes, 0)], dtype=np.uint64)
         remote = np.array([(span.address, nbytes, span.device)], dtype=np.uint64)
         read = self.read(peer, local, remote, "DRAM", span.memory_type, FETCH_PRIORITY)
         read.quiet.add_done_callback(lambda _: self._free.append(index))  # not before: it may still be written
         await read.done
+        if read.at_once and peer in self._peers:
+            self._near.add(peer)
         return int(self._scratch[index])
 
     def read(
@@ -178,7 +177,7 @@ class Agent:
         if self._closed:
             self._end(read)
         elif not self._read_at_once(read):
-            self._inbox.put(lambda: self._begin(read))
+            self._hand_over(lambda: self._begin(read))
         return read
 
     async def close(self) -> bool:
@@ -187,8 +186,6 @@ class Agent:
         if not self._closed:
             self._closed = True
             self._inbox.put(None)
-        if self._asking is not None:
-            self._asking.cancel()
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, CLOSE_S)
         return not self._thread.is_alive()
@@ -208,46 +205,31 @@ class Agent:
 
         if self._closed:
             raise TransportError("agent_closed", f"the NIXL agent {self.name} is closed")
-        self._inbox.put(run)
+        self._hand_over(run)
         return await future
 
-    # ---- on the event loop ----
+    def _hand_over(self, work: Callable[[], None]) -> None:
+        self._inbox.put(work)
+        if self._gone:
+            self._empty_inbox()
 
     def _read_at_once(self, read: Read) -> bool:
-        """Post it from here, if NIXL takes no time over it and nobody is in there."""
-        if not self._is_quick(read) or not self._in_nixl.acquire(blocking=False):
+        """Post a word from here. Should it not arrive inside the post, the thread asks for it."""
+        if read.peer not in self._near or len(read.local) != 1 or read.nbytes > WORD:
+            return False
+        if not self._in_nixl.acquire(blocking=False):
             return False
         try:
             if self._nixl is None:
                 return False
-            self._quick_reads.begin(read)
-            self._quick_reads.advance(self._nixl)
+            post(self._nixl, read)
+            self._reads.begin(read)  # what is not over yet; what is, is finished
         finally:
             self._in_nixl.release()
-        self._ask_again()
+        if not read.at_once:
+            self._near.discard(read.peer)
+            self._hand_over(lambda: None)  # wake the thread
         return True
-
-    def _is_quick(self, read: Read) -> bool:
-        """The first read of a peer is not: it connects to it."""
-        if len(read.local) > QUICK_ROWS or read.peer not in self._connected:
-            return False
-        return read.local_type == read.remote_type == "VRAM" or read.nbytes <= QUICK_NBYTES
-
-    def _ask_again(self) -> None:
-        if self._asking is None and (self._quick_reads.to_post or self._quick_reads.newest is not None):
-            self._asking = ask_again(self._loop, self._quick_reads.newest, self._ask)
-
-    def _ask(self) -> None:
-        """Whether reads have ended."""
-        self._asking = None
-        if self._in_nixl.acquire(blocking=False):
-            try:
-                if self._nixl is not None:
-                    self._quick_reads.advance(self._nixl)
-            finally:
-                self._in_nixl.release()
-        if not self._closed:
-            self._ask_again()
 
     # ---- on the thread ----
 
@@ -296,7 +278,7 @@ class Agent:
                     except Exception as error:  # noqa: BLE001  the agent goes all the same
                         log.warning("memory could not be deregistered", agent=self.name, error=str(error))
             self._registered.clear()
-            ended = [*self._reads.drain(), *self._quick_reads.drain()]  # their handles hold on to the agent as well
+            ended = self._reads.drain()  # their handles hold on to the agent as well
             del nixl  # before any read is called quiet: this is the fence
         landing, self._landing = self._landing, None
         if self.device is not None and landing is not None:
@@ -306,10 +288,17 @@ class Agent:
                 log.warning("GPU memory could not be freed", agent=self.name, error=str(error))
         for read in ended:
             self._end(read)
-        while not self._inbox.empty():
-            work = self._inbox.get()
-            if work is not None:
-                work()
+        self._gone = True  # first: what is put in now is taken out by who puts it in
+        self._empty_inbox()
+
+    # ---- on either ----
+
+    def _empty_inbox(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work = self._inbox.get_nowait()
+                if work is not None:
+                    work()
 
     def _end(self, read: Read) -> None:
         closed = TransportError("agent_closed", f"the NIXL agent {self.name} was closed")

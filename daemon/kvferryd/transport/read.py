@@ -59,6 +59,12 @@ class Read:
     """Ranges of rows that are still to be posted."""
     in_flight: list[tuple[Any, float]] = field(default_factory=list)
     """NIXL's handles, and when they were posted."""
+    at_once: bool = False
+    """All of it arrived inside the post."""
+    ask_at: float = 0.0
+    """Not asked for before then, by time.monotonic()."""
+    problem: TransportError | None = None
+    """Why it fails."""
     abandoned: bool = False
 
     def __post_init__(self) -> None:

@@ -5,29 +5,25 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from typing import Any, Protocol
+from typing import Any
 
-from kvferry.errors import KvferryError
 from kvferryd import logs
+from kvferryd.settle import settle
 from kvferryd.transport.read import Read, TransportError, typed
 
 log = logs.get(__name__)
 
 IN_FLIGHT = 2
 """Posts of one read that may be under way at once."""
-
-
-class Settle(Protocol):
-    """`settle` or `settle_now`: who drives reads from the event loop settles their futures at once."""
-
-    def __call__(self, future: Any, result: None = None, *, error: KvferryError | None = None) -> None: ...
+STUCK_S = 1.0
+"""A request of which NIXL says that something is wrong, but not that it is over, is asked for so seldom: it tends to
+stay so, and NIXL writes a line each time."""
 
 
 class Reads:
     """Driven by one thread at a time, which lends it NIXL's agent."""
 
-    def __init__(self, settle: Settle) -> None:
-        self._settle = settle
+    def __init__(self) -> None:
         self._to_post: list[tuple[int, int, Read]] = []
         self._waiting: list[Read] = []
         self._order = itertools.count()
@@ -35,8 +31,10 @@ class Reads:
     def begin(self, read: Read) -> None:
         if read.chunks:
             heapq.heappush(self._to_post, (-read.priority, next(self._order), read))
+        elif read.in_flight:
+            self._waiting.append(read)
         else:
-            self._finish(read)
+            _finish(read)
 
     @property
     def to_post(self) -> bool:
@@ -53,19 +51,22 @@ class Reads:
         if self._to_post:
             _, _, read = heapq.heappop(self._to_post)
             if not read.abandoned:
-                self._post(nixl, read)
+                post(nixl, read)
             if read.in_flight:
                 self._waiting.append(read)
             else:
                 self._requeue(read)
+        now = time.monotonic()
         for read in self._waiting[:]:
-            self._poll(nixl, read)
+            if now < read.ask_at:
+                continue
+            _poll(nixl, read)
             if len(read.in_flight) < IN_FLIGHT and (read.chunks or not read.in_flight):
                 self._waiting.remove(read)
                 self._requeue(read)
 
     def drain(self) -> list[Read]:
-        """All of them, which nobody drives any more and NIXL knows nothing of."""
+        """All of them, without their handles: for who destroys NIXL's agent next."""
         found = [*self._waiting, *(read for _, _, read in self._to_post)]
         self._waiting.clear()
         self._to_post.clear()
@@ -77,73 +78,84 @@ class Reads:
         """Behind the others of its priority, so that reads share the agent chunk by chunk."""
         if read.abandoned or read.done.done():
             read.chunks.clear()
-        if read.chunks:
-            heapq.heappush(self._to_post, (-read.priority, next(self._order), read))
-        elif read.in_flight:
-            self._waiting.append(read)
-        else:
-            self._finish(read)
+        self.begin(read)
 
-    def _post(self, nixl: Any, read: Read) -> None:
-        start, stop = read.chunks.popleft()
-        began = time.monotonic()
+
+def post(nixl: Any, read: Read) -> None:
+    """Post the next chunk. What NIXL has not done by then is in `in_flight`; who wants to know why not all is well
+    finds it in `problem`."""
+    start, stop = read.chunks.popleft()
+    began = time.monotonic()
+    try:
+        handle = nixl.initialize_xfer(
+            "READ",
+            nixl.get_xfer_descs(read.local[start:stop], read.local_type),
+            nixl.get_xfer_descs(read.remote[start:stop], read.remote_type),
+            read.peer,
+        )
+    except Exception as error:  # noqa: BLE001  see typed
+        _fail(read, typed(error, read.peer))  # nothing was posted
+        return
+    try:
+        state = nixl.transfer(handle)
+    except Exception as error:  # noqa: BLE001  see typed
+        why = typed(error, read.peer)
+        _fail(read, why)
+        # Some descriptors may be on their way: the handle is asked until it says that they are not.
+        state = "ERR" if why.code == "peer_lost" else "PROC"
+    _fail_if_error(read, state)
+    now = time.monotonic()
+    read.seconds += now - began
+    if state == "PROC":
+        read.in_flight.append((handle, now))
+    else:
+        _release(nixl, handle)
+        read.at_once = state == "DONE" and not read.chunks and not read.in_flight
+
+
+def _finish(read: Read) -> None:
+    """NIXL has nothing of it any more."""
+    if read.abandoned and read.problem is None:
+        read.problem = TransportError("abandoned", "the read was given up")
+    settle(read.done, error=read.problem)
+    settle(read.quiet)
+
+
+def _poll(nixl: Any, read: Read) -> None:
+    for entry in read.in_flight[:]:
+        handle, posted = entry
         try:
-            handle = nixl.initialize_xfer(
-                "READ",
-                nixl.get_xfer_descs(read.local[start:stop], read.local_type),
-                nixl.get_xfer_descs(read.remote[start:stop], read.remote_type),
-                read.peer,
-            )
+            state = nixl.check_xfer_state(handle)
         except Exception as error:  # noqa: BLE001  see typed
-            self._fail(read, error)  # nothing was posted
-            return
-        try:
-            state = nixl.transfer(handle)
-        except Exception as error:  # noqa: BLE001  see typed
-            self._fail(read, error)
-            # Some descriptors may be on their way: the handle is asked until it says that they are not.
-            state = "ERR" if typed(error, read.peer).code == "peer_lost" else "PROC"
-        self._believe(read, state)
-        now = time.monotonic()
-        read.seconds += now - began
-        if state == "PROC":
-            read.in_flight.append((handle, now))
-        else:
-            self._release(nixl, handle)
+            why = typed(error, read.peer)
+            _fail(read, why)
+            if why.code != "peer_lost":
+                read.ask_at = time.monotonic() + STUCK_S
+                continue  # proves nothing: only DONE or a lost connection do
+            state = "ERR"
+        _fail_if_error(read, state)
+        if state != "PROC":
+            read.in_flight.remove(entry)
+            read.seconds += time.monotonic() - posted
+            _release(nixl, handle)
 
-    def _poll(self, nixl: Any, read: Read) -> None:
-        for entry in read.in_flight[:]:
-            handle, posted = entry
-            try:
-                state = nixl.check_xfer_state(handle)
-            except Exception as error:  # noqa: BLE001  see typed
-                self._fail(read, error)
-                if typed(error, read.peer).code != "peer_lost":
-                    continue  # proves nothing: only DONE or a lost connection do
-                state = "ERR"
-            self._believe(read, state)
-            if state != "PROC":
-                read.in_flight.remove(entry)
-                read.seconds += time.monotonic() - posted
-                self._release(nixl, handle)
 
-    def _believe(self, read: Read, state: str) -> None:
-        """NIXL raises where something is wrong; should it only say so, that is no success either."""
-        if state == "ERR":
-            self._fail(read, RuntimeError("the request ended in state ERR"))
+def _fail_if_error(read: Read, state: str) -> None:
+    """NIXL raises where something is wrong; should it only say so, that is no success either."""
+    if state == "ERR":
+        _fail(read, typed(RuntimeError("the request ended in state ERR"), read.peer))
 
-    def _release(self, nixl: Any, handle: Any) -> None:
-        try:
-            nixl.release_xfer_handle(handle)
-        except Exception as error:  # noqa: BLE001  a handle that cannot be freed is a leak, not a failed read
-            log.warning("a NIXL handle could not be released", error=str(error))
 
-    def _fail(self, read: Read, error: Exception) -> None:
-        read.chunks.clear()
-        self._settle(read.done, error=typed(error, read.peer))
+def _fail(read: Read, why: TransportError) -> None:
+    """Tell it now; more of it may still arrive."""
+    read.chunks.clear()
+    if read.problem is None:
+        read.problem = why
+        settle(read.done, error=why)
 
-    def _finish(self, read: Read) -> None:
-        if read.abandoned:
-            self._settle(read.done, error=TransportError("abandoned", "the read was given up"))
-        self._settle(read.done)
-        self._settle(read.quiet)
+
+def _release(nixl: Any, handle: Any) -> None:
+    try:
+        nixl.release_xfer_handle(handle)
+    except Exception as error:  # noqa: BLE001  a handle that cannot be freed is a leak, not a failed read
+        log.warning("a NIXL handle could not be released", error=str(error))

@@ -1,0 +1,126 @@
+"""The agent against another process that stops, goes and comes under another name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferryd.transport import Agent, Read, Span, TransportError
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30.0
+WORD = 8
+
+
+@dataclass
+class Source:
+    process: subprocess.Popen[str]
+    name: str
+    span: Span
+    metadata: bytes
+
+    def word(self, index: int) -> int:
+        return self.span.address + WORD * index
+
+
+@dataclass
+class Reader:
+    agent: Agent
+    memory: np.ndarray[tuple[int], np.dtype[np.uint64]]
+
+    def read(self, source: Source, first: int, words: int) -> Read:
+        """Words of the source into the same words here."""
+        rows = [
+            np.array([(base + WORD * first, WORD * words, 0)], dtype=np.uint64)
+            for base in (self.memory.ctypes.data, source.span.address)
+        ]
+        return self.agent.read(source.name, rows[0], rows[1], "DRAM", "DRAM")
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    name = f"source-{uuid.uuid4().hex}"
+    command = [sys.executable, str(Path(__file__).with_name("agent_source.py")), name]
+    quiet = os.environ | {"NIXL_LOG_LEVEL": "ERROR"}  # NIXL writes to stdout
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet) as process:
+        assert process.stdout is not None
+        address, nbytes, metadata = json.loads(process.stdout.readline())
+        yield Source(process, name, Span(address, nbytes, "host"), bytes.fromhex(metadata))
+        process.kill()
+
+
+@pytest.fixture
+async def reader(source: Source) -> AsyncIterator[Reader]:
+    agent = Agent(f"reader-{uuid.uuid4().hex}")
+    await agent.start()
+    memory = np.zeros(source.span.nbytes // WORD, dtype=np.uint64)
+    await agent.register(Span(memory.ctypes.data, memory.nbytes, "host"))
+    await agent.add_peer(source.name, source.metadata)
+    await agent.warm(source.name, source.span)
+    yield Reader(agent, memory)
+    await agent.close()
+
+
+async def test_words_are_those_of_the_peer_whoever_posts_them(source: Source, reader: Reader) -> None:
+    async with asyncio.timeout(WAIT_S):
+        found = [await reader.agent.peek(source.name, source.word(index)) for index in range(1, 200)]
+        beside = reader.read(source, 0, len(reader.memory))  # on the thread, which is in NIXL for a while
+        found += await asyncio.gather(
+            *(reader.agent.peek(source.name, source.word(index)) for index in range(200, 1000))
+        )
+        await beside.done
+    assert found == list(range(1, 1000))
+    assert (reader.memory == np.arange(len(reader.memory), dtype=np.uint64)).all()
+
+
+async def test_a_word_of_a_peer_that_is_gone_fails(source: Source, reader: Reader) -> None:
+    for index in range(1, 10):
+        assert await reader.agent.peek(source.name, source.word(index)) == index
+    source.process.kill()
+    source.process.wait(WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(3):
+            with pytest.raises(TransportError):
+                await reader.agent.peek(source.name, source.word(1))
+
+
+async def test_a_word_of_a_peer_that_was_removed_fails(source: Source, reader: Reader) -> None:
+    for index in range(1, 10):
+        assert await reader.agent.peek(source.name, source.word(index)) == index
+    await reader.agent.remove_peer(source.name)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(TransportError):
+            await reader.agent.peek(source.name, source.word(1))
+
+
+async def test_nothing_is_written_once_the_agent_is_closed(source: Source, reader: Reader) -> None:
+    """The source stands still meanwhile: over some lanes its reads stay under way until then."""
+    async with asyncio.timeout(WAIT_S):
+        await reader.agent.peek(source.name, source.word(1))
+        source.process.send_signal(signal.SIGSTOP)
+        reads = [reader.read(source, first, 64) for first in range(0, 64 * 100, 64)]
+        words = [asyncio.ensure_future(reader.agent.peek(source.name, source.word(index))) for index in range(1, 50)]
+        await asyncio.sleep(0)
+        assert await reader.agent.close()
+        await asyncio.gather(*(read.quiet for read in reads), *words, return_exceptions=True)
+        assert all(read.done.done() for read in reads)
+        whole = [index for index, read in enumerate(reads) if read.done.exception() is None]
+        for index in whole:
+            assert (reader.memory[64 * index : 64 * (index + 1)] == np.arange(64 * index, 64 * (index + 1))).all()
+        reader.memory[:] = 7
+        source.process.send_signal(signal.SIGCONT)
+        assert source.process.stdin is not None
+        source.process.stdin.close()
+        await asyncio.to_thread(source.process.wait, WAIT_S)
+    assert (reader.memory == 7).all()
