@@ -5,7 +5,8 @@
 
 Handover: from the prefill's whole answer to the first token of the decode's. The prompts differ, so that no prefix
 cache helps. A pair of engines for each connector is up at the same time, and they take turns, request by request
-(alone) or round by round (8 in flight): now one is first, now the other. What the machine does, it does to both.
+(alone) or round by round (8 in flight): now one is first, now the other. What the machine does, it does to both. The
+engines whose turn it is not are stopped: idle ones may take a core (those with NIXL inside do).
 Then shapes: whether a request that was prefilled by one engine is decoded by the other, with the right tokens.
 """
 
@@ -14,12 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -32,7 +34,7 @@ from kvferryd.demo.fleet import ServiceError
 
 LENGTHS = (33, 250, 700, 1500)
 FLIGHTS = (1, 8)
-ROUNDS = {1: 40, 8: 10}
+ROUNDS = {1: 30, 8: 6}
 """By requests in flight: how often each connector has its turn."""
 SHORT = 5
 """How many times fewer there are with --short."""
@@ -75,7 +77,7 @@ class Cell:
 
     @property
     def p90(self) -> float:
-        return statistics.quantiles(self.handover_ms, n=10)[-1]
+        return statistics.quantiles(self.handover_ms, n=10, method="inclusive")[-1]
 
     def __str__(self) -> str:
         return f"{self.p50:.0f} | {self.p90:.0f} | {max(self.handover_ms):.0f} | {self.cpu_s:.2f}"
@@ -117,6 +119,18 @@ def cpu_seconds(both: Pair) -> float:
     return total / TICK
 
 
+@contextmanager
+def turn_of(both: Pair) -> Iterator[None]:
+    engines = (both.prefill, both.decode)
+    for engine in engines:
+        engine.signal(signal.SIGCONT)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.signal(signal.SIGSTOP)
+
+
 def measure(pairs: dict[str, Pair], length: int, flight: int, rounds: int, seed: int) -> dict[str, Cell]:
     """One row: the connectors in turn, `rounds` times each, with `flight` requests a turn."""
     times: dict[str, list[float]] = {name: [] for name in pairs}
@@ -126,7 +140,8 @@ def measure(pairs: dict[str, Pair], length: int, flight: int, rounds: int, seed:
         for turn in range(rounds):
             for name in (CONNECTORS, CONNECTORS[::-1])[turn % 2]:
                 prompts = [prompt(length, seed=seed + turn * flight + i) for i in range(flight)]
-                times[name] += pool.map(partial(handover_ms, http, pairs[name]), prompts)
+                with turn_of(pairs[name]):
+                    times[name] += pool.map(partial(handover_ms, http, pairs[name]), prompts)
     requests = rounds * flight
     return {name: Cell(times[name], (cpu_seconds(both) - before[name]) / requests) for name, both in pairs.items()}
 
