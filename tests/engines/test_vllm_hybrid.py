@@ -65,11 +65,13 @@ def test_the_tokens_are_those_of_one_engine(all_engines: tuple[int, Several], at
     for shape in SHAPES[groups]:
         both = engines.pair(*shape)
         before = len(both.transfers())
-        handed_over(both, [prompt(length, at_once, vocabulary=576) for length in LENGTHS], at_once, max_tokens=8)
+        # vLLM's all-reduce on a CPU spins: with three ranks on two cores a step takes 0.1 s.
+        lengths = LENGTHS[::4] if "TP3" in shape else LENGTHS
+        handed_over(both, [prompt(length, at_once, vocabulary=576) for length in lengths], at_once, max_tokens=4)
         moved = both.transfers()[before:]
         assert {one.state for one in moved} == {"done"}, shape
         if at_once == 1:
-            assert [one.tokens for one in moved] == [(0, length - 1) for length in LENGTHS], shape
+            assert [one.tokens for one in moved] == [(0, length - 1) for length in lengths], shape
 
 
 def test_prompts_that_leave_nothing_to_read(engines: Pair) -> None:
