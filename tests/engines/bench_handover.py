@@ -6,8 +6,8 @@
 Handover: from the prefill's whole answer to the first token of the decode's. The prompts differ, so that no prefix
 cache helps. A pair of engines for each connector is up at the same time, and they take turns, request by request
 (alone) or round by round (8 in flight): now one is first, now the other. What the machine does, it does to both. The
-engines whose turn it is not are stopped: idle ones may take a core (those with NIXL inside do). That slows NixlConnector's
-turns down: docs/benchmarks.md has what each takes with the machine to itself.
+engines whose turn it is not are stopped: idle ones may take a core (those with NIXL inside do). That slows
+NixlConnector's turns down: docs/benchmarks.md has what each takes with the machine to itself.
 Then shapes: whether a request that was prefilled by one engine is decoded by the other, with the right tokens.
 """
 
