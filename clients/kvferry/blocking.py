@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CALL_S = 30.0
 """How long a call may take that does not wait for another party."""
+FILLED_PER_S = 512 << 20
+"""Bytes of new memory that are filled and mapped in a second at least."""
 END_S = 5.0
 """How long those who wait are given to hear that the session is closed."""
 AGAIN_S = 5.0
@@ -137,7 +139,7 @@ class BlockingEngineClient:
         return self.client.draining.is_set()
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
-        allocated = self.call(self.client.allocate(nbytes, region))
+        allocated = self.call(self.client.allocate(nbytes, region), CALL_S + nbytes / FILLED_PER_S)
         self._attachment.regions.append(allocated)
         return allocated
 

@@ -119,7 +119,9 @@ class EngineClient:
                 given.device_uuid,
                 region,
             )
-        return open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset, keep=True)
+        opened = open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset, keep=True)
+        await asyncio.to_thread(opened.populate)
+        return opened
 
     async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         """Hand over memory that this engine allocated and goes on owning: a shared file, `memfd_region(...)`, or

@@ -35,6 +35,12 @@ __all__ = [
 ]
 
 
+POPULATE_WRITE = 23
+"""Linux 5.14's MADV_POPULATE_WRITE, which Python does not name yet."""
+POPULATE_NBYTES = 64 << 20
+"""Populated at a time, 20 ms each: in between other threads get the GIL, which madvise keeps."""
+
+
 @dataclass(slots=True, eq=False)
 class SharedRegion:
     """A region of KV-cache memory mapped here: `nbytes` bytes from `address`.
@@ -65,6 +71,15 @@ class SharedRegion:
         import torch
 
         return torch.from_numpy(self.array())  # torch.frombuffer would not keep the mapping from being closed
+
+    def populate(self) -> None:
+        """Map every page now, 0.3 s per GB, instead of at its first use: 1.3 us each, in the middle of a transfer.
+
+        An older kernel leaves it at that.
+        """
+        for start in range(0, len(self._map), POPULATE_NBYTES):
+            with contextlib.suppress(OSError):
+                self._map.madvise(POPULATE_WRITE, start, min(POPULATE_NBYTES, len(self._map) - start))
 
     def close(self) -> None:
         """Unmap, as soon as no array or tensor uses the mapping any more. Idempotent."""

@@ -1,9 +1,9 @@
-"""A test that fails shows how the logs of its engines and daemons end; those that need more cores are marked."""
+"""A test that fails shows how the logs of its engines and daemons end; one beside which one of them dies fails."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator
+import signal
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -21,13 +21,10 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM's ranks on a CPU spin while they wait for each other: with more ranks than cores a daemon may not run for
-    many seconds, and a test says more of the machine than of what it tests."""
-    for item in items:
-        given = getattr(item, "callspec", None)
-        ranks = (
-            max((sum(value.tp) for value in given.params.values() if hasattr(value, "tp")), default=0) if given else 0
-        )
-        if ranks > (os.cpu_count() or 1):
-            item.add_marker(pytest.mark.crowded)
+@pytest.fixture(autouse=True)
+def _nothing_ends_on_its_own() -> Iterator[None]:
+    """No engine and no daemon that the test itself has not killed."""
+    yield
+    ended = [service for fleet in Engines.running for service in fleet.ended()]
+    crashed = {one.name: one.process.returncode for one in ended if one.process.returncode != -signal.SIGKILL}
+    assert not crashed, f"ended on their own, with status: {crashed}"

@@ -9,8 +9,10 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,13 +25,17 @@ from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service, ServiceError
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin" / "python"
+SITE = Path(__file__).parent / "site"
 START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 20.0
-PATIENT = ("--lease-ttl-s", "120", "--deadline-s", "120")
-"""Of daemons whose engines have several ranks on few cores: a step of theirs takes seconds."""
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
+LENGTHS = [
+    5, 6, 17, 31, 32, 33, 48, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 200, 250, 300, 400, 511, 512, 513, 600, 700,
+    800, 1000, 1024, 1025, 1300, 1500,
+]  # fmt: skip
+"""32 prompts: every side of a block (32, 64, 96) and of a chunk (512)."""
 PREFILL_LEG = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -78,7 +84,7 @@ class Engines(Fleet):
         """
         port = self.free_port()
         command = [
-            "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}",
+            "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}", f"PYTHONPATH={_python_path()}",
             *(f"{name}={value}" for name, value in (environment or {}).items()),
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
             "--host", HOST, "--port", str(port), "--dtype", "float32", "--seed", "0", "--enforce-eager",
@@ -138,18 +144,29 @@ class Pair:
         return [LeaseRecord.model_validate(one) for one in body["leases"]]
 
 
+@dataclass
+class Several:
+    """Engines of one model, by name: any two of them are a pair."""
+
+    fleet: Engines
+    engines: dict[str, Service]
+    daemons: dict[str, list[DaemonService]]
+
+    def pair(self, prefill: str, decode: str) -> Pair:
+        sides = (prefill, decode)
+        return Pair(self.fleet, *(self.engines[side] for side in sides), *(self.daemons[side] for side in sides))
+
+
 @contextmanager
-def pair(
-    model: ModelConfig | Callable[[Path], None] = MODEL,
+def several(
+    model: ModelConfig | Callable[[Path], None],
+    sides: Mapping[str, dict[str, Any]],
     *,
-    prefill: dict[str, Any] | None = None,
-    decode: dict[str, Any] | None = None,
-    tp: tuple[int, int] = (1, 1),
     daemon_flags: Sequence[str] = (),
     kvferry: bool = True,
     start_s: float = START_S,
-) -> Iterator[Pair]:
-    """Start both with their daemons, one for each rank. prefill, decode: for `Engines.vllm`.
+) -> Iterator[Several]:
+    """Start engines with their daemons, one for each rank. sides: for `Engines.vllm`.
 
     kvferry: or else vLLM's own NixlConnector, without daemons. Raises ServiceError.
     """
@@ -157,23 +174,49 @@ def pair(
         pytest.skip("there is no vLLM here: make engines-venv installs one")
     fleet = Engines()
     try:
-        sides = [
-            fleet.daemons(name, count, flags=daemon_flags) if kvferry else []
-            for name, count in zip(("p", "d"), tp, strict=True)
-        ]
-        asyncio.run(fleet.ready(*sides[0], *sides[1], timeout_s=60))
+        daemons = {
+            name: fleet.daemons(name, side.get("ranks", 1), flags=daemon_flags) if kvferry else []
+            for name, side in sides.items()
+        }
+        asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=60))
         folder = fleet.model(model)
-        engines = [
-            fleet.vllm(name, folder, daemons, ranks=count, **(more or {}))
-            for name, daemons, count, more in zip(("p", "d"), sides, tp, (prefill, decode), strict=True)
-        ]
-        asyncio.run(fleet.ready(*engines, timeout_s=start_s))
-        yield Pair(fleet, *engines, *sides)
+        engines = {name: fleet.vllm(name, folder, daemons[name], **side) for name, side in sides.items()}
+        asyncio.run(fleet.ready(*engines.values(), timeout_s=start_s))
+        yield Several(fleet, engines, daemons)
     except ServiceError as error:  # its log goes with the fleet
         error.add_note(error.service.tail(40))
         raise
     finally:
         fleet.close()
+
+
+@contextmanager
+def pair(
+    model: ModelConfig | Callable[[Path], None] = MODEL,
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    daemon_flags: Sequence[str] = (),
+    kvferry: bool = True,
+    start_s: float = START_S,
+) -> Iterator[Pair]:
+    """Two of `several`."""
+    sides = {"p": prefill or {}, "d": decode or {}}
+    with several(model, sides, daemon_flags=daemon_flags, kvferry=kvferry, start_s=start_s) as both:
+        yield both.pair("p", "d")
+
+
+def handed_over(engines: Pair, prompts: Sequence[Sequence[int]], at_once: int = 1, **more: Any) -> None:
+    """Assert that every prompt's tokens are those of one engine."""
+    with ThreadPoolExecutor(at_once) as pool:
+        moved = list(pool.map(lambda tokens: engines.handover(tokens, **more), prompts))
+        alone = list(pool.map(lambda tokens: engines.alone(tokens, **more), prompts))
+    different = [len(tokens) for tokens, one, other in zip(prompts, moved, alone, strict=True) if one != other]
+    assert not different, f"prompts of {different} tokens have other tokens: {moved}, alone {alone}"
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
 
 
 def hybrid(folder: Path, groups: int) -> None:

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 def main(folder: str, groups: str) -> None:
     torch.manual_seed(0)
     config = GraniteMoeHybridConfig(
-        vocab_size=512,
+        vocab_size=576,
         hidden_size=192,
         intermediate_size=384,
         shared_intermediate_size=384,
         num_hidden_layers=4,
         layer_types=["mamba", "attention"] * 2,
         num_attention_heads=6,
-        num_key_value_heads=2,
+        num_key_value_heads=6,
         position_embedding_type="rope",
         max_position_embeddings=4096,
         mamba_n_heads=12,

@@ -10,14 +10,21 @@ from typing import Any
 import httpx
 import pytest
 
-from engines import ANSWER_S, PREFILL_LEG, Pair, cache_usage, complete, eventually, pair, prompt, tokens_of
+from engines import (
+    ANSWER_S,
+    LENGTHS,
+    PREFILL_LEG,
+    Pair,
+    cache_usage,
+    complete,
+    eventually,
+    handed_over,
+    pair,
+    prompt,
+    tokens_of,
+)
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
-LENGTHS = [
-    5, 6, 17, 31, 32, 33, 48, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 200, 250, 300, 400, 511, 512, 513, 600, 700,
-    800, 1000, 1024, 1025, 1300, 1500,
-]  # fmt: skip
-"""32 prompts: every side of a block (32) and of a chunk (512)."""
 
 
 @pytest.fixture
@@ -48,10 +55,7 @@ def test_a_request_alone(engines: Pair, length: int) -> None:
 
 
 def test_eight_at_once(engines: Pair) -> None:
-    prompts = [prompt(length, seed=1) for length in LENGTHS]
-    with ThreadPoolExecutor(8) as pool:
-        moved = list(pool.map(engines.handover, prompts))
-        assert moved == list(pool.map(engines.alone, prompts))
+    handed_over(engines, [prompt(length, seed=1) for length in LENGTHS], at_once=8)
 
 
 def test_what_decode_has_already_is_not_moved(engines: Pair) -> None:

@@ -1,77 +1,93 @@
-"""Two vLLM engines that differ: in block size, in tensor parallelism, in both; and layers with a sliding window."""
+"""vLLM engines that differ: in block size, in tensor parallelism, in both; and layers with a sliding window."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 
 import pytest
 
-from engines import MODEL, PATIENT, Pair, pair, prompt
-from kvferry.reference.config import ModelConfig
+from engines import LENGTHS, MODEL, Pair, Several, cache_usage, eventually, handed_over, prompt, several
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
-LENGTHS = [513, 5, 33, 96, 100, 1100]
 DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
 """By 2 and by 3, as vLLM wants every dimension that it splits."""
-SLIDING = dataclasses.replace(MODEL, window=100, sliding=(True, False, True, False))
+SLIDING = dataclasses.replace(DIVISIBLE, window=100, sliding=(True, False, True, False))
+SIDES = {
+    "TP1-32": {"block_size": 32},
+    "TP1-96": {"block_size": 96},
+    "TP2-64": {"block_size": 64, "ranks": 2},
+    "TP3-32": {"block_size": 32, "ranks": 3},
+}
+"""By TP and block size."""
+SHAPES = [("TP1-32", "TP1-96"), ("TP1-96", "TP1-32"), ("TP2-64", "TP1-32"), ("TP1-32", "TP2-64"), ("TP2-64", "TP3-32")]
+WINDOWED = {"TP1-32": {"block_size": 32}, "TP2-64": {"block_size": 64, "ranks": 2}}
+WINDOWED_SHAPES = [("TP1-32", "TP2-64"), ("TP2-64", "TP1-32")]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """(prefill, decode) of everything."""
-
-    block_sizes: tuple[int, int] = (32, 32)
-    tp: tuple[int, int] = (1, 1)
-    model: ModelConfig = DIVISIBLE
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(prompts, tokens to decode). vLLM's ranks on a CPU wait for each other in a loop: on few cores a step of
-        several ranks takes a second."""
-        return (len(LENGTHS), 16) if self.tp == (1, 1) else (3, 4)
-
-    def __str__(self) -> str:
-        window = f" window {self.model.window}" if self.model.window else ""
-        return f"blocks {self.block_sizes[0]} to {self.block_sizes[1]}, TP{self.tp[0]} to TP{self.tp[1]}{window}"
-
-
-SHAPES = [
-    Shape((32, 96)),
-    Shape((96, 64)),
-    Shape((32, 64), tp=(2, 1)),
-    Shape((64, 32), tp=(1, 2)),
-    Shape(tp=(2, 3)),
-    Shape((32, 32), model=SLIDING),
-    Shape((64, 32), model=SLIDING),
-]
-
-
-@pytest.fixture(scope="module", params=SHAPES, ids=str)
-def shape(request: pytest.FixtureRequest) -> Shape:
-    assert isinstance(request.param, Shape)
-    return request.param
+def named(shape: tuple[str, str]) -> str:
+    return " to ".join(shape)
 
 
 @pytest.fixture(scope="module")
-def engines(shape: Shape) -> Iterator[Pair]:
-    first, second = ({"block_size": size} for size in shape.block_sizes)
-    with pair(shape.model, prefill=first, decode=second, tp=shape.tp, daemon_flags=PATIENT) as both:
-        yield both
+def plain() -> Iterator[Several]:
+    with several(DIVISIBLE, SIDES) as engines:
+        yield engines
 
 
-def test_the_tokens_are_those_of_one_engine(engines: Pair, shape: Shape) -> None:
-    count, length = shape.size
-    for tokens in [prompt(length) for length in LENGTHS[:count]]:
-        assert engines.handover(tokens, max_tokens=length) == engines.alone(tokens, max_tokens=length)
+@pytest.fixture(scope="module")
+def windowed() -> Iterator[Several]:
+    with several(SLIDING, WINDOWED) as engines:
+        yield engines
 
 
-def test_several_at_once_with_a_shared_prefix(engines: Pair, shape: Shape) -> None:
-    count, length = shape.size
-    prompts = [prompt(200, seed=1) + prompt(10 + 70 * i, seed=2) for i in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        moved = list(pool.map(partial(engines.handover, max_tokens=length), prompts))
-        assert moved == list(pool.map(partial(engines.alone, max_tokens=length), prompts))
+@pytest.fixture(params=SHAPES, ids=named)
+def engines(request: pytest.FixtureRequest, plain: Several) -> Pair:
+    return plain.pair(*request.param)
+
+
+@pytest.fixture(params=WINDOWED_SHAPES, ids=named)
+def sliding(request: pytest.FixtureRequest, windowed: Several) -> Pair:
+    return windowed.pair(*request.param)
+
+
+def read_whole(engines: Pair, prompts: list[list[int]], at_once: int) -> None:
+    before = len(engines.transfers())
+    handed_over(engines, prompts, at_once, max_tokens=6)
+    moved = engines.transfers()[before:]
+    assert [one.state for one in moved] == ["done"] * len(prompts)
+    assert eventually(lambda: cache_usage(engines.prefill) == 0)
+    assert eventually(lambda: cache_usage(engines.decode) == 0)
+
+
+def test_every_prompt_alone(engines: Pair, request: pytest.FixtureRequest) -> None:
+    read_whole(engines, fresh(request), at_once=1)
+
+
+def test_eight_at_once(engines: Pair, request: pytest.FixtureRequest) -> None:
+    read_whole(engines, fresh(request), at_once=8)
+
+
+def test_a_sliding_window_alone(sliding: Pair, request: pytest.FixtureRequest) -> None:
+    read_whole(sliding, fresh(request), at_once=1)
+
+
+def test_a_sliding_window_eight_at_once(sliding: Pair, request: pytest.FixtureRequest) -> None:
+    read_whole(sliding, fresh(request), at_once=8)
+
+
+def fresh(request: pytest.FixtureRequest) -> list[list[int]]:
+    """32 prompts that no engine has seen: the tests share engines, and what prefix caches hold is not moved."""
+    return [prompt(length, seed=hash_of(request.node.name)) for length in LENGTHS]
+
+
+def hash_of(name: str) -> int:
+    return int.from_bytes(name.encode()) % 1_000_003
+
+
+def test_a_shared_prefix_is_moved_once(plain: Several) -> None:
+    engines = plain.pair("TP2-64", "TP3-32")
+    shared = prompt(200, seed=1)
+    handed_over(engines, [shared])
+    handed_over(engines, [shared + prompt(10 + 70 * i, seed=2) for i in range(6)], at_once=6)
+    assert all(moved.tokens is not None and moved.tokens[0] >= 192 for moved in engines.transfers()[-6:])

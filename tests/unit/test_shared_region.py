@@ -36,3 +36,11 @@ def test_a_tensor_keeps_the_mapping(region: SharedRegion) -> None:
 def test_a_tensor_is_the_memory(region: SharedRegion) -> None:
     region.tensor()[5] = 9
     assert region.array()[5] == 9
+
+
+def test_a_populated_region_is_mapped_before_it_is_used(region: SharedRegion) -> None:
+    region.populate()
+    at = f"{region.address - region.offset:x}-"
+    entry = Path("/proc/self/smaps").read_text().split(f"\n{at}", 1)[1]
+    assert next(line for line in entry.splitlines() if line.startswith("Rss:")).split()[1:] == ["8", "kB"]
+    assert not region.array().any()

@@ -101,7 +101,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.computed(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results()
+        return self._worker.results(self._get_connector_metadata())
 
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER:

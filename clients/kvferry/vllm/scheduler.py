@@ -130,6 +130,7 @@ class SchedulerSide:
             if exchange is not None and exchange.handoff.do_remote_decode and self._early and not exchange.complete:
                 self._computing(exchange, exchange.request.num_computed_tokens + count, block_ids)
         step, self._step = self._step, Step()
+        step.idle = not output.num_scheduled_tokens
         return step
 
     def _computing(self, exchange: Exchange, reached: int, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
+from kvferry.ended import Ended
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.fences import Fence
@@ -36,27 +36,30 @@ class Kept:
 
 
 class Session:
-    """`sent`, `arrived` and `failed` are for the worker to empty; who is in `failed` is in `arrived` a moment later."""
+    """`ended` is for the worker to take from."""
 
     def __init__(self, daemon: BlockingEngineClient, options: Options) -> None:
         self._daemon = daemon
         self._options = options
         self._kept: dict[str, Kept] = {}
         self._loading: dict[str, str] = {}
-        self.sent: deque[str] = deque()
-        self.arrived: deque[str] = deque()
-        self.failed: deque[str] = deque()
+        self.ended = Ended()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a load or a lease is still to end."""
+        return bool(self._loading or self._kept)
 
     def publish(self, publish: Publish, after: Fence | None = None) -> None:
         """In the order of calls for each request. `after`: when the KV is in memory. Without a daemon it is dropped."""
         self._start(self._publish(publish, after))
 
     def hold(self, request_id: str) -> None:
-        """Report the request in `sent` once nobody reads its blocks any more."""
+        """Report the request as sent once nobody reads its blocks any more."""
         self._start(self._hold(request_id))
 
     def load(self, load: Load, before: torch.cuda.Event | None = None) -> None:
-        """Report the request in `arrived` when its KV is there, or never will be and its blocks are safe.
+        """Report the request as arrived when its KV is there, or never will be and its blocks are safe.
 
         before: when nothing of this engine writes to its blocks any more.
         """
@@ -85,7 +88,6 @@ class Session:
             (log.warning if self._daemon.alive else log.debug)("%s", error)
         except Exception:
             log.exception("kvferry's connector failed")
-            raise
 
     async def _publish(self, publish: Publish, after: Fence | None) -> None:
         kept = self._kept.setdefault(publish.request_id, Kept())
@@ -111,7 +113,7 @@ class Session:
     def _report(self, request_id: str, kept: Kept) -> None:
         if kept.held and kept.over and self._kept.get(request_id) is kept:
             del self._kept[request_id]
-            self.sent.append(request_id)
+            self.ended.sent(request_id)
 
     async def _revoke(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
@@ -133,10 +135,8 @@ class Session:
                 await self._receive(load)
                 whole = True
         finally:
-            if not whole:
-                self.failed.append(load.request_id)
             self._loading.pop(load.request_id, None)
-            self.arrived.append(load.request_id)
+            self.ended.arrived(load.request_id, whole=whole)
 
     async def _receive(self, load: Load) -> None:
         try:

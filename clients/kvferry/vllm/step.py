@@ -50,6 +50,8 @@ class Step(KVConnectorMetadata):
     """Requests whose kv_transfer_params mean nothing: report them as failed loads."""
     computed: list[Publish] = field(default_factory=list)
     """KV that is there when this step has been computed."""
+    idle: bool = False
+    """Nothing is computed: every request that there is waits for its KV, or for its readers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = init_logger("vllm.kvferry.worker")
+LINGER_S = 0.005
+"""What a new request may have to wait for an engine that has nothing to compute."""
 
 
 class WorkerSide:
@@ -137,8 +138,8 @@ class WorkerSide:
             session.load(load, before)
         for load in step.release:
             session.release(load)
-        session.failed.extend(step.refuse)
-        session.arrived.extend(step.refuse)
+        for request_id in step.refuse:
+            session.ended.arrived(request_id, whole=False)
 
     def computed(self, step: Step) -> None:
         """The forward pass is under way: publish what it computes as soon as it has."""
@@ -148,10 +149,14 @@ class WorkerSide:
         for publish in step.computed:
             self._session.publish(publish, after)
 
-    def results(self) -> KVConnectorTransferResults:
-        """What has ended since the last step. Never waits."""
+    def results(self, step: Step) -> KVConnectorTransferResults:
+        """What has ended since the last step.
+
+        A step that computes nothing waits a little for it. vLLM would ask again at once, step after step: that takes a
+        core, from the daemon for one, and the end would be seen some steps later.
+        """
         session = self._session
-        sent, arrived, failed = (_drain(ids) for ids in (session.sent, session.arrived, session.failed))
+        sent, arrived, failed = session.ended.take(LINGER_S if step.idle and session.waiting else 0.0)
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=arrived, failed_recving=failed)
 
     def close(self) -> None:
@@ -159,7 +164,3 @@ class WorkerSide:
         self._daemon.close()
         if isinstance(self._memory, SharedRegion | CudaRegion):
             self._memory.close()
-
-
-def _drain(ids: deque[str]) -> set[str]:
-    return {ids.popleft() for _ in range(len(ids))}

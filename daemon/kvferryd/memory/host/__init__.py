@@ -92,7 +92,9 @@ class HostProvider:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Not ftruncate: a sparse file on a full tmpfs kills its writer with SIGBUS later.
             os.posix_fallocate(fd, 0, nbytes)
-            return HostRegion(open_file_region(str(path), nbytes), fd)
+            region = HostRegion(open_file_region(str(path), nbytes), fd)
+            region.shared.populate()
+            return region
         except BaseException as error:
             path.unlink(missing_ok=True)
             os.close(fd)

@@ -1,0 +1,11 @@
+"""For the Pythons of real engines: who waits in a loop sleeps instead of yielding.
+
+vLLM's processes wait for each other with os.sched_yield for a second at a time. With more of them than cores, Linux
+6.18 then leaves other processes, even its own threads, without a core for 20 s and more.
+"""
+
+import os
+import time
+
+YIELD_S = 100e-6
+os.sched_yield = lambda: time.sleep(YIELD_S)
