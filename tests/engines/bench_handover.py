@@ -4,10 +4,8 @@
     make bench-vllm BENCH=--short   # a third of it, to see that it works
 
 Handover: from the prefill's whole answer to the first token of the decode's. The prompts differ, so that no prefix
-cache helps. A pair of engines for each connector is up at the same time, and they take turns, request by request
-(alone) or round by round (8 in flight): now one is first, now the other. What the machine does, it does to both. The
-engines whose turn it is not are stopped: idle ones may take a core (those with NIXL inside do). That slows
-NixlConnector's turns down: docs/benchmarks.md has what each takes with the machine to itself.
+cache helps. Each connector has the machine to itself: idle engines with NIXL inside take cores. So a pair of engines is
+started for each in turn, kvferry, NixlConnector, NixlConnector, kvferry: what drifts, drifts for both.
 Then shapes: whether a request that was prefilled by one engine is decoded by the other, with the right tokens.
 """
 
@@ -15,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,15 +32,14 @@ from kvferryd.demo.fleet import ServiceError
 
 LENGTHS = (33, 250, 700, 1500)
 FLIGHTS = (1, 8)
-ROUNDS = {1: 30, 8: 6}
-"""By requests in flight: how often each connector has its turn."""
-SHORT = 5
-"""How many times fewer there are with --short."""
+ROUNDS = {1: 16, 8: 3}
+"""By requests in flight: rounds of so many requests with each start."""
 CONNECTORS = ("kvferry", "NixlConnector")
+STARTS = (*CONNECTORS, *CONNECTORS[::-1])
 BUDGET_S = 900.0
-"""For all of it: a row or a shape for which no time is left is not tried."""
-MEASURE_S = 480.0
-"""For the handovers, once the engines are up."""
+"""For all of it: a shape for which no time is left is not tried."""
+MEASURE_S = 90.0
+"""For the handovers of one start: a row that would begin later has fewer requests, or none."""
 SHAPE_S = 120.0
 """For one shape with one connector, the start of its engines included."""
 DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
@@ -61,27 +57,29 @@ class Shape:
 
 
 SHAPES = [Shape((32, 96)), Shape((96, 32)), Shape(tp=(2, 1)), Shape(tp=(2, 3))]
+Row = tuple[int, int]
+"""(tokens, in flight)."""
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cell:
     """One connector at one length and number in flight."""
 
-    handover_ms: list[float]
-    cpu_s: float
-    """Per request, of its engines and daemons."""
+    handover_ms: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    """Of its engines and daemons, for all requests."""
 
     @property
     def p50(self) -> float:
-        return statistics.median(self.handover_ms)
-
-    @property
-    def p90(self) -> float:
-        return statistics.quantiles(self.handover_ms, n=10, method="inclusive")[-1]
+        return statistics.median(self.handover_ms) if self.handover_ms else math.nan
 
     def __str__(self) -> str:
-        return f"{self.p50:.0f} | {self.p90:.0f} | {max(self.handover_ms):.0f} | {self.cpu_s:.2f}"
+        if not self.handover_ms:
+            return "0 | | | |"
+        p90 = statistics.quantiles(self.handover_ms, n=10, method="inclusive")[-1]
+        requests = len(self.handover_ms)
+        return f"{requests} | {self.p50:.0f} | {p90:.0f} | {max(self.handover_ms):.0f} | {self.cpu_s / requests:.2f}"
 
 
 def leg(http: httpx.Client, engine: Service, tokens: list[int], max_tokens: int, params: object) -> Iterator[str]:
@@ -120,31 +118,21 @@ def cpu_seconds(both: Pair) -> float:
     return total / TICK
 
 
-@contextmanager
-def turn_of(both: Pair) -> Iterator[None]:
-    engines = (both.prefill, both.decode)
-    for engine in engines:
-        engine.signal(signal.SIGCONT)
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.signal(signal.SIGSTOP)
-
-
-def measure(pairs: dict[str, Pair], length: int, flight: int, rounds: int, seed: int) -> dict[str, Cell]:
-    """One row: the connectors in turn, `rounds` times each, with `flight` requests a turn."""
-    times: dict[str, list[float]] = {name: [] for name in pairs}
-    before = {name: cpu_seconds(both) for name, both in pairs.items()}
+def measure(both: Pair, rows: dict[Row, Cell], rounds: Mapping[int, int], seed: int) -> None:
+    """Add to every row, as long as there is time."""
+    end = time.monotonic() + MEASURE_S
     limits = httpx.Limits(max_connections=2 * max(FLIGHTS))
-    with ThreadPoolExecutor(flight) as pool, httpx.Client(trust_env=False, timeout=ANSWER_S, limits=limits) as http:
-        for turn in range(rounds):
-            for name in (CONNECTORS, CONNECTORS[::-1])[turn % 2]:
-                prompts = [prompt(length, seed=seed + turn * flight + i) for i in range(flight)]
-                with turn_of(pairs[name]):
-                    times[name] += pool.map(partial(handover_ms, http, pairs[name]), prompts)
-    requests = rounds * flight
-    return {name: Cell(times[name], (cpu_seconds(both) - before[name]) / requests) for name, both in pairs.items()}
+    with httpx.Client(trust_env=False, timeout=ANSWER_S, limits=limits) as http:
+        for i in range(2):
+            handover_ms(http, both, prompt(40, seed=seed + i))  # the first contact of the engines
+        for number, ((length, flight), cell) in enumerate(rows.items()):
+            if time.monotonic() > end:
+                return
+            prompts = [prompt(length, seed=seed + 100 * number + i) for i in range(rounds[flight] * flight)]
+            before = cpu_seconds(both)
+            with ThreadPoolExecutor(flight) as pool:
+                cell.handover_ms += pool.map(partial(handover_ms, http, both), prompts)
+            cell.cpu_s += cpu_seconds(both) - before
 
 
 def supported(shape: Shape, connector: str, left_s: float) -> str:
@@ -168,31 +156,23 @@ def supported(shape: Shape, connector: str, left_s: float) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--short", action="store_true", help=f"{SHORT} times fewer requests, one shape")
+    options.add_argument("--short", action="store_true", help="one start each, few requests, one shape")
     short = options.parse_args().short
     began = time.monotonic()
-    print("starting two engines with each connector, two minutes", file=sys.stderr, flush=True)
-    with ExitStack() as stack:
-        pairs = {name: stack.enter_context(pair(kvferry=name == "kvferry")) for name in CONNECTORS}
-        end = time.monotonic() + MEASURE_S
-        measure(pairs, 40, 1, 2, 0)  # the first contact of the engines
-        print("handover in ms; CPU seconds per request of engines and daemons")
-        print(
-            "| tokens | in flight | requests | " + " | ".join(f"{c} p50 | p90 | max | CPU" for c in CONNECTORS),
-            "| p50 ratio |",
-        )
-        print("|---|---|---|" + "---|---|---|---|" * len(CONNECTORS) + "---|", flush=True)
-        for row, (length, flight) in enumerate(product(LENGTHS, FLIGHTS), start=1):
-            if time.monotonic() > end:
-                print(f"no time is left for {length} tokens, {flight} in flight", file=sys.stderr)
-                break
-            rounds = max(1, ROUNDS[flight] // (SHORT if short else 1))
-            cells = measure(pairs, length, flight, rounds, seed=1000 * row)
-            ours, theirs = (cells[name] for name in CONNECTORS)
-            print(
-                f"| {length} | {flight} | {rounds * flight} | {ours} | {theirs} | {ours.p50 / theirs.p50:.2f} |",
-                flush=True,
-            )
+    cells = {name: {row: Cell() for row in product(LENGTHS, FLIGHTS)} for name in CONNECTORS}
+    for number, name in enumerate(CONNECTORS if short else STARTS):
+        print(f"starting two engines with {name}, about a minute", file=sys.stderr, flush=True)
+        with pair(kvferry=name == "kvferry") as both:
+            measure(both, cells[name], {1: 4, 8: 1} if short else ROUNDS, seed=1 + 1000 * number)
+        for row, cell in cells[name].items():
+            print(f"{name} until now, (tokens, in flight) {row}: {cell}", file=sys.stderr, flush=True)
+    print("handover in ms; CPU seconds per request of engines and daemons")
+    head = " | ".join(f"{name} requests | p50 | p90 | max | CPU" for name in CONNECTORS)
+    print(f"| tokens | in flight | {head} | p50 ratio |")
+    print("|---|---|" + "---|---|---|---|---|" * len(CONNECTORS) + "---|")
+    for row in cells[CONNECTORS[0]]:
+        ours, theirs = (cells[name][row] for name in CONNECTORS)
+        print(f"| {row[0]} | {row[1]} | {ours} | {theirs} | {ours.p50 / theirs.p50:.2f} |", flush=True)
     print("\n| shape | " + " | ".join(CONNECTORS) + " |")
     print("|---|" + "---|" * len(CONNECTORS))
     for shape in SHAPES[:1] if short else SHAPES:
