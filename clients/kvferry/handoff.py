@@ -1,7 +1,7 @@
 """kv_transfer_params: what routers carry between engines, and how this engine reads and writes it.
 
-The names are vLLM's; `remote_epoch` and `order` are our own. The object comes from a public request body: every
-field is checked, and nothing in it can do more than fail its own request.
+The names are vLLM's; `remote_epoch`, `remote_room` and `order` are our own. The object comes from a public request
+body: every field is checked, and nothing in it can do more than fail its own request.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Handoff(BaseModel):
     remote_epoch: Name | None = None
     remote_block_ids: Annotated[list[list[int]], Field(max_length=1024)] | None = None
     remote_num_tokens: TokenCount | None = None
+    remote_room: TokenCount | None = None
     tp_size: Annotated[int, Field(ge=1)] | None = None
     dcp_size: Annotated[int, Field(ge=1)] | None = None
     pp_size: Annotated[int, Field(ge=1)] | None = None
@@ -63,7 +64,7 @@ class Handoff(BaseModel):
             return None
         num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
         if self.order == "router":
-            return Origin(self.remote_request_id or request_id, num_tokens, None)
+            return Origin(self.remote_request_id or request_id, num_tokens, None, self.remote_room or 0)
         named = {
             "remote_engine_id": self.remote_engine_id,
             "remote_request_id": self.remote_request_id,
@@ -86,23 +87,31 @@ class Handoff(BaseModel):
             raise _malformed(
                 "kv_transfer_params.remote_host", self.remote_host, str(error.errors()[0]["msg"])
             ) from None
-        return Origin(str(self.remote_request_id), num_tokens, source)
+        return Origin(str(self.remote_request_id), num_tokens, source, self.remote_room or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The KV of the first `num_tokens` tokens, published as `request_id` at `source` (None: a router will order it)."""
+    """The KV of the first `num_tokens` tokens, published as `request_id` at `source` (None: a router will order it).
+
+    room: for how many tokens its blocks have room, all of which may be read; what lies after the first `num_tokens`
+    means nothing. 0 from an engine that does not say so.
+    """
 
     request_id: str
     num_tokens: int
     source: SourceBody | None
+    room: int = 0
 
 
 def answer(
     *, engine_id: str, epoch: str, address: str, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int,
-    tp: int, second_turn: bool,
+    tp: int, second_turn: bool, room: int = 0,
 ) -> Handoff:  # fmt: skip
-    """What another engine needs to read the request. `address`: host:port of a daemon's peer service."""
+    """What another engine needs to read the request.
+
+    address: host:port of a daemon's peer service. room: as of Origin.
+    """
     host, _, port = address.rpartition(":")
     return Handoff(
         do_remote_prefill=not second_turn,
@@ -114,6 +123,7 @@ def answer(
         remote_epoch=epoch,
         remote_block_ids=[list(ids) for ids in block_ids],
         remote_num_tokens=num_tokens,
+        remote_room=room or None,
         tp_size=tp,
         dcp_size=1,
         pp_size=1,

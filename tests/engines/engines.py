@@ -228,6 +228,11 @@ def hybrid(folder: Path, groups: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def whole(tokens: int, block_size: int = 32) -> int:
+    """Up to the end of their last block: whole blocks are moved."""
+    return -(-tokens // block_size) * block_size
+
+
 def prompt(length: int, seed: int = 0, vocabulary: int = MODEL.vocab_size) -> list[int]:
     """Token ids, the same ones for the same arguments; 0 to 2 are left to the model."""
     return random.Random(seed * 4096 + length).choices(range(3, vocabulary), k=length)

@@ -14,7 +14,19 @@ from typing import Any
 
 import pytest
 
-from engines import PREFILL_LEG, START_S, Pair, cache_usage, complete, eventually, metric, pair, prompt, tokens_of
+from engines import (
+    PREFILL_LEG,
+    START_S,
+    Pair,
+    cache_usage,
+    complete,
+    eventually,
+    metric,
+    pair,
+    prompt,
+    tokens_of,
+    whole,
+)
 from kvferryd.demo.fleet import DaemonService, Service
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
@@ -55,7 +67,7 @@ def back(engines: Pair, dead: DaemonService, engine: Service) -> DaemonService:
 def test_a_prefill_in_chunks_that_is_published_chunk_by_chunk(engines: Pair) -> None:
     tokens = prompt(1400)
     assert engines.handover(tokens) == engines.alone(tokens)
-    assert engines.transfers()[-1].tokens == (0, 1400)
+    assert engines.transfers()[-1].tokens == (0, whole(1400))
 
 
 def test_the_second_turn_flows_back(engines: Pair) -> None:
@@ -72,7 +84,7 @@ def test_the_second_turn_flows_back(engines: Pair) -> None:
     assert again.status_code == 200
     there = Pair(engines.fleet, engines.decode, engines.prefill, engines.decode_daemons, engines.prefill_daemons)
     assert there.transfers()[-1].state == "done"
-    assert there.transfers()[-1].tokens == (128, 189)
+    assert there.transfers()[-1].tokens == (128, whole(189))
     done = complete(engines.decode, second, kv_transfer_params=again.json()["kv_transfer_params"])
     assert tokens_of(done) == engines.alone(second)
 
@@ -151,7 +163,7 @@ def test_a_prefill_daemon_that_dies_is_missed_until_it_is_back(engines: Pair) ->
     again = prompt(240, seed=12)
     assert engines.handover(again) == engines.alone(again)
     assert engines.transfers()[-1].state == "done"
-    assert engines.transfers()[-1].tokens == (0, 240)
+    assert engines.transfers()[-1].tokens == (0, whole(240))
     assert eventually(lambda: cache_usage(engines.prefill) == 0)
 
 
@@ -168,7 +180,7 @@ def test_a_decode_daemon_that_dies_is_missed_until_it_is_back(engines: Pair) -> 
     again = prompt(260, seed=14)
     assert engines.handover(again) == engines.alone(again)
     assert engines.transfers()[-1].state == "done"
-    assert engines.transfers()[-1].tokens == (0, 260)
+    assert engines.transfers()[-1].tokens == (0, whole(260))
     assert eventually(lambda: cache_usage(engines.prefill) == 0)
     assert eventually(lambda: cache_usage(engines.decode) == 0)
 

@@ -54,7 +54,11 @@ class SchedulerSide:
         self._engine_id: str = config.kv_transfer_config.engine_id
         self._epoch: str = config.instance_id
         self._groups = [(group_id, caches.kv_cache_groups[group_id]) for group_id in caches.transfer_group_ids]
-        self._early = all(is_full_attention_spec(group.kv_cache_spec) for _, group in self._groups)
+        dcp = self._parallel.decode_context_parallel_size
+        specs = [group.kv_cache_spec for _, group in self._groups]
+        self._spans = [spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs]
+        """Tokens for which all ranks have a block each, by group."""
+        self._early = all(is_full_attention_spec(spec) for spec in specs)
         """Whether blocks stay a request's own until it ends. Others leave it as its window moves on."""
         self._behind = int(caches.has_mamba_layers)
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
@@ -108,9 +112,10 @@ class SchedulerSide:
             if external:
                 self._step.refuse.append(request.request_id)
         elif exchange.origin is not None and external:
-            start, stop = self._reach(exchange.origin, request) - external, self._reach(exchange.origin, request)
-            tables = self._tables(block_ids, start, stop)
-            self._step.load.append(Load(request.request_id, exchange.origin, tables, (start, stop)))
+            reach = self._reach(exchange.origin, request)
+            tables = self._tables(block_ids, reach - external, reach)
+            tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
+            self._step.load.append(Load(request.request_id, exchange.origin, tables, tokens))
             exchange.origin, exchange.loading = None, True
         else:
             self._release(exchange)
@@ -140,9 +145,9 @@ class SchedulerSide:
         last = reached >= prompt and request.max_tokens == 1
         if not last and not (self._options.progressive and request.num_computed_tokens < prompt):
             return
-        num_tokens = min(reached, prompt)
-        tables = self._tables(block_ids(request.request_id), 0, num_tokens)
-        self._step.computed.append(Publish(request.request_id, tables, num_tokens, last))
+        end = min(reached, prompt)
+        tables = self._tables(block_ids(request.request_id), 0, end)
+        self._step.computed.append(Publish(request.request_id, tables, self._room(end) if last else end, last))
         exchange.published, exchange.complete = True, last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -160,17 +165,17 @@ class SchedulerSide:
         if not keep or request.status not in COMPLETE or num_tokens < 1:
             self._revoke(exchange)
             return False, None
+        room = self._room(num_tokens)
         if not exchange.complete:
             told = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
             tables = self._tables(block_ids, 0, num_tokens)
-            self._step.finished.append(Publish(request.request_id, tables, num_tokens, True, told))
+            self._step.finished.append(Publish(request.request_id, tables, room, True, told))
         self._step.hold.append(request.request_id)
-        found = answer(
+        return True, answer(
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
             block_ids=[block_ids[group_id] for group_id, _ in self._groups], num_tokens=num_tokens,
-            tp=self._parallel.tensor_parallel_size, second_turn=not handoff.do_remote_decode,
-        )  # fmt: skip
-        return True, found.model_dump()
+            room=room, tp=self._parallel.tensor_parallel_size, second_turn=not handoff.do_remote_decode,
+        ).model_dump()  # fmt: skip
 
     def _revoke(self, exchange: Exchange) -> None:
         if exchange.published:
@@ -189,18 +194,19 @@ class SchedulerSide:
         """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a
         state the one that is in after `stop` tokens."""
         tables = {}
-        for group_id, group in self._groups:
-            size = group.kv_cache_spec.block_size
+        for (group_id, group), span in zip(self._groups, self._spans, strict=True):
             if isinstance(next(iter(iter_layer_specs(group.kv_cache_spec))), MambaSpec):
-                tables[str(group_id)] = BlockTable.of([block_ids[group_id][(stop - 1) // size]])
+                tables[str(group_id)] = BlockTable.of([block_ids[group_id][(stop - 1) // span]])
                 continue
-            span = size * (self._parallel.decode_context_parallel_size if group.kv_cache_spec.dcp_sharded else 1)
-            first, end = start // span, -(-stop // span)
-            ids = block_ids[group_id][:end]
+            first, ids = start // span, block_ids[group_id][: -(-stop // span)]
             while first < len(ids) and ids[first] == NULL_BLOCK:
                 first += 1
-            tables[str(group_id)] = BlockTable.of(ids[first:], first * size)
+            tables[str(group_id)] = BlockTable.of(ids[first:], first * group.kv_cache_spec.block_size)
         return tables
+
+    def _room(self, tokens: int) -> int:
+        """For how many the blocks that hold `tokens` have room: whole blocks are longer runs. Windows move exactly."""
+        return min(-(-tokens // span) * span for span in self._spans) if self._early else tokens
 
     def _reach(self, origin: Origin | None, request: Request) -> int:
         """How many of the request's first tokens another engine has, in a way that can be used here."""

@@ -12,7 +12,7 @@ from kvferry.tables import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The KV of tokens [0, num_tokens) is in these blocks; `last` when no more follows."""
+    """The KV of tokens [0, num_tokens) is in these blocks; `last` when no more follows. The end may mean nothing."""
 
     request_id: str
     tables: dict[str, BlockTable]

@@ -1,10 +1,10 @@
 """One NIXL agent and the thread that owns it.
 
 The event loop hands over work and awaits futures; on host memory a read happens inside NIXL's post, and asking for a
-read serves whatever else is on the wire of the agent. The one thing that the loop does itself is to post a small read of
-host memory, a word most often, from a peer whose words arrive inside the post (one of this host), while the thread is
-not in NIXL: the way to a thread and back takes longer. NIXL has neither abort nor timeouts: a read that was given up goes on writing until NIXL says DONE
-or RemoteDisconnect for it, and `Read.quiet` tells when that is.
+read serves whatever else is on the wire of the agent. The one thing that the loop does itself is to post a small read
+of host memory, a word most often, from a peer whose words arrive inside the post (one of this host), while the thread
+is not in NIXL: the way to a thread and back takes longer. NIXL has neither abort nor timeouts: a read that was given up
+goes on writing until NIXL says DONE or RemoteDisconnect for it, and `Read.quiet` tells when that is.
 """
 
 from __future__ import annotations
