@@ -183,13 +183,15 @@ class BlockingEngineClient:
         ttl_s: float = 0.0,
         readers: int = 0,
         after: Fence | None = None,
+        digest: bytes = b"",
     ) -> BlockingLease:
         """As `EngineClient.publish`; `ended` of the lease is a future."""
         lease = self.call(
             self.client.publish(
-                request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, readers=readers, after=after
+                request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, readers=readers, after=after,
+                digest=digest,
             )
-        )
+        )  # fmt: skip
         known = self._leases.get(request_id)
         if known is None or known.ended.done():
             known = self._leases[request_id] = BlockingLease(lease, self.start(lease.ended()))
@@ -206,6 +208,8 @@ class BlockingEngineClient:
         deadline_s: float = 0.0,
         priority: int = 0,
         way: str = "",
+        digest: bytes = b"",
+        attempt: int = 0,
     ) -> Future[Received]:
         """As `EngineClient.receive`, at once: the future has the outcome.
 
@@ -213,9 +217,10 @@ class BlockingEngineClient:
         """
         return self.start(
             self.client.receive(
-                request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority, way=way
+                request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority, way=way,
+                digest=digest, attempt=attempt,
             )
-        )
+        )  # fmt: skip
 
     def abort(self, request_id: str) -> None:
         self.call(self.client.abort(request_id))

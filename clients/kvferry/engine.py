@@ -221,6 +221,7 @@ class EngineClient:
         ttl_s: float = 0.0,
         readers: int = 0,
         after: Fence | None = None,
+        digest: bytes = b"",
     ) -> Lease:
         """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
 
@@ -229,7 +230,8 @@ class EngineClient:
         daemon's fence_timeout_s the lease is revoked, and `ended()` raises `fence_timeout`.
 
         more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
-        handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine.
+        handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest: names
+        what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
         """
         known = self._leases.get(request_id)
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
@@ -244,6 +246,7 @@ class EngineClient:
                     metadata=metadata,
                     ttl_s=ttl_s,
                     readers=readers,
+                    digest=digest,
                     after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
                 )
             )
@@ -265,17 +268,21 @@ class EngineClient:
         deadline_s: float = 0.0,
         priority: int = 0,
         way: str = "",
+        digest: bytes = b"",
+        attempt: int = 0,
     ) -> Received:
         """Reserve these blocks for the request and wait for its KV.
 
         tokens: global range to move; None for all that is published, which the tables must then hold. source: where to
         read from; None when a router orders it. way: auto, direct, staged or mapped instead of what the daemon is
-        configured to do; only with a source. Raises TransferFailed, or KvferryError when the reservation is refused.
+        configured to do; only with a source. digest: what the source must have published with; empty is not checked.
+        attempt: counts the attempts at this request from 1, equal on all ranks; 0 lets the daemon count. Raises TransferFailed, or KvferryError when the reservation is refused.
         When this call is cancelled it aborts the transfer, and ends when the blocks are safe, at most 5 s later.
         """
         request = engine_pb2.ReceiveRequest(
-            request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way
-        )
+            request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
+            digest=digest, attempt=attempt,
+        )  # fmt: skip
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
         if source is not None:

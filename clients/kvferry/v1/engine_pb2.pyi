@@ -489,6 +489,7 @@ class PublishRequest(google.protobuf.message.Message):
     TTL_S_FIELD_NUMBER: builtins.int
     READERS_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     num_tokens: builtins.int
     """tokens [0, num_tokens) are in place"""
@@ -500,6 +501,10 @@ class PublishRequest(google.protobuf.message.Message):
     """0: the daemon's default"""
     readers: builtins.int
     """engines expected to read it; 0: one"""
+    digest: builtins.bytes
+    """Names what was computed, for example a digest of the prompt's token ids. At most 64 bytes; equal in every publish of
+    one lease. A reader that expects another digest is refused (`other_prompt`).
+    """
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables:
         """the whole table so far, not a difference"""
@@ -519,9 +524,10 @@ class PublishRequest(google.protobuf.message.Message):
         ttl_s: builtins.float = ...,
         readers: builtins.int = ...,
         after: Global___Fence | None = ...,
+        digest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -574,12 +580,18 @@ class ReceiveRequest(google.protobuf.message.Message):
     DEADLINE_S_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     WAY_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     deadline_s: builtins.float
     """0: the daemon's default"""
     priority: builtins.int
     way: builtins.str
     """auto, direct, staged or mapped; empty: as the daemon is configured"""
+    digest: builtins.bytes
+    """what the lease must have been published with; empty: not checked"""
+    attempt: builtins.int
+    """counts the attempts at this request from 1, equal on all ranks; 0: the daemon counts"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     @property
@@ -600,9 +612,11 @@ class ReceiveRequest(google.protobuf.message.Message):
         deadline_s: builtins.float = ...,
         priority: builtins.int = ...,
         way: builtins.str = ...,
+        digest: builtins.bytes = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "way", b"way"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "digest", b"digest", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "way", b"way"]) -> None: ...
 
 Global___ReceiveRequest: typing_extensions.TypeAlias = ReceiveRequest
 

@@ -507,6 +507,7 @@ class LeaseUpdate(google.protobuf.message.Message):
     SEAL_ADDRESS_FIELD_NUMBER: builtins.int
     SEAL_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
     more: builtins.bool
     metadata: builtins.bytes
@@ -515,6 +516,8 @@ class LeaseUpdate(google.protobuf.message.Message):
     seal: builtins.int
     version: builtins.int
     """counts the publishes of this lease"""
+    digest: builtins.bytes
+    """names what was computed, see PublishRequest; empty: the source did not say"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     def __init__(
@@ -527,9 +530,10 @@ class LeaseUpdate(google.protobuf.message.Message):
         seal_address: builtins.int = ...,
         seal: builtins.int = ...,
         version: builtins.int = ...,
+        digest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "seal", b"seal", "seal_address", b"seal_address", "tables", b"tables", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "seal", b"seal", "seal_address", b"seal_address", "tables", b"tables", "version", b"version"]) -> None: ...
 
 Global___LeaseUpdate: typing_extensions.TypeAlias = LeaseUpdate
 
