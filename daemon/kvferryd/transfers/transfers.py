@@ -1,4 +1,4 @@
-"""All transfers of the daemon: rendezvous, idempotency, bounds."""
+"""All transfers of the daemon: which attempt an order or a reservation belongs to, and how many there may be."""
 
 from __future__ import annotations
 
@@ -7,43 +7,61 @@ import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from weakref import WeakKeyDictionary
+
+from cachetools import LRUCache
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import TransferState
+from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
-from kvferryd.transfer.job import Job, Origin
-from kvferryd.transfer.ranks import LATE, Ranks
-from kvferryd.transfer.transfer import Order, Reservation, Transfer, log
+from kvferryd.transfers.claims import Claim, Claims
+from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.ranks import Ranks
+from kvferryd.transfers.transfer import Surroundings, Transfer
 
-OVER = 4096
+log = logs.get(__name__)
+ATTEMPTS = 1 << 16
+"""Requests whose last attempt is remembered after their records are forgotten."""
+Key = tuple[str, str, str]
+"""Engine, epoch, request."""
 
 
 class Transfers:
-    """Owns every transfer: `close` aborts those that are under way."""
+    """Owns every transfer: `close` aborts those that are under way.
+
+    A request has one current transfer, that of its newest attempt. Attempts count from 1. Whoever orders may give the
+    number; without one an order or a reservation belongs to the attempt under way, and a reservation after its end begins
+    the next. What an attempt of the past brought never answers for a later one.
+    """
 
     def __init__(self, config: Config, peers: Peers, metrics: Metrics) -> None:
-        self._config, self._peers, self._metrics = config, peers, metrics
-        self._ranks = Ranks(config, peers)
-        self._by_id: OrderedDict[str, Job] = OrderedDict()
-        self._finished: dict[str, Job] = {}
-        self._over: OrderedDict[str, None] = OrderedDict()
-        """Attempts of other ranks that ended before their order came here, or with it."""
+        self._config, self._metrics = config, metrics
+        self._ranks = Ranks(config, peers.channels)
+        self._around = Surroundings(peers, config.way, config.deadline_s, self._on_end, self._spawn)
+        self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
+        self._by_id: OrderedDict[str, Transfer] = OrderedDict()
+        self._current: dict[Key, Transfer] = {}
+        self._finished: dict[str, Transfer] = {}
+        self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
+        """The last attempt begun."""
+        self._dead: LRUCache[Key, int] = LRUCache(ATTEMPTS)
+        """The last attempt that ended on another rank: its order may still be on its way here."""
         self._after: set[asyncio.Task[None]] = set()
-        self._by_request: dict[tuple[str, str], Job] = {}
         self.unfinished = 0
-        """Transfers of this rank that have not ended."""
+        """Transfers whose part on this rank has not ended."""
         self.draining = False
         self._appeared = asyncio.Event()
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[Transfer]:
         return iter(list(self._by_id.values()))
 
-    def get(self, transfer_id: str) -> Job:
-        job = self._by_id.get(transfer_id)
-        if job is None:
+    def get(self, transfer_id: str) -> Transfer:
+        transfer = self._by_id.get(transfer_id)
+        if transfer is None:
             raise KvferryError(
                 "unknown_transfer",
                 f"transfer {transfer_id} is not known",
@@ -51,91 +69,138 @@ class Transfers:
                 value=transfer_id,
                 remedy="the daemon keeps the last ones only (history); look it up by request_id at the right daemon",
             )
-        return job
+        return transfer
 
-    def of_request(self, request_id: str) -> list[Job]:
-        return [job for job in self if job.transfer.request_id == request_id]
+    def of_request(self, request_id: str) -> list[Transfer]:
+        return [transfer for transfer in self if transfer.request_id == request_id]
+
+    # ---- the two halves ----
 
     def order(
         self,
         engine: Engine,
         request_id: str,
         order: Order,
-        reservation: Reservation | None = None,
-        others: Mapping[int, Reservation] | None = None,
+        brought: Mapping[int, Reservation] | None = None,
         *,
-        origin: Origin | None = None,
-    ) -> tuple[Job, bool]:
-        """Take an order; (its job, whether the order is new).
+        attempt: int = 0,
+        from_rank: int | None = None,
+    ) -> tuple[Transfer, bool]:
+        """Take an order; (its transfer, whether the order is new).
 
-        others: reservations it brought for other ranks. origin: the rank that handed it on; None for an order of a
-        router, which is handed on from here. Raises KvferryError: `order_conflict`, `receive_conflict`, `full`,
-        `draining`, LATE.
+        brought: reservations that came with it, by rank. from_rank: the rank that handed it on; None for an order that is
+        handed on from here. Raises KvferryError: `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`,
+        `blocks_not_quiet`, `full`, `draining`.
         """
-        job = self._by_request.get((engine.engine_id, request_id))
-        if origin is not None and origin.attempt in self._over:
-            why = KvferryError(
-                "aborted", f"request {request_id} ended on rank {origin.rank} before its order came here"
-            )
-            if job is not None and job.transfer.order is None and not job.outlives(origin):
-                job.transfer.stop(TransferState.ABORTED, why)
-            raise why
-        if job is not None and origin is not None:
-            if origin.attempt in job.past:
-                raise job.conflict("has come again since")
-            if job.outlives(origin):
-                raise KvferryError(
-                    LATE,
-                    f"request {request_id} is tried again here",
-                    field="attempt",
-                    value=origin.attempt,
-                    remedy="an attempt that goes on hands its order on once more, with `again`",
-                )
-            if job.outlived_by(origin):
-                job = self._new(engine, request_id, after=job)
-            job.join(origin)
-        brought = others or {}
-        if job is not None and job.ordered(order, exactly=origin is None):
-            if origin is None and brought != job.brought:
-                raise job.conflict("was ordered already, with other tables")
-            job.check_reserved(reservation)
-            return job, False
-        if job is not None and job.transfer.ended.is_set():
-            raise job.conflict("has ended already")
-        if job is None:
-            job = self._new(engine, request_id)
-            if origin is not None:
-                job.join(origin)
-        job.check_reserved(reservation)
-        job.brought = brought
-        job.transfer.match(order=order, reservation=reservation)
-        if origin is None:
-            self._ranks.start(job, order, brought)
-        return job, True
+        key, brought = _key(engine, request_id), dict(brought or {})
+        transfer = self._current.get(key)
+        self._check_attempt(key, transfer, attempt)
+        reservation = brought.get(engine.rank)
+        if transfer is not None and attempt <= transfer.attempt:
+            if _has(transfer, order, exactly=from_rank is None):
+                if from_rank is None and brought != transfer.brought:
+                    raise _conflict(request_id, "was ordered already, with other tables")
+                _check_reserved(transfer, reservation)
+                return transfer, False
+            if transfer.ended.is_set():
+                raise _conflict(request_id, "has ended already")
+            _check_reserved(transfer, reservation)
+        else:
+            transfer = None
+        claim = None
+        if reservation is not None and (transfer is None or transfer.reservation is None):
+            claim = self._claim(engine, request_id, reservation)
+        transfer = transfer or self._begin(engine, key, attempt or self._next(key), claim)
+        if from_rank is None:
+            transfer.brought = brought
+        self._match(transfer, order=order, reservation=reservation, claim=claim)
+        if from_rank is None:
+            self._ranks.hand_on(transfer)
+        return transfer, True
 
     def receive(
-        self, engine: Engine, request_id: str, reservation: Reservation, order: Order | None, deadline_s: float | None
-    ) -> Job:
+        self,
+        engine: Engine,
+        request_id: str,
+        reservation: Reservation,
+        order: Order | None,
+        deadline_s: float | None,
+        *,
+        attempt: int = 0,
+    ) -> Transfer:
         """Take an engine's reservation, and its order if it names the source. Raises as `order`.
 
-        A request that has failed, or that was preempted and has other blocks now, begins anew.
+        The same reservation again joins the transfer under way. After the end it is a new attempt, whatever its blocks.
         """
-        job = self._by_request.get((engine.engine_id, request_id))
-        if job is None:
-            job = self._new(engine, request_id, deadline_s)
-        elif job.transfer.ended.is_set():
-            if job.transfer.state is TransferState.DONE and job.transfer.reservation == reservation:
-                engine.tell(job.transfer.event())
-                return job
-            job = self._new(engine, request_id, deadline_s, after=job)
-        job.check_reserved(reservation)
-        new = order is not None and not job.ordered(order, exactly=False)
-        job.transfer.match(order=order if new else None, reservation=reservation)
-        if order is not None and new:
-            self._ranks.start(job, order, {})
-        return job
+        key = _key(engine, request_id)
+        current = self._current.get(key)
+        running = current if current is not None and not current.ended.is_set() else None
+        if not attempt:
+            attempt = running.attempt if running else self._next(key)
+        self._attempts[key] = max(attempt, self._attempts.get(key, 0))
+        self._check_attempt(key, current, attempt)
+        if current is not None and current is not running and attempt == current.attempt:
+            raise current.problem or _conflict(request_id, f"has ended already in attempt {attempt}")
+        if running is not None and running.attempt < attempt:
+            running = None  # superseded when the new attempt begins
+        if running is not None:
+            _check_reserved(running, reservation)
+        new_order = order if order is not None and not (running and _has(running, order, exactly=False)) else None
+        claim = None
+        if running is None or running.reservation is None:
+            claim = self._claim(engine, request_id, reservation)
+        transfer = running or self._begin(engine, key, attempt, claim)
+        if running is None and deadline_s:
+            transfer.set_deadline(deadline_s)
+        self._match(transfer, order=new_order, reservation=reservation, claim=claim)
+        if new_order is not None:
+            self._ranks.hand_on(transfer)
+        return transfer
 
-    def _new(self, engine: Engine, request_id: str, deadline_s: float | None = None, after: Job | None = None) -> Job:
+    def _next(self, key: Key) -> int:
+        return self._attempts.get(key, 0) + 1
+
+    def _check_attempt(self, key: Key, current: Transfer | None, attempt: int) -> None:
+        """Raise KvferryError for an attempt that is over, here or on another rank."""
+        if attempt and current is not None and attempt < current.attempt:
+            raise KvferryError(
+                "stale_attempt",
+                f"request {key[2]} is in attempt {current.attempt} by now",
+                field="attempt",
+                value=attempt,
+                remedy="give every attempt at a request a higher number, the same on all ranks",
+            )
+        if attempt and attempt <= self._dead.get(key, 0):
+            raise KvferryError("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
+
+    def _claim(self, engine: Engine, request_id: str, reservation: Reservation) -> Claim:
+        claims = self._claims.get(engine)
+        if claims is None:
+            assert engine.manifest is not None
+            claims = self._claims[engine] = Claims(engine.manifest)
+        return claims.take(reservation, request_id)
+
+    def _begin(self, engine: Engine, key: Key, attempt: int, claim: Claim | None) -> Transfer:
+        """The transfer of a new attempt, which ends the one before. A refusal releases the claim."""
+        try:
+            self._check_room(engine)
+        except KvferryError:
+            if claim is not None:
+                claim.release()
+            raise
+        before = self._current.get(key)
+        if before is not None:
+            why = KvferryError("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
+            before.stop(TransferState.ABORTED, why)
+        transfer = Transfer(engine, key[2], attempt, self._around)
+        self.unfinished += 1
+        self._attempts[key] = attempt
+        self._by_id[transfer.transfer_id] = self._current[key] = transfer
+        self._appeared.set()
+        self._appeared = asyncio.Event()
+        return transfer
+
+    def _check_room(self, engine: Engine) -> None:
         if self.draining:
             raise KvferryError(
                 "draining",
@@ -158,40 +223,32 @@ class Transfers:
                 value=self._config.max_transfers,
                 remedy="try again shortly, or send the request to another worker",
             )
-        transfer = Transfer(
-            engine,
-            request_id,
-            self._peers,
-            deadline_s or self._config.deadline_s,
-            self._on_end,
-            self._spawn,
-            self._config.way,
-        )
-        job = Job(transfer)
-        if after is not None:
-            job.past = after.past | set(after.origins.values())
-            job.again = after.transfer.engine is engine
-        self.unfinished += 1
-        self._by_id[transfer.transfer_id] = job
-        self._by_request[engine.engine_id, request_id] = job
-        self._appeared.set()
-        self._appeared = asyncio.Event()
-        return job
+
+    @staticmethod
+    def _match(
+        transfer: Transfer, *, order: Order | None, reservation: Reservation | None, claim: Claim | None
+    ) -> None:
+        if order is not None:
+            transfer.take_order(order)
+        if reservation is not None and claim is not None:
+            transfer.take_reservation(reservation, claim)
+
+    # ---- the end ----
 
     def _on_end(self, transfer: Transfer) -> None:
         self.unfinished -= 1
-        job = self._by_id[transfer.transfer_id]
-        job.wake()
-        self._finished[transfer.transfer_id] = job
+        transfer.wake()
+        self._finished[transfer.transfer_id] = transfer
         if transfer.state is not TransferState.DONE:
-            self._ranks.stop(job)
+            self._ranks.abort(transfer)
         source = transfer.order.engine_id if transfer.order else ""
         share = transfer.share()
         self._metrics.transfer_ended(share, source)
-        say = log.info if transfer.problem is None else log.warning
-        say(
+        write = log.info if transfer.problem is None else log.warning
+        write(
             "transfer ended",
             request_id=transfer.request_id,
+            attempt=transfer.attempt,
             transfer_id=transfer.transfer_id,
             engine_id=transfer.engine.engine_id,
             rank=transfer.engine.rank,
@@ -211,72 +268,106 @@ class Transfers:
     def _forget_oldest(self) -> None:
         """Keep `history` ended transfers; one whose other ranks or reads go on is kept until they end."""
         oldest = itertools.islice(self._finished.values(), max(0, len(self._finished) - self._config.history))
-        for job in list(oldest):
-            if job.ended and job.transfer.quiet.is_set():
-                del self._finished[job.transfer.transfer_id]
-                del self._by_id[job.transfer.transfer_id]
-                key = (job.transfer.engine.engine_id, job.transfer.request_id)
-                if self._by_request.get(key) is job:
-                    del self._by_request[key]
+        for transfer in list(oldest):
+            if transfer.over and transfer.quiet.is_set():
+                del self._finished[transfer.transfer_id]
+                del self._by_id[transfer.transfer_id]
+                key = _key(transfer.engine, transfer.request_id)
+                if self._current.get(key) is transfer:
+                    del self._current[key]
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        """What is still to be said or awaited after a transfer has ended."""
         task = asyncio.create_task(work)
         self._after.add(task)
         task.add_done_callback(self._after.discard)
 
-    def abort(
-        self, engine: Engine, request_id: str, why: str, origin: Origin | None = None, *, failed: bool = False
-    ) -> bool:
-        """Abort the request's transfer; whether there was one under way. Idempotent.
+    def abort(self, engine: Engine, request_id: str, why: str, *, attempt: int = 0, failed: bool = False) -> bool:
+        """End the request's transfer; whether one was under way. Idempotent.
 
-        origin: the attempt of another rank that is over; a later one is left alone. failed: it did not abort but fail.
+        attempt: of another rank, which has ended there; a later one is left alone. failed: it did not abort but fail.
         """
-        if origin is not None:
-            self._over[origin.attempt] = None
-            while len(self._over) > OVER:
-                self._over.popitem(last=False)
-        job = self._by_request.get((engine.engine_id, request_id))
-        if job is None or job.ended or (origin is not None and not job.meant_by(origin)):
+        key = _key(engine, request_id)
+        if attempt:
+            self._dead[key] = max(attempt, self._dead.get(key, 0))
+        transfer = self._current.get(key)
+        if transfer is None or transfer.over or (attempt and transfer.attempt > attempt):
             return False
-        if job.transfer.ended.is_set():
-            self._ranks.stop(job)
-            return True
-        if failed:
-            job.transfer.stop(TransferState.FAILED, KvferryError("rank_failed", f"another rank failed: {why}"))
+        if transfer.ended.is_set():
+            self._ranks.abort(transfer)
+        elif failed:
+            transfer.stop(TransferState.FAILED, KvferryError("rank_failed", f"another rank failed: {why}"))
         else:
-            job.transfer.stop(
-                TransferState.ABORTED, KvferryError("aborted", f"request {request_id} was aborted: {why}")
-            )
+            problem = KvferryError("aborted", f"request {request_id} was aborted: {why}")
+            transfer.stop(TransferState.ABORTED, problem)
         return True
 
     def abort_engine(self, engine: Engine, why: str) -> None:
         """The engine is gone or retired: nothing is read for it any more."""
-        for job in self:
-            if job.transfer.engine is engine:
-                job.transfer.stop(TransferState.FAILED, KvferryError("engine_gone", why))
+        for transfer in self:
+            if transfer.engine is engine:
+                transfer.stop(TransferState.FAILED, KvferryError("engine_gone", why))
 
     async def wait_new(self) -> None:
         """Wait until there is one more transfer. The caller bounds the wait."""
         await self._appeared.wait()
 
-    async def wait(self, job: Job, until: Callable[[Job], bool], wait_s: float) -> None:
+    async def wait(self, transfer: Transfer, until: Callable[[Transfer], bool], wait_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not until(job):
-                    changed = job.changed
+                while not until(transfer):
+                    changed = transfer.changed
                     await changed.wait()
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        running = [job for job in self if not job.transfer.ended.is_set()]
-        for job in running:
-            job.transfer.stop(TransferState.ABORTED, KvferryError("aborted", "the daemon stops"))
+        running = [transfer for transfer in self if not transfer.ended.is_set()]
+        for transfer in running:
+            transfer.stop(TransferState.ABORTED, KvferryError("aborted", "the daemon stops"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                for job in running:
-                    await job.transfer.ended.wait()
-        for job in self:
-            if job.fan_out is not None:
-                job.fan_out.cancel()
+                for transfer in running:
+                    await transfer.ended.wait()
+        await self._ranks.close()
         if self._after:
             await asyncio.wait(self._after, timeout=timeout_s)
+
+
+def _key(engine: Engine, request_id: str) -> Key:
+    return engine.engine_id, engine.epoch, request_id
+
+
+def _has(transfer: Transfer, order: Order, *, exactly: bool) -> bool:
+    """Whether the transfer has this order. Raises KvferryError (`order_conflict`) when it has another.
+
+    Orders of one request that reach a rank in several ways need only agree on the source (`exactly` false).
+    """
+    known = transfer.order
+    if known is None:
+        return False
+    if known.engine_id != order.engine_id or (exactly and known != order):
+        raise _conflict(
+            transfer.request_id, f"was ordered already, otherwise, from {known.engine_id} at {known.address}"
+        )
+    return True
+
+
+def _check_reserved(transfer: Transfer, reservation: Reservation | None) -> None:
+    """Raise KvferryError (`receive_conflict`) when other blocks are reserved."""
+    held = transfer.reservation
+    if reservation is not None and held is not None and held != reservation:
+        raise KvferryError(
+            "receive_conflict",
+            f"request {transfer.request_id} has other blocks reserved already",
+            field="request_id",
+            value=transfer.request_id,
+            remedy="abort it before reserving other blocks",
+        )
+
+
+def _conflict(request_id: str, why: str) -> KvferryError:
+    return KvferryError(
+        "order_conflict",
+        f"request {request_id} {why}",
+        field="request_id",
+        value=request_id,
+        remedy="use one request id for one order, or a higher `attempt`",
+    )
