@@ -29,6 +29,7 @@ from kvferry.schemas import (
 )
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
+from kvferryd.certificates import Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -37,7 +38,6 @@ from kvferryd.leases.lease import Lease
 from kvferryd.memory import provider
 from kvferryd.metrics import Metrics, Stats
 from kvferryd.peers import allow
-from kvferryd.peers.channels import asking
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
@@ -59,7 +59,8 @@ class Ferry:
         self._began = time.monotonic()
         self.memory = provider(config)
         self.registry = Engines(config, self.memory, self._on_lease_end, self._before_retire)
-        self.peers_known = Peers(config, self.instance, metrics)
+        self.certificates = Certificates.of(config)
+        self.peers_known = Peers(config, self.instance, metrics, self.certificates)
         self.roster = Roster(config, self.instance, self.peers_known.channels, Seed())
         self.jobs = Transfers(config, self.peers_known, metrics)
         self._idle = asyncio.Event()
@@ -151,8 +152,7 @@ class Ferry:
             engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router"
         )
         try:
-            async with asking(address):
-                stub = self.peers_known.channels.stub(address)
+            async with self.peers_known.channels.calling(address) as stub:
                 return await stub.Abort(request, timeout=self.config.connect_timeout_s)
         except KvferryError as error:
             log.warning("abort not delivered", address=address, request_id=request_id, error=str(error))

@@ -10,6 +10,7 @@ from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.engine import Engine
 from kvferryd.peers.calibration import Calibration
+from kvferryd.peers.channels import Channel
 from kvferryd.peers.lease_stream import LeaseStream
 from kvferryd.peers.mapping import RankMapping
 from kvferryd.plan import Plan
@@ -50,7 +51,7 @@ class PeerRank:
     agent_name: str
     metadata: bytes
     regions: dict[int, Span]
-    stub: peer_pb2_grpc.PeerAsyncStub
+    channel: Channel
     reader: peer_pb2.Reader
     """We, as this rank is told."""
     leases: LeaseStream
@@ -60,6 +61,15 @@ class PeerRank:
     link: Link = Link()
     bytes_read: int = 0
     transfers: int = 0
+
+    @property
+    def stub(self) -> peer_pb2_grpc.PeerAsyncStub:
+        return self.channel.stub
+
+    async def close(self) -> None:
+        """Nothing reads from it any more."""
+        await self.leases.close()
+        await self.channel.close()
 
     @property
     def rank(self) -> int:

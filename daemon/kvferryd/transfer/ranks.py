@@ -11,7 +11,6 @@ from kvferry.schemas import ErrorBody, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.config import Config
-from kvferryd.peers.channels import asking
 from kvferryd.peers.peers import Peers
 from kvferryd.transfer.job import Job
 from kvferryd.transfer.transfer import Order, Reservation, Transfer, error_body
@@ -102,8 +101,8 @@ class Ranks:
             self._stop_own(job, rank, code, aborted=share.state is TransferState.ABORTED)
 
     async def _hand_on(self, job: Job, rank: int, address: str, request: peer_pb2.OrderRequest) -> None:
-        async with asking(address):
-            async for said in self._peers.channels.stub(address).Order(request):
+        async with self._peers.channels.calling(address) as stub:
+            async for said in stub.Order(request):
                 job.ranks[rank] = _rank_transfer(said, address)
                 job.wake()
 
@@ -151,8 +150,7 @@ class Ranks:
             failed=transfer.state is TransferState.FAILED,
         )
         with contextlib.suppress(KvferryError):
-            async with asking(address):
-                stub = self._peers.channels.stub(address)
+            async with self._peers.channels.calling(address) as stub:
                 await stub.Abort(request, timeout=self._config.connect_timeout_s)
 
 
