@@ -28,7 +28,7 @@ PEER_OPTIONS = [
     # A server takes pings more often than every 5 minutes for abuse unless it is set, and ends the connection.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
-"""For the network, both ends. An open stream shows that the other end lives; a silent host is noticed after 20 s."""
+"""For the network, both ends. An open stream shows that the other end lives: a silent one is noticed after 20 s."""
 
 STREAM_ENDS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 """gRPC's own words for a stream that the other side has ended or dropped, beside UNAVAILABLE: INTERNAL where we were
