@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 from kvferry.errors import KvferryError
@@ -157,7 +157,7 @@ class ServedStream:
         self.turns = Turns()
         self._announcements = _Announcements(self.turns)
 
-    async def replies(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncIterator[peer_pb2.ReadReply]:
+    async def replies(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncGenerator[peer_pb2.ReadReply]:
         """Until the reader ends the stream, or the engine is retired and readers have been sent the end of their leases.
 
         Raises KvferryError for a message that no reader of ours sends.
@@ -205,7 +205,9 @@ class ServedStream:
                 case "close":
                     self._close(request.close)
                 case kind:
-                    raise KvferryError("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
+                    raise KvferryError(
+                        "malformed_read", "a message has no open, pack or close", field="kind", value=kind
+                    )
 
     def _open(self, asked: peer_pb2.LeaseOpen) -> None:
         if asked.reading in self._readings or len(self._readings) >= self.leases.limit:

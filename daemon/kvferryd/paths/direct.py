@@ -46,7 +46,12 @@ class Direct:
         rows = await beside(runs, lambda: _rows(bound, regions, move.peer))
         reads = [
             agent.read(
-                move.peer.ranks[row.rank].agent_name, row.local, row.remote, row.local_type, row.remote_type, move.priority
+                move.peer.ranks[row.rank].agent_name,
+                row.local,
+                row.remote,
+                row.local_type,
+                row.remote_type,
+                move.priority,
             )
             for row in rows
         ]

@@ -37,7 +37,7 @@ from kvferryd.together import together
 from kvferryd.transport import Agent, Read
 
 if TYPE_CHECKING:
-    from kvferryd.transfers.source import SourceReader
+    pass
 
 IN_FLIGHT = 8
 """Slots that one transfer may have at once."""

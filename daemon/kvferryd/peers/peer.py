@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.engine import Engine
+from kvferryd.peers.channels import Channel
 from kvferryd.peers.mapping import RankMapping
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Plan
@@ -34,7 +35,7 @@ class PeerRank:
     agent_name: str
     metadata: bytes
     regions: dict[int, Span]
-    stub: peer_pb2_grpc.PeerAsyncStub
+    channel: Channel
     reader: peer_pb2.Reader
     """We, as this rank is told."""
     stream: ReaderStream
@@ -44,6 +45,15 @@ class PeerRank:
     """The peer's name for the plan between us; empty until it has planned."""
     bytes_read: int = 0
     transfers: int = 0
+
+    @property
+    def stub(self) -> peer_pb2_grpc.PeerAsyncStub:
+        return self.channel.stub
+
+    async def close(self) -> None:
+        """Nothing reads from it any more."""
+        await self.stream.close()
+        await self.channel.close()
 
     @property
     def rank(self) -> int:

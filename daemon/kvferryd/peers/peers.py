@@ -12,11 +12,12 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd import logs
+from kvferryd.certificates import Certificates
 from kvferryd.config import Config
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
-from kvferryd.peers.channels import Channels, asking
+from kvferryd.peers.channels import Channel, Channels, asking
 from kvferryd.peers.mapping import RankMapping, compile_kernels
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
 from kvferryd.peers.reader_stream import ReaderStream
@@ -33,9 +34,9 @@ IDLE_S = 3600.0
 class Peers:
     """Handshakes, one per (our engine, peer engine) at a time. Owns the channels."""
 
-    def __init__(self, config: Config, metrics: Metrics) -> None:
+    def __init__(self, config: Config, metrics: Metrics, certificates: Certificates | None = None) -> None:
         self._config, self._metrics = config, metrics
-        self.channels = Channels(config)
+        self.channels = Channels(config, certificates)
         self._known: dict[tuple[str, str, str], PeerEngine] = {}
         self._shaking: dict[tuple[str, str, str, str], asyncio.Task[PeerEngine]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
@@ -115,11 +116,26 @@ class Peers:
                 self.forget(peer)
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
+        asked: list[PeerRank] = []
+        try:
+            return await self._meet(engine, engine_id, address, asked)
+        except BaseException:
+            await asyncio.gather(*(rank.close() for rank in asked))
+            raise
+
+    async def _meet(self, engine: Engine, engine_id: str, address: str, asked: list[PeerRank]) -> PeerEngine:
+        """`asked`: the ranks that have answered, whatever comes of it."""
         assert engine.manifest is not None and engine.agent is not None
         first, members = await self._ask(engine, engine_id, address)
-        others = [m for m in members if m.rank != first.rank]
-        found = await asyncio.gather(*(self._ask(engine, engine_id, member.address) for member in others))
-        ranks = {rank.rank: rank for rank in (first, *(rank for rank, _ in found))}
+        asked.append(first)
+        others = [self._ask(engine, engine_id, member.address) for member in members if member.rank != first.rank]
+        # All of them to the end: one that answers after another has failed is closed with the rest.
+        answers = await asyncio.gather(*others, return_exceptions=True)
+        asked += [answer[0] for answer in answers if not isinstance(answer, BaseException)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        ranks = {rank.rank: rank for rank in asked}
         epochs = {rank.manifest.epoch for rank in ranks.values()}
         missing = set(range(first.manifest.world_size)) - set(ranks)
         if len(epochs) > 1 or missing:
@@ -193,15 +209,22 @@ class Peers:
             self.forget(peer)
 
     async def _ask(self, engine: Engine, engine_id: str, address: str) -> tuple[PeerRank, list[peer_pb2.Member]]:
-        stub = self.channels.stub(address)
+        channel = self.channels.open(address)
+        try:
+            return await self._ask_over(channel, engine, engine_id)
+        except BaseException:
+            await channel.close()
+            raise
+
+    async def _ask_over(
+        self, channel: Channel, engine: Engine, engine_id: str
+    ) -> tuple[PeerRank, list[peer_pb2.Member]]:
+        address = channel.address
         request = peer_pb2.HandshakeRequest(
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            version=__version__,
-            engine_id=engine_id,
+            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id
         )
         async with asking(address):
-            reply = await stub.Handshake(request, timeout=self._config.connect_timeout_s)
+            reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
         if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
             raise KvferryError(
                 "protocol",
@@ -244,9 +267,9 @@ class Peers:
             reply.agent_name,
             reply.agent_metadata,
             regions,
-            stub,
+            channel,
             reader,
-            ReaderStream(stub, address, opening),
+            ReaderStream(channel.stub, address, opening),
             staging,
         )
         return rank, list(reply.members)
@@ -273,9 +296,9 @@ class Peers:
             task.add_done_callback(self._unloading.discard)
 
     async def _unload(self, peer: PeerEngine) -> None:
-        await asyncio.gather(*(rank.stream.close() for rank in peer.ranks.values()))
         for mapping in peer.mappings.values():
             await mapping.close()
+        await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         names, peer.loaded = peer.loaded, []
         if peer.own.agent is not None and not peer.own.retired.is_set():
             for name in names:
@@ -288,7 +311,7 @@ class Peers:
             peer.stale = True
             for watch in peer.watches:
                 watch.cancel()
-            await asyncio.gather(*(rank.stream.close() for rank in peer.ranks.values()))
+            await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
 
     def of_engine(self, engine_id: str) -> list[tuple[str, PeerEngine]]:
         """(our engine's id, peer) of every peer engine with this id."""

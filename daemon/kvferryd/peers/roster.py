@@ -107,11 +107,14 @@ class Roster:
             member=peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch),
             world_size=engine.world_size,
         )
+        channel = self._channels.open(seed)
         try:
-            async for roster in self._channels.stub(seed).Join(request):
+            async for roster in channel.stub.Join(request):
                 yield {member.rank: member.address for member in roster.members}
         except grpc.aio.AioRpcError as error:
             raise error_of(error, f"the roster seed {seed}") from None
+        finally:
+            await channel.close()
 
     async def leave(self, engine: Engine) -> None:
         task = self._tasks.pop(engine.session, None)

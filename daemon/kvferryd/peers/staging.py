@@ -45,4 +45,3 @@ async def _stage(rank: PeerRank, plan: Plan, timeout_s: float) -> None:
         await pair(rank, plan, timeout_s + COMPILE_S)
     except KvferryError as error:
         log.info("not staged yet", engine_id=rank.manifest.engine_id, rank=rank.rank, why=str(error))
-

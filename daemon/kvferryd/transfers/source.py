@@ -11,7 +11,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.peers.peer import PeerEngine, PeerRank
-from kvferryd.peers.reader_stream import Outbox, OpenStream
+from kvferryd.peers.reader_stream import OpenStream, Outbox
 from kvferryd.transport import Agent
 
 

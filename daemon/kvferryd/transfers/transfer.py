@@ -303,9 +303,7 @@ class Transfer:
             self.phases_ms[flight.phase] = self.phases_ms.get(flight.phase, 0.0) + 1e3 * flight.seconds
         agent = self.engine.agent
         assert agent is not None
-        await together(
-            reader.verify(agent) for reader in readers if not paths.packed_whole(reader.source.rank, moves)
-        )
+        await together(reader.verify(agent) for reader in readers if not paths.packed_whole(reader.source.rank, moves))
 
     async def _read(self, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
@@ -349,8 +347,8 @@ class Transfer:
         return moves
 
     async def _settle(self, peer: PeerEngine, through: list[SourceReader]) -> None:
-        """Close the leases that were read to their end. Once nothing can be written any more, give up the claim, tell the
-        engine, and let the peer go."""
+        """Close the leases that were read to their end. Once nothing can be written any more, release the claim, tell
+        the engine, and let the peer go."""
         await self.ended.wait()
         close_all(through, complete=True)
         await asyncio.gather(*(flight.quiet for flight in self._flights))

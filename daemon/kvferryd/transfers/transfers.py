@@ -33,9 +33,9 @@ Key = tuple[str, str, str]
 class Transfers:
     """Owns every transfer: `close` aborts those that are under way.
 
-    A request has one current transfer, that of its newest attempt. Attempts count from 1. Whoever orders may give the
-    number; without one an order or a reservation belongs to the attempt under way, and a reservation after its end begins
-    the next. What an attempt of the past brought never answers for a later one.
+    A request has one current transfer, that of its newest attempt. Attempts count from 1. An order or a reservation may
+    give the number; without one it belongs to the attempt under way, and a reservation after its end begins the next.
+    What an attempt of the past brought never answers for a later one.
     """
 
     def __init__(self, config: Config, peers: Peers, metrics: Metrics) -> None:
@@ -88,8 +88,8 @@ class Transfers:
     ) -> tuple[Transfer, bool]:
         """Take an order; (its transfer, whether the order is new).
 
-        brought: reservations that came with it, by rank. from_rank: the rank that handed it on; None for an order that is
-        handed on from here. Raises KvferryError: `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`,
+        brought: reservations that came with it, by rank. from_rank: the rank that handed it on; None for an order that
+        is handed on from here. Raises KvferryError: `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`,
         `blocks_not_quiet`, `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
@@ -306,6 +306,10 @@ class Transfers:
         for transfer in self:
             if transfer.engine is engine:
                 transfer.stop(TransferState.FAILED, KvferryError("engine_gone", why))
+
+    async def leave(self, engine: Engine) -> None:
+        """The engine is retired: nothing more is said to its other ranks."""
+        await self._ranks.leave(engine)
 
     async def wait_new(self) -> None:
         """Wait until there is one more transfer. The caller bounds the wait."""
