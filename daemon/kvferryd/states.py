@@ -19,8 +19,9 @@ TRANSFER: Mapping[T, frozenset[T]] = {
     T.FAILED: frozenset(),
     T.ABORTED: frozenset(),
 }
-"""waiting: for the order or the reservation. connecting: handshake and lease; once more when an announcement of the lease
-turns out to be out of date. reading: bytes move. verifying: whether the lease held throughout; done follows only from it.
+"""waiting: for the order or the reservation. connecting: handshake and lease; once more when an announcement of the
+lease turns out to be out of date. reading: bytes move. verifying: whether the lease held throughout; done follows only
+from it.
 """
 
 LEASE: Mapping[L, frozenset[L]] = {

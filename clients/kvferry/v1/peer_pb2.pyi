@@ -783,6 +783,7 @@ class OrderRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     WAY_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    COUNTED_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
     request_id: builtins.str
@@ -794,7 +795,9 @@ class OrderRequest(google.protobuf.message.Message):
     way: builtins.str
     """empty: as the daemon is configured"""
     attempt: builtins.int
-    """counts the attempts at this request from 1; the newest one counts"""
+    """counts the attempts at this request from 1; only the newest goes on"""
+    counted: builtins.bool
+    """the daemon of `rank` counted it: it may have seen fewer attempts than others"""
     @property
     def source(self) -> kvferry.v1.engine_pb2.Source: ...
     @property
@@ -817,9 +820,10 @@ class OrderRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         way: builtins.str = ...,
         attempt: builtins.int = ...,
+        counted: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 

@@ -178,8 +178,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             request.traceparent,
         )
         brought = {engine.rank: own} if own is not None else {}
-        attempt, rank = request.attempt, request.rank
-        transfer, _ = ferry.jobs.order(engine, request.request_id, order, brought, attempt=attempt, from_rank=rank)
+        transfer, _ = ferry.jobs.order(
+            engine, request.request_id, order, brought,
+            attempt=request.attempt, counted=request.counted, from_rank=request.rank,
+        )  # fmt: skip
         while not transfer.ended.is_set():
             changed = transfer.changed
             yield _share(transfer)

@@ -1,4 +1,5 @@
-"""The source's side of a staged transfer: gather the chunks that a reader asks for into slots, and keep them until read.
+"""The source's side of a staged transfer: gather the chunks that a reader asks for into slots, and keep them until
+read.
 
 The lease must hold until the last gather has ended, and no longer: a packed slot stays whole whatever becomes of the
 blocks. So a reader that wants nothing later counts as one that has read as soon as all is packed.
@@ -28,8 +29,8 @@ log = logs.get(__name__)
 IDLE_S = 30.0
 """How long slots are kept for a reader that sends nothing: it has a slot of its own to read into."""
 KEPT_S = 0.5
-"""A packed slot keeps its bytes so long, even if the stream breaks or the engine goes. A reader that has read within this
-time of its request need not ask whether they were replaced (a round trip: 0.3 ms and more)."""
+"""A packed slot keeps its bytes so long, even if the stream breaks or the engine goes. A reader that has read within
+this time of its request need not ask whether they were replaced (a round trip: 0.3 ms and more)."""
 GATHERS = 2
 """Gathers of one reading at once: the next is launched while one is reported. The first runs alone, since launching
 another would delay its report."""

@@ -158,7 +158,8 @@ class ServedStream:
         self._announcements = _Announcements(self.turns)
 
     async def replies(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncGenerator[peer_pb2.ReadReply]:
-        """Until the reader ends the stream, or the engine is retired and readers have been sent the end of their leases.
+        """Until the reader ends the stream, or the engine is retired and readers have been sent the end of their
+        leases.
 
         Raises KvferryError for a message that no reader of ours sends.
         """

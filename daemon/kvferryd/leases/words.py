@@ -1,8 +1,8 @@
 """Validity words: how a reader knows, without asking, that a lease held while it read.
 
-Every live lease has a word of registered host memory with a random value. The word is cleared before anybody is told that
-the lease has ended. A reader that has all its bytes reads the word with NIXL: if it holds the value that the reader was
-given, the lease held throughout. This takes a tenth of the time of a call (docs/decisions.md).
+Every live lease has a word of registered host memory with a random value. The word is cleared before anybody is told
+that the lease has ended. A reader that has all its bytes reads the word with NIXL: if it holds the value that the
+reader was given, the lease held throughout. This takes a tenth of the time of a call (docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class ChunkStream:
-    """Everything that is wanted and read by the time a message can be sent goes out in that message; callers do not wait
-    for it. The first message has the opening. After the last chunk has been read, await `vouched`.
+    """Everything that is wanted and read by the time a message can be sent goes out in that message; callers do not
+    wait for it. The first message has the opening. After the last chunk has been read, await `vouched`.
     """
 
     def __init__(self, reader: SourceReader, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk]) -> None:

@@ -50,8 +50,8 @@ class Flight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one move did. The bytes of `packed` ranks are proven: the source packed all of them while its lease held, and
-    kept them until they were read. The bytes of the other ranks are proven by the lease's validity word alone.
+    """What one move did. The bytes of `packed` ranks are proven: the source packed all of them while its lease held,
+    and kept them until they were read. The bytes of the other ranks are proven by the lease's validity word alone.
     """
 
     ranks: frozenset[int]
@@ -64,8 +64,8 @@ class Moved:
 class Move:
     """Bytes to be moved for one transfer.
 
-    `flights`: a path adds everything that may write to the blocks as soon as it exists, so that the transfer knows of it
-    if the move fails or is cancelled. `deadline`: on the loop's clock. `before`: the transfer's earlier moves.
+    `flights`: a path adds everything that may write to the blocks as soon as it exists, so that the transfer knows of
+    it if the move fails or is cancelled. `deadline`: on the loop's clock. `before`: the transfer's earlier moves.
     """
 
     bound: Bound

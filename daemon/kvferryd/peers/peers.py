@@ -275,7 +275,8 @@ class Peers:
         return rank, list(reply.members)
 
     def forget(self, peer: PeerEngine) -> None:
-        """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew. Idempotent."""
+        """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew.
+        Idempotent."""
         key = (peer.own.engine_id, peer.own.epoch, peer.engine_id)
         if self._known.get(key) is peer:
             del self._known[key]

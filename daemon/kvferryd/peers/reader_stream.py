@@ -1,4 +1,5 @@
-"""The reader's end of the stream to one source rank. It is opened with the first lease and stays open for the next ones.
+"""The reader's end of the stream to one source rank. It is opened with the first lease and stays open for the next
+ones.
 
 A reader whose messages can be merged (`Outbox`) is queued at most once; `take` then returns everything that is pending.
 """

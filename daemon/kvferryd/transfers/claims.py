@@ -30,8 +30,8 @@ class Claim:
 class Claims:
     """A number for every block of every group: 0 for a free block, otherwise the claim that holds it.
 
-    A reservation takes its claim before its transfer may run, so two transfers never write the same block: neither while
-    both run, nor while a read that was given up is not quiet.
+    A reservation takes its claim before its transfer may run, so two transfers never write the same block: neither
+    while both run, nor while a read that was given up is not quiet.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -76,7 +76,8 @@ class Claims:
 
 
 def _written(group: Group, table: BlockTable, tokens: tuple[int, int] | None) -> BlockIds:
-    """The blocks of a table that lie in the token range. Blocks before it may be shared, for example a cached prefix."""
+    """The blocks of a table that lie in the token range. Blocks before it may be shared, for example a cached
+    prefix."""
     if tokens is None or group.kind == "state":
         return table.block_ids
     start, stop = (max(0, local_tokens(group.token_shard, token) - table.first_token) for token in tokens)

@@ -14,7 +14,8 @@ from kvferry.tables import Tables, tables_from_json
 class Order:
     """Where to read from.
 
-    `epoch`: the source engine must be in it; empty for any. `deadline_s`: seconds from acceptance; None for the daemon's
+    `epoch`: the source engine must be in it; empty for any. `deadline_s`: seconds from acceptance; None for the
+    daemon's
     default. `way`: auto, direct, staged or mapped; empty for the daemon's setting.
     """
 

@@ -16,6 +16,7 @@ from kvferryd.peers.channels import Channel, Channels, asking
 from kvferryd.together import together
 from kvferryd.transfers.transfer import Transfer, error_body
 
+STALE_ATTEMPT = "stale_attempt"
 GRACE_S = 0.5
 """How long after the deadline another rank may still say why it failed."""
 
@@ -27,7 +28,7 @@ class Ranks:
         self._config, self._channels = config, channels
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: dict[Engine, dict[str, Channel]] = {}
-        """Channels to the ranks of an engine, by address: dialled once, for the next order is as urgent as the first."""
+        """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
 
     def hand_on(self, transfer: Transfer) -> None:
         """Hand the transfer's order to all other ranks, and keep how far they are until they have ended."""
@@ -115,13 +116,13 @@ class Ranks:
         """Hand the order to one rank and keep what it says, until its part has ended."""
         try:
             async with self._asking(transfer.engine, address) as stub:
-                call = stub.Order(_request(transfer, rank))
-                try:
-                    async for reply in call:
-                        transfer.set_rank(_rank_transfer(reply, rank, address))
-                finally:
-                    call.cancel()
+                await self._hand_to(stub, transfer, rank, address)
         except KvferryError as error:
+            ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
+            if transfer.counted and ahead > transfer.attempt and not transfer.ended.is_set():
+                transfer.attempt = ahead  # that rank has seen more attempts than we have; this one is still under way
+                await self._follow(transfer, rank, address)
+                return
             self._failed(transfer, rank, error)
             return
         share = transfer.ranks[rank]
@@ -129,6 +130,15 @@ class Ranks:
             self._failed(transfer, rank, KvferryError("peer_lost", f"rank {rank} at {address} stopped answering"))
         elif share.state is not TransferState.DONE:
             self._stop_own(transfer, share)
+
+    @staticmethod
+    async def _hand_to(stub: peer_pb2_grpc.PeerAsyncStub, transfer: Transfer, rank: int, address: str) -> None:
+        call = stub.Order(_request(transfer, rank))
+        try:
+            async for reply in call:
+                transfer.set_rank(_rank_transfer(reply, rank, address))
+        finally:
+            call.cancel()
 
     def _failed(self, transfer: Transfer, rank: int, why: KvferryError) -> None:
         state = TransferState.ABORTED if why.code == "aborted" else TransferState.FAILED
@@ -142,9 +152,10 @@ class Ranks:
         if share.state is TransferState.ABORTED:
             why = KvferryError("aborted", f"rank {share.rank} of the same engine was aborted")
         else:
+            code = share.error.code if share.error else share.state.value
             why = KvferryError(
                 "rank_failed",
-                f"rank {share.rank} of the same engine failed: {share.error.code if share.error else share.state.value}",
+                f"rank {share.rank} of the same engine failed: {code}",
                 field="rank",
                 value=share.rank,
                 remedy="see that rank's part of the transfer record",
@@ -179,6 +190,7 @@ def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
         traceparent=order.traceparent,
         rank=transfer.engine.rank,
         attempt=transfer.attempt,
+        counted=transfer.counted,
         way=order.way,
     )
     reservation = transfer.brought.get(rank)

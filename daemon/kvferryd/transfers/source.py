@@ -26,8 +26,8 @@ class Gathering(Protocol):
 class SourceReader:
     """The lease of one request on one source rank. `advance` opens it; `close` it at the end.
 
-    The source may have announced the lease. Then the first `advance` goes by the announcement at once and opens the lease
-    without waiting: the source answers only if it holds something else by now.
+    The source may have announced the lease. Then the first `advance` goes by the announcement at once and opens the
+    lease without waiting: the source answers only if it holds something else by now.
     """
 
     def __init__(self, source: PeerRank, request_id: str, digest: bytes) -> None:
@@ -128,6 +128,8 @@ class SourceReader:
         elif reply.HasField("problem"):
             self.on_lost(problem_from_proto(reply.problem))
         elif self._gathering is not None:
+            if not reply.pack.HasField("problem"):
+                self.announced = False  # the source gathers the lease as it was announced
             self._gathering.on_reply(reply.pack)
 
     def on_lost(self, why: KvferryError) -> None:

@@ -47,9 +47,13 @@ class Transfer:
     All ranks have one deadline, which counts from the order (before it comes: from the reservation).
     """
 
-    def __init__(self, engine: Engine, request_id: str, attempt: int, around: Surroundings) -> None:
+    def __init__(
+        self, engine: Engine, request_id: str, attempt: int, around: Surroundings, *, counted: bool = True
+    ) -> None:
+        """counted: the daemon counted the attempt; otherwise the orderer gave its number."""
         self.transfer_id = uuid.uuid4().hex
-        self.engine, self.request_id, self.attempt = engine, request_id, attempt
+        self.engine, self.request_id = engine, request_id
+        self.attempt, self.counted = attempt, counted
         self._around = around
         self.order: Order | None = None
         self.brought: dict[int, Reservation] = {}

@@ -20,7 +20,7 @@ from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.claims import Claim, Claims
 from kvferryd.transfers.order import Order, Reservation
-from kvferryd.transfers.ranks import Ranks
+from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks
 from kvferryd.transfers.transfer import Surroundings, Transfer
 
 log = logs.get(__name__)
@@ -84,19 +84,19 @@ class Transfers:
         brought: Mapping[int, Reservation] | None = None,
         *,
         attempt: int = 0,
+        counted: bool = False,
         from_rank: int | None = None,
     ) -> tuple[Transfer, bool]:
         """Take an order; (its transfer, whether the order is new).
 
         brought: reservations that came with it, by rank. from_rank: the rank that handed it on; None for an order that
-        is handed on from here. Raises KvferryError: `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`,
-        `blocks_not_quiet`, `full`, `draining`.
+        is handed on from here. counted: the number was counted by that rank's daemon. Raises KvferryError:
+        `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
-        transfer = self._current.get(key)
-        self._check_attempt(key, transfer, attempt)
+        transfer = self._transfer_of(key, attempt, counted=counted)
         reservation = brought.get(engine.rank)
-        if transfer is not None and attempt <= transfer.attempt:
+        if transfer is not None:
             if _has(transfer, order, exactly=from_rank is None):
                 if from_rank is None and brought != transfer.brought:
                     raise _conflict(request_id, "was ordered already, with other tables")
@@ -105,12 +105,11 @@ class Transfers:
             if transfer.ended.is_set():
                 raise _conflict(request_id, "has ended already")
             _check_reserved(transfer, reservation)
-        else:
-            transfer = None
         claim = None
         if reservation is not None and (transfer is None or transfer.reservation is None):
             claim = self._claim(engine, request_id, reservation)
-        transfer = transfer or self._begin(engine, key, attempt or self._next(key), claim)
+        if transfer is None:
+            transfer = self._begin(engine, key, attempt or self._next(key), claim, counted=counted or not attempt)
         if from_rank is None:
             transfer.brought = brought
         self._match(transfer, order=order, reservation=reservation, claim=claim)
@@ -134,22 +133,20 @@ class Transfers:
         """
         key = _key(engine, request_id)
         current = self._current.get(key)
-        running = current if current is not None and not current.ended.is_set() else None
+        counted = not attempt
         if not attempt:
-            attempt = running.attempt if running else self._next(key)
+            attempt = current.attempt if current and not current.ended.is_set() else self._next(key)
         self._attempts[key] = max(attempt, self._attempts.get(key, 0))
-        self._check_attempt(key, current, attempt)
-        if current is not None and current is not running and attempt == current.attempt:
-            raise current.problem or _conflict(request_id, f"has ended already in attempt {attempt}")
-        if running is not None and running.attempt < attempt:
-            running = None  # superseded when the new attempt begins
+        running = self._transfer_of(key, attempt, counted=counted)
+        if running is not None and running.ended.is_set():
+            raise running.problem or _conflict(request_id, f"has ended already in attempt {attempt}")
         if running is not None:
             _check_reserved(running, reservation)
         new_order = order if order is not None and not (running and _has(running, order, exactly=False)) else None
         claim = None
         if running is None or running.reservation is None:
             claim = self._claim(engine, request_id, reservation)
-        transfer = running or self._begin(engine, key, attempt, claim)
+        transfer = running or self._begin(engine, key, attempt, claim, counted=counted)
         if running is None and deadline_s:
             transfer.set_deadline(deadline_s)
         self._match(transfer, order=new_order, reservation=reservation, claim=claim)
@@ -160,18 +157,32 @@ class Transfers:
     def _next(self, key: Key) -> int:
         return self._attempts.get(key, 0) + 1
 
-    def _check_attempt(self, key: Key, current: Transfer | None, attempt: int) -> None:
-        """Raise KvferryError for an attempt that is over, here or on another rank."""
-        if attempt and current is not None and attempt < current.attempt:
-            raise KvferryError(
-                "stale_attempt",
-                f"request {key[2]} is in attempt {current.attempt} by now",
-                field="attempt",
-                value=attempt,
-                remedy="give every attempt at a request a higher number, the same on all ranks",
-            )
+    def _transfer_of(self, key: Key, attempt: int, *, counted: bool) -> Transfer | None:
+        """The current transfer, if this attempt is its own; None for a newer attempt, which takes its place.
+
+        attempt: 0 for whichever is current. counted: by a daemon; daemons may have seen different numbers of attempts.
+        A transfer under way whose number was counted takes over the number of an order that it has waited for, and a
+        higher one that was counted elsewhere. Raises KvferryError (`stale_attempt`, `aborted`).
+        """
+        current = self._current.get(key)
         if attempt and attempt <= self._dead.get(key, 0):
             raise KvferryError("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
+        if current is None or attempt in (0, current.attempt):
+            return current
+        if current.counted and not current.ended.is_set():
+            waited_for = current.order is None and not counted
+            if waited_for or (attempt > current.attempt and (counted or current.order is None)):
+                current.attempt, current.counted = attempt, counted
+                return current
+        if attempt < current.attempt:
+            raise KvferryError(
+                STALE_ATTEMPT,
+                f"request {key[2]} is in attempt {current.attempt} by now",
+                field="attempt",
+                value=current.attempt,
+                remedy="give every attempt at a request a higher number, the same on all ranks",
+            )
+        return None
 
     def _claim(self, engine: Engine, request_id: str, reservation: Reservation) -> Claim:
         claims = self._claims.get(engine)
@@ -180,7 +191,7 @@ class Transfers:
             claims = self._claims[engine] = Claims(engine.manifest)
         return claims.take(reservation, request_id)
 
-    def _begin(self, engine: Engine, key: Key, attempt: int, claim: Claim | None) -> Transfer:
+    def _begin(self, engine: Engine, key: Key, attempt: int, claim: Claim | None, *, counted: bool) -> Transfer:
         """The transfer of a new attempt, which ends the one before. A refusal releases the claim."""
         try:
             self._check_room(engine)
@@ -192,7 +203,7 @@ class Transfers:
         if before is not None:
             why = KvferryError("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
             before.stop(TransferState.ABORTED, why)
-        transfer = Transfer(engine, key[2], attempt, self._around)
+        transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
         self.unfinished += 1
         self._attempts[key] = attempt
         self._by_id[transfer.transfer_id] = self._current[key] = transfer
