@@ -24,6 +24,8 @@ from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.peers.staging import stage
 from kvferryd.plan import plan
 from kvferryd.transport import Agent, Span
+from kvferryd.transport.metadata import parse
+from kvferryd.transport.screen import Screen
 
 log = logs.get(__name__)
 UNLOAD_S = 5.0
@@ -32,11 +34,12 @@ IDLE_S = 3600.0
 
 
 class Peers:
-    """Handshakes, one per (our engine, peer engine) at a time. Owns the channels."""
+    """Handshakes, one per (our engine, peer engine) at a time. Owns the channels, and the screen for NIXL metadata."""
 
     def __init__(self, config: Config, metrics: Metrics, certificates: Certificates | None = None) -> None:
         self._config, self._metrics = config, metrics
         self.channels = Channels(config, certificates)
+        self._screen = Screen(config.ucx)
         self._known: dict[tuple[str, str, str], PeerEngine] = {}
         self._shaking: dict[tuple[str, str, str, str], asyncio.Task[PeerEngine]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
@@ -168,14 +171,17 @@ class Peers:
 
     async def _load(self, agent: Agent, rank: PeerRank, peer: PeerEngine) -> None:
         """Make the rank readable: load its metadata, and pay for the wire-up now."""
-        await agent.add_peer(rank.agent_name, rank.metadata)
+        metadata = parse(rank.agent_name, rank.metadata)
+        readable = [rank.regions[id] for id in sorted(rank.regions)]
+        if rank.staging:
+            readable.append(rank.staging.span)
+        await self._screen.check(metadata, readable, self._config.connect_timeout_s)
+        await agent.add_peer(metadata)
+        rank.agent_name = metadata.alias
         peer.loaded.append(rank.agent_name)
         if rank.rank in peer.plan.reads_from:
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
-                    readable = [rank.regions[id] for id in sorted(rank.regions)]
-                    if rank.staging:
-                        readable.append(rank.staging.span)
                     await agent.warm(rank.agent_name, readable[0])
             except TimeoutError:
                 raise KvferryError(
@@ -323,6 +329,7 @@ class Peers:
             task.cancel()
         if self._unloading:
             await asyncio.wait(self._unloading, timeout=UNLOAD_S)
+        await self._screen.close()
         await self.channels.close()
 
 
