@@ -1,0 +1,51 @@
+"""Processes that stand still, or nearly. Whatever happens to the test, they are continued."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+CONTINUE = 'read -r _; kill -CONT "$0"'
+"""Ends when our end of its stdin is closed: by us, or by the kernel when we are killed."""
+
+
+@contextmanager
+def stopped(pid: int, *, group: bool = True) -> Iterator[None]:
+    """SIGSTOP for a child of this process (and its group), SIGCONT at the end, also when the tests are killed.
+
+    It stands still before the block begins: the kernel has said so.
+    """
+    target = str(-pid if group else pid)
+    guard = subprocess.Popen(["sh", "-c", CONTINUE, target], stdin=subprocess.PIPE, start_new_session=True)
+    assert guard.stdin is not None
+    try:
+        (os.killpg if group else os.kill)(pid, signal.SIGSTOP)
+        assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+        yield
+    finally:
+        guard.stdin.close()
+        guard.wait(10)
+
+
+@asynccontextmanager
+async def slowed(pid: int, runs_s: float = 0.002, stands_s: float = 0.05) -> AsyncIterator[None]:
+    """Inside the block the process runs for `runs_s` and then stands still for `stands_s`, again and again."""
+
+    async def slow() -> None:
+        while True:
+            with stopped(pid):
+                await asyncio.sleep(stands_s)
+            await asyncio.sleep(runs_s)
+
+    slowing = asyncio.create_task(slow())
+    try:
+        yield
+    finally:
+        slowing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await slowing

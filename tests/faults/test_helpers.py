@@ -1,0 +1,98 @@
+"""The faults that these tests make are real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from fleet import TIMEOUT_S, Daemons, until
+from hosts import Host
+from wire import NBYTES, TOKENS, tcp_pair
+
+from kvferry.engine import TransferFailed
+
+pytestmark = pytest.mark.anyio
+
+
+def state_of(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+
+
+KILLED = """
+import os, signal, subprocess
+from stopping import stopped
+sleeper = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, start_new_session=True)
+stopped(sleeper.pid).__enter__()
+print(sleeper.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_a_stopped_process_goes_on_even_when_the_test_is_killed() -> None:
+    killed = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", KILLED, cwd=Path(__file__).parent, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await asyncio.wait_for(killed.communicate(), TIMEOUT_S)
+    sleeper = int(output)
+
+    async def goes_on() -> bool:
+        return state_of(sleeper) == "S"
+
+    try:
+        await until(goes_on, "the process is continued")
+    finally:
+        os.kill(sleeper, signal.SIGKILL)
+
+
+async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    pair = await stack.enter_async_context(tcp_pair(daemons, "helpers"))
+    kv, _, _ = await pair.published(request_id)
+    blocks = pair.reader.take(TOKENS)
+    expected = pair.reader.snapshot()
+    pair.reader.write_into(expected, kv, blocks)
+    receiving = asyncio.create_task(pair.reader.receive(request_id, blocks, source=pair.source.source()))
+    with await pair.stopped_in_mid_read(request_id):
+        await pair.reader.ranks[0].client.abort(request_id)
+        with pytest.raises(TransferFailed) as failed:
+            await receiving
+        assert await pair.quarantined() >= NBYTES
+        safe = asyncio.create_task(failed.value.quiesced())
+        await pair.reader_router.transfers()  # the daemon has had time to say so
+        assert not safe.done()
+    await asyncio.wait_for(safe, TIMEOUT_S)
+    assert await pair.quarantined() == 0
+    assert not pair.reader.differences(expected)  # given up, and yet it has arrived
+
+
+async def test_a_host_that_has_vanished_answers_nothing(far: Host) -> None:
+    command = far.command(
+        [sys.executable, "-m", "http.server", "7410", "--bind", far.there, "--directory", "/proc/self/ns"]
+    )
+    serving = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    async with httpx.AsyncClient(base_url=f"http://{far.there}:7410", trust_env=False, timeout=TIMEOUT_S) as http:
+
+        async def answers() -> bool:
+            with contextlib.suppress(httpx.ConnectError):
+                return (await http.get("/")).is_success
+            return False
+
+        try:
+            await until(answers, "the far host answers")
+            far.vanish()
+            with pytest.raises(httpx.TimeoutException):
+                await http.get("/", timeout=0.2)
+            far.come_back()
+            await until(answers, "the far host answers again")
+        finally:
+            serving.kill()
+            await serving.wait()
