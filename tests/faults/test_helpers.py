@@ -60,8 +60,8 @@ async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
     blocks = pair.reader.take(TOKENS)
     expected = pair.reader.snapshot()
     pair.reader.write_into(expected, kv, blocks)
-    receiving = asyncio.create_task(pair.reader.receive(request_id, blocks, source=pair.source.source()))
-    with await pair.stopped_in_mid_read(request_id):
+    receive = pair.reader.receive(request_id, blocks, source=pair.source.source())
+    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
         await pair.reader.ranks[0].client.abort(request_id)
         with pytest.raises(TransferFailed) as failed:
             await receiving
