@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
-from hosts import Host
+from hosts import Host, daemons_apart
+from lives import engine_on, published, receives
 from wire import NBYTES, TOKENS, tcp_pair
 
 from kvferry.engine import TransferFailed
@@ -74,25 +74,17 @@ async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
     assert not pair.reader.differences(expected)  # given up, and yet it has arrived
 
 
-async def test_a_host_that_has_vanished_answers_nothing(far: Host) -> None:
-    command = far.command(
-        [sys.executable, "-m", "http.server", "7410", "--bind", far.there, "--directory", "/proc/self/ns"]
-    )
-    serving = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    async with httpx.AsyncClient(base_url=f"http://{far.there}:7410", trust_env=False, timeout=TIMEOUT_S) as http:
+async def test_a_host_vanishes_with_its_daemon_and_comes_back(
+    daemons: Daemons, far: Host, stack: AsyncExitStack, request_id: str
+) -> None:
+    near, remote = await daemons_apart(daemons, far, "apart")
+    source, reader = [await engine_on(stack, daemon.name, daemon) for daemon in (remote, near)]
+    kv, _ = await published(source[0], request_id)
+    await receives(reader[0], request_id, kv, source[0].source())
 
-        async def answers() -> bool:
-            with contextlib.suppress(httpx.ConnectError):
-                return (await http.get("/")).is_success
-            return False
-
-        try:
-            await until(answers, "the far host answers")
-            far.vanish()
-            with pytest.raises(httpx.TimeoutException):
-                await http.get("/", timeout=0.2)
-            far.come_back()
-            await until(answers, "the far host answers again")
-        finally:
-            serving.kill()
-            await serving.wait()
+    async with httpx.AsyncClient(base_url=remote.url, trust_env=False, timeout=TIMEOUT_S) as http:
+        far.vanish()
+        with pytest.raises(httpx.TimeoutException):
+            await http.get("/healthz", timeout=0.2)
+        far.come_back()
+        assert (await http.get("/healthz")).is_success
