@@ -13,10 +13,13 @@ import httpx
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
 from hosts import Host, daemons_apart
-from lives import engine_on, published, receives
+from lives import TP1, engine_on, published, receives
+from ranks import Blocks, Kv
+from remote import remote
 from wire import NBYTES, TOKENS, tcp_pair
 
 from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
 
 pytestmark = pytest.mark.anyio
 
@@ -88,3 +91,19 @@ async def test_a_host_vanishes_with_its_daemon_and_comes_back(
             await http.get("/healthz", timeout=0.2)
         far.come_back()
         assert (await http.get("/healthz")).is_success
+
+
+async def test_an_engine_in_another_process_does_as_it_is_told(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("told")
+    source = await stack.enter_async_context(remote(daemon, "told", TP1))
+    blocks = Blocks((3, 1, 4, 15), 9)
+    await source.publish(request_id, blocks, 50, seed=1)
+    reader, _ = await engine_on(stack, "reader", (await daemons.start("reader"))[0])
+    await receives(reader, request_id, Kv.random(50, seed=1), source.source())
+    assert await source.ended(request_id) == "released"
+    assert await source.differs(blocks, 50, seed=1) == ""
+    assert await source.differs(blocks, 50, seed=2)
+    with pytest.raises(KvferryError, match="no such way"):
+        await source.receive(request_id, blocks, source.source(), way="sideways")
