@@ -1,8 +1,8 @@
 """What the tests of faults share. Each module is named after what must hold, and starts daemons of its own.
 
 Helpers: `stopping.stopped` and `stopping.slowed` (a process stands still, or nearly), `wire.tcp_pair` (a read that is
-really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of its own), and
-those of tests/integration (fleet, ranks, lives, ...).
+really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of its own),
+and those of tests/integration (fleet, ranks, lives, ...).
 """
 
 from __future__ import annotations

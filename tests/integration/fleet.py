@@ -95,10 +95,14 @@ class ByHand:
 
     async def say(self, **request: Any) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):  # refused meanwhile: `read` tells why
-            if self._opening is not None:
-                opening, self._opening = self._opening, None
-                await self.call.write(peer_pb2.ReadRequest(opening=opening))
+            await self.introduce()
             await self.call.write(peer_pb2.ReadRequest(**request))
+
+    async def introduce(self) -> None:
+        """Say whom it reads and nothing else: grpc.aio loses a refusal that comes while a write is under way."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            await self.call.write(peer_pb2.ReadRequest(opening=opening))
 
     async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:
         await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))
