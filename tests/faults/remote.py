@@ -95,10 +95,14 @@ class Remote:
         assert self.process.stdout is not None
         async for line in self.process.stdout:
             number, answer = json.loads(line)
-            self._waiting.pop(number).set_result(answer)
-        for waiting in self._waiting.values():
-            waiting.set_result({"code": "engine_gone", "message": "its process has ended"})
-        self._waiting.clear()
+            self._answered(number, answer)
+        for number in tuple(self._waiting):
+            self._answered(number, {"code": "engine_gone", "message": "its process has ended"})
+
+    def _answered(self, number: int, answer: Answer) -> None:
+        waiting = self._waiting.pop(number)
+        if not waiting.done():  # nobody waits for it any more
+            waiting.set_result(answer)
 
 
 @asynccontextmanager
