@@ -173,7 +173,7 @@ class Engine:
         expected = self.rank.memory.copy()
         self._write(expected, blocks, tokens, seed)
         wrong = int((expected != self.rank.memory).sum())
-        return {"where": f"{wrong} of {tokens} tokens' bytes" if wrong else ""}
+        return {"where": f"{wrong} bytes differ" if wrong else ""}
 
     def _write(self, memory: Any, blocks: Blocks, tokens: int, seed: int) -> None:
         self.shape.write(0, memory, Kv.random(tokens, seed), blocks, (0, tokens), True)
