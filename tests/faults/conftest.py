@@ -7,15 +7,12 @@ and those of tests/integration (fleet, ranks, lives, ...).
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # processes are started beside gRPC's threads; none forks to use gRPC
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 import pytest
@@ -23,11 +20,6 @@ from fleet import Daemons
 from hosts import Host, host
 
 from kvferryd.demo.fleet import Fleet
-
-
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +36,6 @@ async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncI
     """Starts the daemons of one module; they end with it, stopped or not."""
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
         yield Daemons(fleet, shm)
-
-
-@pytest.fixture
-def request_id(request: pytest.FixtureRequest) -> str:
-    """A new one for every test."""
-    return f"{request.node.name}-{uuid.uuid4().hex[:8]}"[-200:]
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
