@@ -86,6 +86,8 @@ async def refusal(call: Awaitable[object]) -> KvferryError:
         answer = await call
     except grpc.aio.AioRpcError as error:
         return error_of(error, "the daemon")
+    if isinstance(answer, peer_pb2.ReadReply) and not answer.reading and answer.HasField("problem"):
+        return problem_from_proto(answer.problem)
     raise AssertionError(f"it was not refused: {answer}")
 
 

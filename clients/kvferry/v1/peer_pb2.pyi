@@ -446,7 +446,7 @@ class ReadReply(google.protobuf.message.Message):
     def update(self) -> Global___LeaseUpdate: ...
     @property
     def problem(self) -> kvferry.v1.layout_pb2.Problem:
-        """the reading is over"""
+        """the reading is over; of reading 0: the stream is"""
 
     @property
     def announced(self) -> Global___Announcement: ...

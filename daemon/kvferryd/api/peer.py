@@ -122,6 +122,14 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Read(
         self, requests: AsyncIterator[peer_pb2.ReadRequest], context: Context
     ) -> AsyncIterator[peer_pb2.ReadReply]:
+        try:
+            async for reply in self._read(requests):
+                yield reply
+        except KvferryError as error:
+            # As a message: gRPC loses the status of a call whose caller is writing when it ends.
+            yield peer_pb2.ReadReply(problem=problem_to_proto(error))
+
+    async def _read(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncIterator[peer_pb2.ReadReply]:
         first = await first_of(requests, self._ferry.config.connect_timeout_s)
         if not first.HasField("opening"):
             raise KvferryError("malformed_stream", "the first message says who reads from whom", field="opening")

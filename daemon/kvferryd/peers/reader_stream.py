@@ -16,6 +16,7 @@ from cachetools import LRUCache
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto
 from kvferryd.peers.channels import asking
 
 CLOSE_S = 1.0
@@ -130,13 +131,18 @@ class OpenStream:
 
     async def _read(self) -> None:
         why = KvferryError("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
+        refusal: KvferryError | None = None
         try:
             async with asking(self._address, ended=why):
                 async for reply in self._call:
-                    self._dispatch(reply)
+                    if not reply.reading and reply.HasField("problem"):
+                        refusal = problem_from_proto(reply.problem)
+                    else:
+                        self._dispatch(reply)
         except KvferryError as error:
             why = error
         finally:
+            why = refusal or why
             self._why = why
             self._writing.cancel()
             self._call.cancel()
