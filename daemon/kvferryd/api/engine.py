@@ -132,6 +132,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
             readers=request.readers or 1,
             after=self._fence(engine, request.after) if request.HasField("after") else None,
+            digest=request.digest,
         )
         return engine_pb2.PublishReply(state=lease.state.value)
 
@@ -141,7 +142,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_seconds("deadline_s", request.deadline_s)
         check_way(request.way)
         wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-        reserved = reservation(tables_from_proto(request.tables), wanted)
+        reserved = reservation(tables_from_proto(request.tables), wanted, request.digest)
         check_destination(manifest, reserved.tables, reserved.tokens)
         order = None
         if request.HasField("source"):

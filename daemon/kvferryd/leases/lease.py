@@ -40,6 +40,7 @@ class Publication:
     num_tokens: int
     metadata: bytes
     more: bool
+    digest: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +63,7 @@ class Lease:
         self.tables: Tables = {}
         self.num_tokens = 0
         self.metadata = b""
+        self.digest = b""
         self.expected = readers
         self.awaited = False
         """Whether readers waited for the first publish."""
@@ -178,6 +180,7 @@ class Lease:
         """Let readers see what was published next: its fence is reached."""
         said, _ = self._fenced.popleft()
         self.tables, self.num_tokens, self.metadata = said.tables, said.num_tokens, said.metadata
+        self.digest = said.digest
         self.version = self.versions.add(said.tables)
         if not said.more:
             self.machine.move(LeaseState.PUBLISHED)

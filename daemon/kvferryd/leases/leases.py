@@ -67,12 +67,13 @@ class Leases:
         ttl_s: float,
         readers: int,
         after: asyncio.Future[None] | None = None,
+        digest: bytes = b"",
     ) -> Lease:
         """A new lease, or more tokens of one that is being published. Idempotent for an equal publish.
 
         after: readers see it when this is done; when it fails the lease ends with its error. Cancelled with the lease.
         """
-        said = Publication(tables, num_tokens, metadata, more)
+        said = Publication(tables, num_tokens, metadata, more, digest)
         lease = self._live.get(request_id)
         if self._closed:
             raise KvferryError("session_closed", self._closed, remedy="attach again with a new epoch")

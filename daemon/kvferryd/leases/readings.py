@@ -197,4 +197,5 @@ def _update(lease: Lease) -> peer_pb2.LeaseUpdate:
         seal_address=lease.seal.address,
         seal=lease.seal.value,
         version=lease.version,
+        digest=lease.digest,
     )

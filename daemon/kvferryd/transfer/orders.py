@@ -45,7 +45,7 @@ def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int
     return {rank: reservation(tables[rank], wanted.token_range) for rank in ranks}
 
 
-def reservation(tables: Tables, tokens: tuple[int, int] | None) -> Reservation:
+def reservation(tables: Tables, tokens: tuple[int, int] | None, digest: bytes = b"") -> Reservation:
     """Checked. Raises KvferryError (`malformed_tables`)."""
     if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
         raise KvferryError(
@@ -55,4 +55,4 @@ def reservation(tables: Tables, tokens: tuple[int, int] | None) -> Reservation:
             value=tokens,
             remedy="0 <= first <= last, global tokens, last exclusive",
         )
-    return Reservation(tables, tokens)
+    return Reservation(tables, tokens, digest)

@@ -52,6 +52,7 @@ class Reservation:
 
     tables: Tables
     tokens: tuple[int, int] | None
+    digest: bytes = b""
 
 
 class Transfer:
@@ -264,6 +265,8 @@ class Transfer:
     async def _read(self, peer: PeerEngine, read: list[LeaseView]) -> None:
         """Move tokens as they are published, and the state groups with the last of them."""
         assert self.reservation is not None and self.engine.agent is not None
+        for view in read:
+            view.check(self.reservation.digest)
         wanted = self.reservation.tokens
         at = wanted[0] if wanted else 0
         first = at

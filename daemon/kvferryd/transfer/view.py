@@ -22,6 +22,7 @@ class LeaseView:
         self.num_tokens = 0
         self.more = True
         self.metadata = b""
+        self.digest = b""
         self.version = 0
         self.sealed = False
         """Something was read from the blocks themselves: only the seal can say that they held."""
@@ -57,6 +58,18 @@ class LeaseView:
         self.more, self.metadata = update.more, update.metadata
         self._seal = (update.seal_address, update.seal)
         self.version = update.version
+        self.digest = update.digest
+
+    def check(self, expected: bytes) -> None:
+        """Raises KvferryError (`other_prompt`) when the lease is not of what the engine expects."""
+        if expected and expected != self.digest:
+            raise KvferryError(
+                "other_prompt",
+                f"request {self._request_id} was published for another prompt",
+                field="digest",
+                value=self.digest.hex(),
+                remedy="send kv_transfer_params with the prompt that was prefilled",
+            )
 
     def packing(self, opening: peer_pb2.PackOpen) -> Reading:
         """Complete the opening of a packing: what is to be packed is the lease as it was told last. An announced lease
