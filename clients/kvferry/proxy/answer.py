@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +21,6 @@ STATUS = {
     "batch_of_prompts": 400,
     "unauthorized": 401,
     "prefiller_not_allowed": 403,
-    "request_in_flight": 409,
     "body_too_large": 413,
     "full": 429,
     "draining": 503,
@@ -110,7 +108,3 @@ class Answer:
         elif self._events:
             event = json.dumps(error_body(error, STATUS.get(error.code, 502)))
             await self.write(f"\n\ndata: {event}\n\n".encode())
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex

@@ -30,12 +30,14 @@ ORDER_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the client sent. `headers` go to both legs."""
+    """What the client sent. `headers` go to both legs, with `handover_id` as X-Request-Id."""
 
     path: str
     body: JsonObject
     headers: Mapping[str, str]
     request_id: str
+    """The client's: in its answer and in the log."""
+    handover_id: str
 
 
 @dataclass(slots=True, eq=False)
@@ -161,14 +163,14 @@ class Exchange:
             self.params = await self._late_params()
         await _let_end(self._ordering, ORDER_GRACE_S)
         # Engines name the lease in their answer; without one, the id that the request went in with is the best guess.
-        request_id = (self.params.request_id if self.params else "") or self.asked.request_id
+        request_id = (self.params.request_id if self.params else "") or self.asked.handover_id
         if not self.settled:
             if self._decode_asked:
                 await self.daemons.free(self.decode, request_id)
             for endpoint in self.tried[-1:]:
                 await self.daemons.free(endpoint, request_id)
         for endpoint in self.tried[:-1]:
-            await self.daemons.free(endpoint, self.asked.request_id)
+            await self.daemons.free(endpoint, self.asked.handover_id)
 
     async def _late_params(self) -> TransferParams | None:
         await _let_end(self._prefilling, PREFILL_GRACE_S)
