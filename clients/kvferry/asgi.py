@@ -11,13 +11,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff
+from kvferry.handoff import PARAMS, Handoff, check_one_prompt
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
-PARAMS = "kv_transfer_params"
 
 
 class CheckTransferParams:
@@ -52,14 +51,22 @@ class CheckTransferParams:
 
 
 def check(body: bytes) -> None:
-    """What is no JSON object is left to the engine. Raises KvferryError (`malformed_kv_transfer_params`)."""
+    """Leaves what is no JSON object to the engine.
+
+    Raises KvferryError: `malformed_kv_transfer_params`, `batch_of_prompts`.
+    """
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
         return
-    for holder in (asked, asked.get("vllm_xargs") if isinstance(asked, dict) else None):
+    if not isinstance(asked, dict):
+        return
+    for holder in (asked, asked.get("vllm_xargs")):
         if isinstance(holder, dict) and holder.get(PARAMS):
-            Handoff.parse(holder[PARAMS]).origin("", 0)
+            check_one_prompt(asked.get("prompt"))
+            handoff = Handoff.parse(holder[PARAMS])
+            if handoff.reads:
+                handoff.source()
 
 
 async def _refuse(send: Send, error: KvferryError) -> None:

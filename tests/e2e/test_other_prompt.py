@@ -1,4 +1,4 @@
-"""kv_transfer_params belong to one prompt, and a client's request id to nobody: wrong tokens never come with HTTP 200."""
+"""kv_transfer_params belong to one prompt, request ids to nobody: wrong tokens never come with HTTP 200."""
 
 from __future__ import annotations
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
-from engines import ANSWER_S, PREFILL_LEG, Pair, Service, complete, pair, prompt, tokens_of
+from engines import ANSWER_S, PREFILL_LEG, PYTHON, START_S, Pair, Service, complete, pair, prompt, tokens_of
+from kvferry.digest import prompt_digest
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 LENGTH = 200
@@ -108,3 +112,16 @@ def test_a_request_id_may_come_with_other_prompts_at_once(engines: Pair, proxy: 
     assert [tokens_of(one) for one in answers] == [engines.alone(tokens, max_tokens=8) for tokens in prompts]
     for tokens in prompts:
         assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
+
+
+def test_what_changes_the_kv_changes_the_digest() -> None:
+    """Of vLLM's own requests: images, adapters, embeddings; what changes no KV does not."""
+    script = Path(__file__).with_name("request_digests.py")
+    done = subprocess.run([PYTHON, script], timeout=START_S, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    digests = json.loads(done.stdout.splitlines()[-1])
+    text = prompt_digest(range(100, 115)).hex()
+    same = {name: digest for name, digest in digests.items() if digest == text}
+    assert set(same) == {"text", "another name", "an image after these tokens"}
+    assert digests["adapter"] == digests["the adapter from elsewhere"]
+    assert len({digest for name, digest in digests.items() if name not in same}) == len(digests) - len(same) - 1

@@ -413,16 +413,16 @@ def test_what_prefill_answers_is_what_decode_accepts():
         second_turn=False,
     )  # fmt: skip
     got = Handoff.parse(json.loads(sent.model_dump_json()) | {"x-router": "anything"})
-    origin = got.origin("other-id", 20)
+    origin = got.origin("other-id", 20, bytes)
     assert (origin.request_id, origin.num_tokens) == ("r", 20)
     assert (origin.source.engine_id, origin.source.address, origin.source.epoch) == ("p", "[::1]:7411", "e1")
 
 
 def test_a_prefill_request_without_a_source_reads_nothing():
     empty = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
-    assert Handoff.parse(empty | {"remote_host": None, "remote_port": None}).origin("r", 5) is None
+    assert Handoff.parse(empty | {"remote_host": None, "remote_port": None}).origin("r", 5, bytes) is None
 
 
 def test_a_router_may_order_the_transfer_instead():
-    origin = Handoff.parse({"do_remote_prefill": True, "order": "router"}).origin("r", 5)
+    origin = Handoff.parse({"do_remote_prefill": True, "order": "router"}).origin("r", 5, bytes)
     assert (origin.request_id, origin.num_tokens, origin.source) == ("r", 5, None)

@@ -14,10 +14,10 @@ from typing import TypeAlias
 from pydantic import ValidationError
 
 from kvferry.errors import KvferryError
+from kvferry.handoff import PARAMS, check_one_prompt
 from kvferry.schemas import OrderBody, SourceBody
 
 JsonObject: TypeAlias = Mapping[str, object]
-PARAMS = "kv_transfer_params"
 EXTRA = "vllm_xargs"
 ASK_TO_PUBLISH: JsonObject = {
     "do_remote_decode": True,
@@ -38,15 +38,7 @@ def read_body(content: bytes) -> JsonObject:
         raise _malformed(f"the body is not JSON: {reason}") from None
     if not isinstance(body, dict):
         raise _malformed(f"the body is a JSON {_json_type(body)}, not an object")
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        raise KvferryError(
-            "batch_of_prompts",
-            f"the body holds {len(prompt)} prompts, and one kv_transfer_params object describes the KV of one",
-            field="prompt",
-            value=len(prompt),
-            remedy="send one request per prompt",
-        )
+    check_one_prompt(body.get("prompt"))
     return body
 
 

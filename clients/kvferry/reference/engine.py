@@ -165,7 +165,11 @@ class Engine:
             return
         if entry.samples:
             self._emit(request)
-        elif self.config.progressive and (publication := self._publications.get(request)) is not None:
+        elif (
+            self.config.progressive
+            and request.max_tokens == 1  # so that what the lease will hold is known: its digest is that of the whole
+            and (publication := self._publications.get(request)) is not None
+        ):
             publication.advance()
 
     @staticmethod

@@ -29,6 +29,7 @@ CLIENT_GONE = 499
 STATUS = {
     "malformed_request": 400,
     "malformed_kv_transfer_params": 400,
+    "other_prompt": 400,
     "unsupported_parameter": 400,
     "prompt_too_long": 400,
     "no_daemon": 400,
@@ -39,11 +40,13 @@ STATUS = {
     "stopping": 503,
     "deadline": 504,
 }
-"""HTTP status by error code; any other is a daemon's refusal, 502, as is every failed load."""
+"""HTTP status by error code. All others are 502, and so is a failed load, unless another prompt's KV was asked for."""
 
 
 def status_of(error: KvferryError) -> int:
-    return 502 if isinstance(error, LoadFailed) else STATUS.get(error.code, 502)
+    if isinstance(error, LoadFailed) and error.code != "other_prompt":
+        return 502
+    return STATUS.get(error.code, 502)
 
 
 def error_answer(error: KvferryError) -> JSONResponse:
