@@ -83,7 +83,7 @@ class Proxy:
         )
         log.info(
             "request %s as %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
-            asked.request_id, asked.handover_id, asked.path, outcome, answer.status, answer.nbytes,
+            asked.request_id, exchange.lease_id, asked.path, outcome, answer.status, answer.nbytes,
             " ".join(endpoint.url for endpoint in exchange.tried), exchange.decode.url, exchange.timings_ms,
             f" error={exchange.error.code}: {exchange.error}" if exchange.error else "",
         )  # fmt: skip

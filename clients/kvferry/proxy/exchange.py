@@ -136,7 +136,7 @@ class Exchange:
                 self.error = KvferryError("decode_refused", f"decode answered {response.status_code}")
                 await answer.whole(await whole(response))
                 return False
-            headers = passed_on(response.headers.multi_items())
+            headers = (*passed_on(response.headers.multi_items()), ("x-kvferry-request-id", self.lease_id))
             async for chunk in response.aiter_raw():
                 if not answer.status:
                     self._mark("first_byte")
@@ -153,6 +153,11 @@ class Exchange:
         self.timings_ms[phase] = round((time.monotonic() - self._began) * 1e3, 1)
 
     @property
+    def lease_id(self) -> str:
+        """What prefill named the lease; until it has, the id that the request went in with is the best guess."""
+        return (self.params.request_id if self.params else "") or self.asked.handover_id
+
+    @property
     def clean(self) -> bool:
         """Whether `clean_up` would have nothing to do."""
         return self.settled and len(self.tried) == 1
@@ -162,13 +167,11 @@ class Exchange:
         if self.params is None:
             self.params = await self._late_params()
         await _let_end(self._ordering, ORDER_GRACE_S)
-        # Engines name the lease in their answer; without one, the id that the request went in with is the best guess.
-        request_id = (self.params.request_id if self.params else "") or self.asked.handover_id
         if not self.settled:
             if self._decode_asked:
-                await self.daemons.free(self.decode, request_id)
+                await self.daemons.free(self.decode, self.lease_id)
             for endpoint in self.tried[-1:]:
-                await self.daemons.free(endpoint, request_id)
+                await self.daemons.free(endpoint, self.lease_id)
         for endpoint in self.tried[:-1]:
             await self.daemons.free(endpoint, self.asked.handover_id)
 
