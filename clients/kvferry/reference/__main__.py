@@ -1,11 +1,10 @@
-"""python -m kvferry.reference: serve a model, print a config, write a checkpoint."""
+"""python -m kvferry.reference serve: a model over HTTP."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import dataclasses
-import json
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ import uvicorn
 
 from kvferry.errors import KvferryError
 from kvferry.reference.cache import LAYOUTS
-from kvferry.reference.config import PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
+from kvferry.reference.config import PRESETS, EngineConfig, ModelSource, read_model_config
 from kvferry.reference.engine import Engine
 from kvferry.reference.server import build_app
 from kvferry.reference.tokenizer import tokenizer_of
@@ -84,16 +83,6 @@ def parser() -> argparse.ArgumentParser:
         default = next(f.default for f in dataclasses.fields(EngineConfig) if f.name == field)
         serve.add_argument(name, type=float, default=default, metavar="S", help=f"{text} (default {default:g})")
 
-    config = commands.add_parser("config", help="print a config.json, for serve --config")
-    _model_options(config)
-    for field in ("layers", "hidden", "intermediate", "heads", "kv-heads", "head-dim", "vocab", "window"):
-        config.add_argument(f"--{field}", type=int)
-    config.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
-
-    checkpoint = commands.add_parser("checkpoint", help="write the model as a Hugging Face folder")
-    _model_options(checkpoint)
-    checkpoint.add_argument("--shards", type=int, default=1, help="safetensors files")
-    checkpoint.add_argument("folder", type=Path)
     return top
 
 
@@ -116,23 +105,6 @@ def model_source(args: argparse.Namespace) -> ModelSource:
         )
     config = read_model_config(args.config) if args.config is not None else PRESETS[args.preset]
     return ModelSource(config, seed=args.seed, name=args.model_name or "reference")
-
-
-def print_config(args: argparse.Namespace) -> None:
-    names = {
-        "num_layers": args.layers, "hidden_size": args.hidden, "intermediate_size": args.intermediate,
-        "num_heads": args.heads, "num_kv_heads": args.kv_heads, "head_dim": args.head_dim, "vocab_size": args.vocab,
-        "window": args.window, "dtype": args.dtype,
-    }  # fmt: skip
-    changed = {name: value for name, value in names.items() if value is not None}
-    if args.window is not None:
-        # Every other layer, so that both kinds of KV-cache group occur.
-        layers = changed.get("num_layers", model_source(args).config.num_layers)
-        changed["sliding"] = tuple(layer % 2 == 1 for layer in range(layers))
-    elif args.layers is not None:
-        changed["sliding"] = ()
-    config: ModelConfig = dataclasses.replace(model_source(args).config, **changed)
-    print(json.dumps(config.to_hf(), indent=2))
 
 
 class Server(uvicorn.Server):
@@ -175,19 +147,10 @@ async def serve(args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
-        match args.command:
-            case "serve":
-                return asyncio.run(serve(args))
-            case "config":
-                print_config(args)
-            case "checkpoint":
-                from kvferry.reference.weights import write_checkpoint
-
-                write_checkpoint(model_source(args), args.folder, shards=args.shards)
+        return asyncio.run(serve(args))
     except (KvferryError, OSError) as error:
         print(f"kvferry.reference: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

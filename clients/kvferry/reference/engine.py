@@ -153,7 +153,7 @@ class Engine:
                     self._wake.clear()
                     continue
                 sampled = await workers.step(step_input(step))
-                for entry in self._scheduler.complete(sampled.tolist()):
+                for entry in self._scheduler.complete(sampled):
                     self._advanced(entry)
         except KvferryError as error:
             self._fail(error)

@@ -45,6 +45,8 @@ class Exchange:
     published: bool = False
     complete: bool = False
     """All that will ever be published has been."""
+    digest: bytes = b""
+    """Of the prompt, once a part of it has been published."""
 
 
 class SchedulerSide:
@@ -168,8 +170,9 @@ class SchedulerSide:
             return
         end = min(reached, prompt)
         tables = self._tables(block_ids(request.request_id), 0, end)
-        digest = digest_of(request, prompt)
-        self._step.computed.append(Publish(request.request_id, tables, self._room(end) if last else end, last, digest))
+        exchange.digest = exchange.digest or digest_of(request, prompt)
+        num_tokens = self._room(end) if last else end
+        self._step.computed.append(Publish(request.request_id, tables, num_tokens, last, exchange.digest))
         exchange.published, exchange.complete = True, last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
