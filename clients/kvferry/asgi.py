@@ -1,5 +1,5 @@
-"""An ASGI middleware for engines whose own interface cannot refuse a request: malformed kv_transfer_params are answered
-with 400 before the engine sees them.
+"""What the HTTP servers of engines and proxies share, and a middleware for engines that cannot refuse a request
+themselves: it answers malformed kv_transfer_params with 400 before the engine sees them.
 
     vllm serve MODEL --middleware kvferry.asgi.CheckTransferParams ...
 """
@@ -70,8 +70,19 @@ def check(body: bytes) -> None:
 
 
 async def _refuse(send: Send, error: KvferryError) -> None:
-    told = {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}
-    content = json.dumps({"error": told}).encode()
+    content = json.dumps(openai_error(error, 400)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": content})
+
+
+def openai_error(error: KvferryError, status: int) -> dict[str, dict[str, str | None]]:
+    """The body that OpenAI's clients read; `param` names the field."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. Its body has been read: nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

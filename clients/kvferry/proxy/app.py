@@ -16,8 +16,9 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from kvferry.asgi import disconnected
 from kvferry.errors import KvferryError
-from kvferry.proxy.answer import HOP_BY_HOP, Answer, Whole, openai_error
+from kvferry.proxy.answer import HOP_BY_HOP, Answer, Whole, refusal
 from kvferry.proxy.daemons import Daemons
 from kvferry.proxy.exchange import Asked, Exchange
 from kvferry.proxy.legs import read_body
@@ -67,7 +68,7 @@ class Proxy:
             prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
         except KvferryError as error:
             log.info("refused %s: %s", request.url.path, error.code)
-            return _response(openai_error(error))
+            return _response(refusal(error))
         except ClientDisconnect:  # before its body was complete: nobody reads this
             return Response(status_code=499)
         handover_id = _handover_id(client_id)
@@ -95,21 +96,15 @@ class Proxy:
         try:
             self._authorize(request)
             headers = self._headers(request, _client_id(request) or _handover_id(""))
-            return _response(await self._first(self.decodes.turn(), "/v1/models", headers))
+            for endpoint in self.decodes.turn():
+                try:
+                    async with leg("decode", endpoint, MODELS_TIMEOUT_S):
+                        return _response(await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers)))
+                except KvferryError as error:
+                    failed = error
+            raise failed
         except KvferryError as error:
-            return _response(openai_error(error))
-
-    async def _first(self, endpoints: tuple[Endpoint, ...], path: str, headers: dict[str, str]) -> Whole:
-        for endpoint in endpoints[:-1]:
-            try:
-                return await self._get(endpoint, path, headers)
-            except KvferryError:
-                continue
-        return await self._get(endpoints[-1], path, headers)
-
-    async def _get(self, endpoint: Endpoint, path: str, headers: dict[str, str]) -> Whole:
-        async with leg("decode", endpoint, MODELS_TIMEOUT_S):
-            return await whole(await self.http.get(endpoint.url + path, headers=headers))
+            return _response(refusal(error))
 
     async def health(self) -> Response:
         """200 when a prefill and a decode engine answer their /health; which do not is named either way."""
@@ -152,7 +147,7 @@ class Relay(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = Answer(send, self._exchange.asked.request_id)
         serving = asyncio.create_task(self._exchange.serve(answer))
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if answer.complete:  # the server says that the client left once it has sent the end, too
@@ -166,12 +161,6 @@ class Relay(Response):
             self._proxy.finish(self._exchange, answer)
         if not serving.cancelled():
             serving.result()
-
-
-async def _left(receive: Receive) -> None:
-    """Returns when the client has gone. Its body has been read: nothing else can come."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _client_id(request: Request) -> str:
@@ -221,26 +210,13 @@ def build_app(options: Options) -> FastAPI:
         finally:
             await proxy.close()
 
-    app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await proxy.relay(request)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await proxy.relay(request)
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        return await proxy.models(request)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return await proxy.health()
-
-    @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
+    app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.add_api_route(path, proxy.relay, methods=["POST"])
+    app.add_api_route("/v1/models", proxy.models)
+    app.add_api_route("/health", proxy.health)
+    app.add_api_route("/healthz", healthz)
     return app

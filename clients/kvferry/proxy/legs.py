@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pydantic import ValidationError
-
 from kvferry.errors import KvferryError
-from kvferry.handoff import PARAMS, check_one_prompt
-from kvferry.schemas import OrderBody, SourceBody
+from kvferry.handoff import MALFORMED, PARAMS, Handoff, check_one_prompt
+from kvferry.schemas import OrderBody
 
 JsonObject: TypeAlias = Mapping[str, object]
 EXTRA = "vllm_xargs"
@@ -81,7 +79,7 @@ class TransferParams:
         if content is None:
             return None
         if not isinstance(content, Mapping):
-            raise _bad_params(PARAMS, content, "a JSON object or null")
+            raise _bad_params(PARAMS, content)
         return cls(content)
 
     @property
@@ -92,23 +90,11 @@ class TransferParams:
 
     def order(self) -> OrderBody:
         """The order for the decode side's daemon. Raises KvferryError naming the field that cannot be used."""
-        host, port = self.content.get("remote_host"), self.content.get("remote_port")
-        if isinstance(host, str) and ":" in host and not host.startswith("["):
-            host = f"[{host}]"
-        try:
-            source = SourceBody.model_validate(
-                {
-                    "engine_id": self.content.get("remote_engine_id"),
-                    "address": f"{host}:{port}",
-                    "epoch": self.content.get("remote_epoch"),
-                }
-            )
-            return OrderBody(request_id=self.request_id, source=source)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = str(first["loc"][-1])
-            name = {"address": "remote_host, remote_port"}.get(field, f"remote_{field}")
-            raise _bad_params(f"{PARAMS}.{name}", first.get("input"), first["msg"]) from None
+        handoff = Handoff.parse(self.content)
+        source = handoff.source()
+        if source is None:
+            raise _bad_params(f"{PARAMS}.order", handoff.order)
+        return OrderBody(request_id=self.request_id, source=source)
 
 
 def _no_constant(name: str) -> object:
@@ -124,11 +110,7 @@ def _malformed(message: str) -> KvferryError:
     return KvferryError("malformed_json", message, remedy='send an object such as {"model": "m", "prompt": "Once"}')
 
 
-def _bad_params(field: str, value: object, wanted: str) -> KvferryError:
-    return KvferryError(
-        "malformed_kv_transfer_params",
-        f"prefill answered with kv_transfer_params that cannot be ordered from: {field}: {wanted}",
-        field=field,
-        value=value,
-        remedy="does the prefill engine run a kvferry plug-in that is attached to a daemon?",
-    )
+def _bad_params(field: str, value: object) -> KvferryError:
+    what = f"prefill answered with a {field} that cannot be used"
+    remedy = "does the prefill engine run a kvferry plug-in that is attached to a daemon?"
+    return KvferryError(MALFORMED, what, field=field, value=value, remedy=remedy)

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
+from kvferry.asgi import disconnected, openai_error
 from kvferry.errors import KvferryError
 from kvferry.reference.completions import Choice, Completion, CompletionBody, Usage, requests_of
 from kvferry.reference.daemons import LoadFailed
@@ -50,11 +51,8 @@ def status_of(error: KvferryError) -> int:
 
 
 def error_answer(error: KvferryError) -> JSONResponse:
-    """OpenAI's error object; `param` names the field."""
     status = status_of(error)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}
-    return JSONResponse({"error": body}, status, {"Retry-After": "1"} if status == 429 else None)
+    return JSONResponse(openai_error(error, status), status, {"Retry-After": "1"} if status == 429 else None)
 
 
 def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
@@ -188,7 +186,7 @@ async def _next(events: AsyncGenerator[Completion, None]) -> Completion:
 async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
     """The result; None, and the work cancelled, when the client goes away first."""
     working = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(http))
+    gone = asyncio.create_task(disconnected(http.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None
@@ -196,11 +194,6 @@ async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) 
         for task in (working, gone):
             task.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _sse(first: Completion, events: AsyncGenerator[Completion, None]) -> AsyncIterator[str]:
