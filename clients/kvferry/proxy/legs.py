@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import httpx
+
 from kvferry.errors import KvferryError
 from kvferry.handoff import MALFORMED, PARAMS, Handoff, check_one_prompt
 from kvferry.schemas import OrderBody
@@ -73,8 +75,18 @@ class TransferParams:
     content: JsonObject
 
     @classmethod
-    def of(cls, answer: object) -> TransferParams | None:
-        """Out of prefill's JSON answer; None when it published nothing. Raises KvferryError."""
+    def of(cls, response: httpx.Response) -> TransferParams | None:
+        """Out of prefill's answer; None when it published nothing.
+
+        Raises KvferryError: `malformed_answer`, `malformed_kv_transfer_params`.
+        """
+        try:
+            answer = response.json()
+        except (ValueError, RecursionError) as error:
+            raise KvferryError(
+                "malformed_answer", f"the prefill engine answered with something that is not JSON: {error}",
+                field="prefill", value=str(response.url), remedy="is this an OpenAI-compatible engine?",
+            ) from None  # fmt: skip
         content = answer.get(PARAMS) if isinstance(answer, Mapping) else None
         if content is None:
             return None

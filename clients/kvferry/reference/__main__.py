@@ -48,20 +48,31 @@ def parser() -> argparse.ArgumentParser:
     _model_options(serve)
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8100, help="0 takes a free one; the ready line tells which")
-    serve.add_argument("--engine-id", default="reference", help="names this engine to routers and daemons")
     serve.add_argument(
         "--daemon", action="append", default=[], metavar="SOCKET", dest="daemons",
         help="engine socket of a rank's daemon; once per rank, in rank order. Without: private memory, no transfers",
     )  # fmt: skip
-    serve.add_argument("--tp", type=int, default=1, help="ranks, one process each; need not divide the KV heads")
-    serve.add_argument(
-        "--layout", default="NHD",
-        help="; ".join(f"{name} = {order}" for name, order in LAYOUTS.items()) + "; or any order of these axes",
-    )  # fmt: skip
-    serve.add_argument("--block-size", type=int, default=16, help="tokens in a block")
-    serve.add_argument("--num-blocks", type=int, default=512)
-    serve.add_argument("--max-tokens-per-step", type=int, default=128, dest="max_step_tokens", help="prefill chunk")
-    serve.add_argument("--max-requests", type=int, default=16, help="requests that run at once")
+    orders = "; ".join(f"{name} = {order}" for name, order in LAYOUTS.items())
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    for name, what in {
+        "engine_id": "names this engine to routers and daemons",
+        "tp": "ranks, one process each; need not divide the KV heads",
+        "layout": f"{orders}; or any order of these axes",
+        "block_size": "tokens in a block",
+        "num_blocks": "blocks in the cache",
+        "max_step_tokens": "prefill chunk",
+        "max_requests": "requests that run at once",
+        "request_timeout_s": "a request's whole life",
+        "load_timeout_s": "until the KV of a request must have arrived",
+        "step_timeout_s": "a worker that takes longer for one step has failed",
+        "start_timeout_s": "until every worker must be ready",
+        "daemon_timeout_s": "a daemon's answer to one call",
+        "lease_ttl_s": "how long published KV waits for a reader; 0: as the daemon is configured",
+    }.items():
+        flag = {"max_step_tokens": "max_tokens_per_step"}.get(name, name).replace("_", "-")
+        default = defaults[name]
+        help = f"{what} (default {default})"
+        serve.add_argument(f"--{flag}", type=type(default), default=default, dest=name, help=help)
     serve.add_argument("--no-prefix-cache", action="store_false", dest="prefix_cache")
     serve.add_argument(
         "--progressive", action=argparse.BooleanOptionalAction, default=True,
@@ -71,18 +82,6 @@ def parser() -> argparse.ArgumentParser:
         "--on-load-failure", choices=("fail", "recompute"), default="fail",
         help="when KV does not arrive: answer 502, or prefill here",
     )  # fmt: skip
-    for name, text in (
-        ("--request-timeout-s", "a request's whole life"),
-        ("--load-timeout-s", "until the KV of a request must have arrived"),
-        ("--step-timeout-s", "a worker that takes longer for one step has failed"),
-        ("--start-timeout-s", "until every worker must be ready"),
-        ("--daemon-timeout-s", "a daemon's answer to one call"),
-        ("--lease-ttl-s", "how long published KV waits for a reader; 0: as the daemon is configured"),
-    ):
-        field = name[2:].replace("-", "_")
-        default = next(f.default for f in dataclasses.fields(EngineConfig) if f.name == field)
-        serve.add_argument(name, type=float, default=default, metavar="S", help=f"{text} (default {default:g})")
-
     return top
 
 

@@ -78,12 +78,9 @@ class Daemons:
         region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
         if not isinstance(region, SharedRegion):
             raise KvferryError(
-                "wrong_memory_kind",
-                "the reference engine computes on the CPU, its daemon runs beside a GPU",
-                field="device",
-                value=client.device,
-                remedy="start the daemon with --device cpu",
-            )
+                "wrong_memory_kind", "the reference engine computes on the CPU, its daemon runs beside a GPU",
+                field="device", value=client.device, remedy="start the daemon with --device cpu",
+            )  # fmt: skip
         manifest = describe(
             model, self._engine, rank, epoch=self._epoch, info=info, kind=region.kind, address=region.address
         )

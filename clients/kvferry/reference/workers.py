@@ -73,12 +73,9 @@ class _Worker:
 
     def failed(self, why: str) -> KvferryError:
         return KvferryError(
-            "worker_failed",
-            f"the worker of rank {self.rank}, process {self.process.pid}, failed: {why}",
-            field="rank",
-            value=self.rank,
-            remedy="its last words are on stderr; start the engine again",
-        )
+            "worker_failed", f"the worker of rank {self.rank}, process {self.process.pid}, failed: {why}",
+            field="rank", value=self.rank, remedy="its last words are on stderr; start the engine again",
+        )  # fmt: skip
 
     async def ended(self) -> KvferryError:
         """Returns when the process has ended."""
