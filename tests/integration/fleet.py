@@ -17,7 +17,9 @@ import grpc
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto
 from kvferryd.demo.fleet import DaemonService, Fleet
+
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
