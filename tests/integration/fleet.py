@@ -20,7 +20,6 @@ from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.demo.fleet import DaemonService, Fleet
 
-
 T = TypeVar("T")
 TIMEOUT_S = 20.0
 """The longest wait of a test for anything."""
