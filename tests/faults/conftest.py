@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -24,19 +23,11 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session")
-def shm() -> Iterator[Path]:
-    folder = Path("/dev/shm") / f"ferry-faults-{os.getpid()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
 @pytest.fixture
-async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncIterator[Daemons]:
+async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
     """Every test's own: what happens here harms daemons."""
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield Daemons(fleet, shm)
+        yield Daemons(fleet)
 
 
 @pytest.fixture

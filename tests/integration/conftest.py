@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = (
     "0"  # these tests start processes beside gRPC's threads; none forks to use gRPC
@@ -36,18 +34,9 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def shm() -> Iterator[Path]:
-    """A folder of our own in memory: another test run's daemons clean up theirs only."""
-    folder = Path("/dev/shm") / f"ferry-tests-{os.getpid()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session")
-async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncIterator[Daemons]:
+async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield Daemons(fleet, shm)
+        yield Daemons(fleet)
 
 
 @pytest.fixture(scope="session")
@@ -71,14 +60,6 @@ def request_id(request: pytest.FixtureRequest) -> str:
 async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
         yield stack
-
-
-@pytest.fixture
-def regions(shm: Path, request_id: str) -> Path:
-    """A folder for the memory of one test's daemons."""
-    folder = shm / request_id[-8:]
-    folder.mkdir()
-    return folder
 
 
 @pytest.fixture(scope="session")
