@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvferry.errors import KvferryError
-from kvferry.handover import hand_over
+from kvferry.handover import fetch, hand_over
 from kvferry.rpc import MESSAGE_OPTIONS, error_of
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import problem_from_proto
@@ -107,6 +107,15 @@ class Session:
 
         return await asyncio.shield(asyncio.create_task(asyncio.to_thread(handed)))
 
+    async def fetch(self, ticket: str) -> int:
+        """As `kvferry.handover.fetch`, on a thread."""
+        fetching = asyncio.create_task(asyncio.to_thread(fetch, self._socket, self.id, ticket))
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            fetching.add_done_callback(_close_unwanted)
+            raise
+
     async def close(self) -> None:
         """What still waits, and every call from now on, raises KvferryError (`session_closed`)."""
         self._closing = True
@@ -150,6 +159,11 @@ class Session:
             refuse(answering, why)
         self._answers.clear()
         self._commands.put_nowait(None)
+
+
+def _close_unwanted(fetched: asyncio.Task[int]) -> None:
+    if fetched.exception() is None:
+        os.close(fetched.result())
 
 
 def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:

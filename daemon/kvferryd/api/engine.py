@@ -18,6 +18,7 @@ from kvferryd.check import check_destination, check_digest, check_request_id, ch
 from kvferryd.engine import Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
+from kvferryd.memory.host import HostRegion
 from kvferryd.peers import allow
 from kvferryd.transfers.order import Order, reservation
 
@@ -83,7 +84,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
         engine = self._engine(request.session)
-        return await self._ferry.registry.allocate(engine, request.region, request.nbytes)
+        memory = await self._ferry.registry.allocate(engine, request.region, request.nbytes)
+        region = engine.regions[request.region]
+        if isinstance(region, HostRegion):
+            memory.handed.ticket = self._handovers.hold(request.session, region.files())
+        return memory
 
     @unary
     async def Adopt(self, request: engine_pb2.AdoptRequest, context: Context) -> engine_pb2.Memory:
