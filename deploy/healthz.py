@@ -1,5 +1,5 @@
 #!/opt/kvferry/bin/python
-"""Exit 0 when the daemon of this container answers /healthz; found by the same variables and file as the daemon's own."""
+"""Exit 0 when the daemon of this container answers /healthz. It is found by the daemon's own settings."""
 
 import argparse
 import asyncio

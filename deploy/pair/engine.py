@@ -1,12 +1,14 @@
 """A small engine for trying a deployment without a model: `engine.py prefill|decode REQUEST [PREFILL_DAEMON]`.
 
-prefill writes a pattern into its blocks, publishes it, and ends when it has been read. decode, whose blocks are larger and
-lie in another order, reads it from the daemon at PREFILL_DAEMON and compares every byte.
+prefill writes a pattern into its blocks, publishes it, and ends when it has been read. decode has larger blocks in
+another order: it reads the pattern from the daemon at PREFILL_DAEMON and compares every byte. ENGINE_SOCKET names
+another socket than that of a container.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 import uuid
@@ -15,10 +17,11 @@ import numpy as np
 
 from kvferry.engine import EngineClient
 from kvferry.manifest import ManifestBuilder, ModelInfo, Shard
+from kvferry.memory import SharedRegion
 from kvferry.schemas import SourceBody
 from kvferry.tables import BlockTable
 
-SOCKET = "/run/kvferry/engine.sock"
+SOCKET = os.environ.get("ENGINE_SOCKET", "/run/kvferry/engine.sock")
 TOKENS, LAYERS, HEADS, DIM = 500, 4, 8, 64
 AXES = ("block", "slot", "head", "dim")
 BLOCK_SIZE = {"prefill": 16, "decode": 24}
@@ -31,6 +34,7 @@ async def main(role: str, request_id: str, source: str = "") -> None:
     async with await EngineClient.connect(SOCKET, engine_id=role, epoch=epoch, timeout_s=60) as client:
         shape = (LAYERS, count + 3, size, HEADS, DIM)
         region = await client.allocate(int(np.prod(shape)) * 4)
+        assert isinstance(region, SharedRegion), "the daemon runs beside a GPU: this engine is for host memory"
         cache = region.array().view(np.float32).reshape(shape)
         builder = ManifestBuilder(role, epoch, ModelInfo(name="pattern", fingerprint="1"), rank=0, world_size=1)
         builder.region(0, "host", nbytes=region.nbytes, address=region.address)
