@@ -63,6 +63,18 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m pip install --no-cache-dir /wheels/*.whl \
     && rm -rf /wheels
 
+# What is in the image, as CycloneDX: docker build --target sbom --output type=local,dest=. .
+FROM build AS sbom-made
+COPY deploy/locks/sbom.txt deploy/locks/
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    python3 -m venv /opt/sbom \
+    && /opt/sbom/bin/pip install --no-cache-dir --require-hashes --requirement deploy/locks/sbom.txt
+COPY --from=build-cpu /opt/kvferry /opt/kvferry
+RUN /opt/sbom/bin/cyclonedx-py environment --output-format JSON --output-file /sbom.json /opt/kvferry/bin/python
+
+FROM scratch AS sbom
+COPY --from=sbom-made /sbom.json /sbom.json
+
 FROM python AS runtime
 # The user of the engine's container must be the same: the engine's socket is open to its owner only.
 RUN useradd --uid 10001 --user-group --create-home --home-dir /home/kvferry --shell /usr/sbin/nologin kvferry \

@@ -32,7 +32,7 @@ def test_the_daemon_is_served_by_a_user_that_is_not_root(target: str) -> None:
     assert re.search(r"^HEALTHCHECK .*kvferry-healthz", text, re.M)
 
 
-@pytest.mark.parametrize("lock", ["build", "cpu", "cuda12", "cuda13"])
+@pytest.mark.parametrize("lock", ["build", "cpu", "cuda12", "cuda13", "sbom"])
 def test_locks_name_versions_and_hashes_and_no_registry(lock: str) -> None:
     text = (LOCKS / f"{lock}.txt").read_text()
     assert "://" not in text
