@@ -96,15 +96,16 @@ class Proxy:
         try:
             self._authorize(request)
             headers = self._headers(request, _client_id(request) or _handover_id(""))
-            for endpoint in self.decodes.turn():
-                try:
-                    async with leg("decode", endpoint, MODELS_TIMEOUT_S):
-                        return _response(await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers)))
-                except KvferryError as error:
-                    failed = error
-            raise failed
         except KvferryError as error:
             return _response(refusal(error))
+        for endpoint in self.decodes.turn():
+            try:
+                async with leg("decode", endpoint, MODELS_TIMEOUT_S):
+                    answer = await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers))
+                    break
+            except KvferryError as error:
+                answer = refusal(error)
+        return _response(answer)
 
     async def health(self) -> Response:
         """200 when a prefill and a decode engine answer their /health; which do not is named either way."""

@@ -202,7 +202,7 @@ class Engine:
         if request.cancelled:
             self._scheduler.loaded(request)
             return
-        reach = min(request.origin.num_tokens, len(request.prompt))
+        reach = request.origin.num_tokens
         start = min(request.cached, reach)
         size, window = self.config.block_size, self.source.config.window
         window_first = max(start, (reach - window) // size * size) if window else 0
@@ -217,11 +217,10 @@ class Engine:
         else:
             request.received = reach - start
             request.window_first = window_first if window_first > start else 0
-            told = request.origin.num_tokens == len(request.prompt)
-            token = first_token(received.metadata, self.source.config.vocab_size) if told else None
+            whole = reach == len(request.prompt)
+            token = first_token(received.metadata, self.source.config.vocab_size) if whole else None
             # Without a first token the last token of the prompt runs again: its KV is there, the next token is not.
-            again = reach == len(request.prompt) and token is None
-            request.computed = max(request.cached, reach - 1 if again else reach)
+            request.computed = max(request.cached, reach - 1 if whole and token is None else reach)
             self._scheduler.remember(request)
             if token is not None and not request.cancelled:
                 request.accept(token)
