@@ -27,7 +27,7 @@ class Daemons:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def order(self, decode: Endpoint, body: OrderBody, *, timeout_s: float, traceparent: str = "") -> Ordered:
-        """Order at rank 0's daemon. A full daemon is asked again when it says so, within `timeout_s`.
+        """Order at rank 0's daemon. A full daemon is asked again after its Retry-After, within `timeout_s`.
 
         Raises KvferryError: the daemon's own, `daemon_unreachable` or `daemon_timeout`.
         """
@@ -41,7 +41,7 @@ class Daemons:
                 pause_s = error.retry_after_s or 0.1
                 if error.status != 429 or time.monotonic() + pause_s >= deadline:
                     raise
-                await asyncio.sleep(pause_s)  # Retry-After: the daemon's own word for when a slot may be free
+                await asyncio.sleep(pause_s)
             except TimeoutError as error:
                 raise KvferryError(
                     "daemon_timeout", f"the decode daemon at {client.url} took no order within {timeout_s:g} s",

@@ -170,7 +170,7 @@ def _failure(receive: asyncio.Task[Received]) -> KvferryError:
 
 
 async def _quiescence(receive: asyncio.Task[Received], client: EngineClient) -> None:
-    """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
+    """Until nothing can write to this rank's blocks: the read is over, was never begun, or is reported quiet."""
     if not receive.done():
         receive.cancel()
         await client.closed.wait()
