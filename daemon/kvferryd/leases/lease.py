@@ -12,8 +12,8 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseRecord, LeaseState
 from kvferry.tables import Tables
-from kvferryd.leases.seal import Seal
 from kvferryd.leases.versions import Versions
+from kvferryd.leases.words import Word
 from kvferryd.states import LEASE, Machine
 
 MAX_READERS = 4096
@@ -41,11 +41,12 @@ class Publication:
     metadata: bytes
     more: bool
     digest: bytes = b""
+    """Names what was computed; equal in every publish of one lease."""
 
 
 @dataclass(slots=True, eq=False)
 class Opened:
-    """What one rank is to a lease. Who opened it holds this very object: nobody else closes it."""
+    """One rank that reads a lease. Only the holder of this very object can close it."""
 
     live: bool = True
     read: bool = False
@@ -54,10 +55,10 @@ class Opened:
 class Lease:
     """One request's published blocks on this rank."""
 
-    def __init__(self, engine_id: str, epoch: str, request_id: str, ttl_s: float, readers: int, seal: Seal) -> None:
+    def __init__(self, engine_id: str, epoch: str, request_id: str, ttl_s: float, readers: int, word: Word) -> None:
         self.engine_id, self.epoch, self.request_id = engine_id, epoch, request_id
         self.ttl_s = ttl_s
-        self.seal = seal
+        self.word = word
         self.published: Publication | None = None
         """The last that was published. Readers see it when its fence, and those before it, are reached."""
         self.tables: Tables = {}
@@ -90,7 +91,7 @@ class Lease:
         return self.state is LeaseState.PUBLISHING
 
     def over(self) -> KvferryError:
-        """What a reader is told of a lease that has ended."""
+        """Why a reader cannot read it any more."""
         if self.problem is not None:
             return self.problem
         return lease_ended(self.request_id, f"{self.state.value}{f': {self.reason}' if self.reason else ''}")
@@ -138,7 +139,8 @@ class Lease:
     def publish(self, said: Publication, after: asyncio.Future[None] | None) -> bool:
         """Keep it, to be shown after what was said before; False where the same was said already.
 
-        Raises KvferryError: `already_published`, `published_less`, `published_blocks_moved`, `full`.
+        Raises KvferryError: `already_published`, `published_less`, `published_blocks_moved`,
+        `published_other_prompt`, `full`.
         """
         before = self.published
         if before is not None:
@@ -166,6 +168,14 @@ class Lease:
                 value=said.num_tokens,
                 remedy="published tokens cannot be taken back: abort the request",
             )
+        if said.digest != before.digest:
+            raise KvferryError(
+                "published_other_prompt",
+                f"request {self.request_id} had another digest before",
+                field="digest",
+                value=said.digest.hex(),
+                remedy="publish one prompt under one request id",
+            )
         if len(self._fenced) >= MAX_FENCED:
             raise KvferryError(
                 "full",
@@ -187,7 +197,7 @@ class Lease:
         self._wake()
 
     def end(self, state: LeaseState, reason: str) -> None:
-        """Keep no more than a tombstone needs, and tell who waits. Its seal is broken already."""
+        """Keep no more than a tombstone needs, and tell who waits. Its validity word is cleared already."""
         self.machine.move(state)
         self.reason = reason
         self.tables, self.metadata, self.published = {}, b"", None
@@ -212,7 +222,7 @@ class Lease:
         return self._add_reader(who, Opened())
 
     def read_early(self, who: ReaderId) -> None:
-        """A rank with nothing to read here was through before the first publish."""
+        """A rank with nothing to read here finished before the first publish."""
         self._readers[who] = Opened(live=False, read=True)
 
     def packed(self, who: ReaderId) -> None:
@@ -224,7 +234,7 @@ class Lease:
     def close(self, who: ReaderId, opened: Opened | None, complete: bool) -> tuple[bool, str]:
         """A reader has finished: (whether the lease held throughout, why not). Idempotent.
 
-        None is a rank that had nothing to read here, or went by an announcement; it only counts as having read.
+        opened: None of a rank that had nothing to read here; it only counts as having read.
         """
         reader = self._readers.get(who)
         if opened is not None or (reader is not None and reader.live):
@@ -304,7 +314,7 @@ def _not_opened(request_id: str) -> KvferryError:
 
 
 def lease_ended(request_id: str, why: str) -> KvferryError:
-    """What a reader is told of a lease that cannot be read any more, or never."""
+    """The error for a lease that cannot be read any more, or never could."""
     return KvferryError(
         "lease_ended",
         f"the lease of request {request_id} is {why}",
