@@ -20,7 +20,7 @@ App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class CheckTransferParams:
-    """Looks into bodies that name them; all others pass as they are."""
+    """Checks bodies that contain the word kv_transfer_params; all others pass unchanged."""
 
     def __init__(self, app: App) -> None:
         self._app = app

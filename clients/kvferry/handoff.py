@@ -1,7 +1,7 @@
-"""kv_transfer_params: what routers carry between engines, and how this engine reads and writes it.
+"""kv_transfer_params: what routers carry between engines.
 
 The names are vLLM's; `remote_epoch`, `remote_room` and `order` are our own. The object comes from a public request
-body: every field is checked, and nothing in it can do more than fail its own request.
+body: every field is checked, and whatever it holds, only its own request can fail by it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Origin:
     """The KV of the first `num_tokens` tokens, published as `request_id` at `source` (None: a router will order it).
 
     room: for how many tokens its blocks have room, all of which may be read; what lies after the first `num_tokens`
-    means nothing. 0 from an engine that does not say so. digest: of what the source must have computed;
+    means nothing. 0 where the source did not send it. digest: of what the source must have computed;
     empty where nothing is to be read.
     """
 

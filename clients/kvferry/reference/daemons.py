@@ -104,17 +104,12 @@ class Daemons:
         receives = [
             asyncio.create_task(
                 client.receive(
-                    origin.request_id,
-                    tables,
-                    tokens,
-                    source=origin.source,
-                    deadline_s=deadline_s,
-                    digest=origin.digest,
-                    attempt=attempt,
+                    origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
+                    digest=origin.digest, attempt=attempt,
                 )
             )
             for client in self._clients
-        ]
+        ]  # fmt: skip
         # The daemon keeps the deadline; twice that is for a daemon that does not answer at all.
         await asyncio.wait(receives, timeout=2 * deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         if not all(receive.done() and receive.exception() is None for receive in receives):
@@ -175,13 +170,10 @@ def _failure(receive: asyncio.Task[Received]) -> KvferryError:
 
 
 async def _quiescence(receive: asyncio.Task[Received], client: EngineClient) -> None:
-    """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
+    """Until nothing can write to this rank's blocks: the read is over, was never begun, or is reported quiet."""
     if not receive.done():
         receive.cancel()
         await client.closed.wait()
     elif isinstance(error := receive.exception(), TransferFailed):
-        quiesced = asyncio.create_task(error.quiesced())
-        closed = asyncio.create_task(client.closed.wait())
-        await asyncio.wait([quiesced, closed], return_when=asyncio.FIRST_COMPLETED)
-        quiesced.cancel()
-        closed.cancel()
+        with suppress(KvferryError):  # the daemon is gone, and its reads with it
+            await error.quiesced()

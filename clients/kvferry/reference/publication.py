@@ -32,12 +32,12 @@ def tables_of(
 
 
 def metadata(request: Request) -> bytes:
-    """What the reader is told: the token that follows the published ones."""
+    """For the reader: the token that follows the published ones."""
     return json.dumps({"first_token": request.generated[-1]}).encode()
 
 
 def first_token(data: bytes, vocab_size: int) -> int | None:
-    """The token in another engine's metadata; None when it says nothing that we understand."""
+    """The token in another engine's metadata; None when it is not in our form."""
     try:
         token = json.loads(data)["first_token"]
     except (ValueError, KeyError, TypeError):
