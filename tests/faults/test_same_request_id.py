@@ -86,5 +86,5 @@ async def test_what_is_no_longer_published_is_not_done_again(
 ) -> None:
     with pytest.raises(KvferryError) as failed:
         await decode.receive(request_id, BLOCKS, engines["first"].source(), deadline_s=0.5)
-    assert failed.value.code == "deadline"
+    assert failed.value.code in ("deadline", "lease_ended"), "by whether the source still remembers the lease"
     assert await decode.differs(BLOCKS, TOKENS, UNRELATED) == ""

@@ -17,6 +17,7 @@ import grpc
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ async def refusal(call: Awaitable[object]) -> KvferryError:
         answer = await call
     except grpc.aio.AioRpcError as error:
         return error_of(error, "the daemon")
+    if isinstance(answer, peer_pb2.ReadReply) and not answer.reading and answer.HasField("problem"):
+        return problem_from_proto(answer.problem)
     raise AssertionError(f"it was not refused: {answer}")
 
 

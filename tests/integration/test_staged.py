@@ -253,7 +253,7 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
 @pytest.mark.parametrize(
     ("code", "fields"),
     [
-        ("lease_changed", {"seal": 1}),
+        ("lease_changed", {"word": 1}),
         ("unknown_pairing", {"pairing": "another"}),
         ("lease_version", {"version": 9}),
         ("malformed_pack", {"chunk_nbytes": 1 << 30}),
