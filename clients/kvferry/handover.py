@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError, Message
 
 from kvferry.errors import KvferryError
+from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_from_proto
 
@@ -23,11 +24,12 @@ HANDOVER_S = 5.0
 LENGTH_NBYTES = 4
 
 
-def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> str:
-    """Give the daemon descriptors of its own for these files; the ticket for them. Blocks, each step at most 5 s.
+def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[str, Process | None]:
+    """Give the daemon descriptors of its own for these files: (the ticket for them, the daemon's process).
 
-    Use the ticket at once: the daemon closes what nobody asks for within seconds. The caller's descriptors stay the
-    caller's. Raises KvferryError: `too_many_files`, `handover_failed`, or what the daemon refuses.
+    The daemon learns this process by it, also with no files. Blocks, each step at most 5 s. Use the ticket at once: the
+    daemon closes what nobody asks for within seconds. The caller's descriptors stay the caller's; the process is the
+    caller's to close. Raises KvferryError: `too_many_files`, `handover_failed`, or what the daemon refuses.
     """
     if len(files) > MAX_FILES:
         raise too_many_files(len(files))
@@ -41,6 +43,8 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> str:
             if length > MAX_MESSAGE:
                 raise ValueError(f"an answer of {length} bytes")
             reply = engine_pb2.HandoverReply.FromString(_read(handing, length))
+            if not reply.HasField("problem"):
+                return reply.ticket, Process.at(handing)
     except (OSError, ValueError, DecodeError) as error:
         raise KvferryError(
             "handover_failed",
@@ -49,9 +53,7 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> str:
             value=path,
             remedy="the socket lies beside the engine socket: mount the folder of both, not the one file",
         ) from None
-    if reply.HasField("problem"):
-        raise problem_from_proto(reply.problem)
-    return reply.ticket
+    raise problem_from_proto(reply.problem)
 
 
 def framed(message: Message) -> bytes:

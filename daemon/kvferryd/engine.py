@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kvferry import cuda
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestError
+from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferryd import logs
 from kvferryd.config import Config
@@ -45,6 +46,14 @@ class Engine:
         self.engine_id, self.epoch, self.rank, self.world_size = engine_id, epoch, rank, world_size
         self.session = secrets.token_urlsafe(16)
         self.attached = True
+        self.process: Process | None = None
+        """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
+        self.died = asyncio.Event()
+        self.gone = False
+        """Its process is dead, or it has left: it will not touch its memory any more."""
+        self.resumed = False
+        self.stuck = False
+        """Its agent could not be stopped: what it reads and writes is never known to be over."""
         self.events: asyncio.Queue[engine_pb2.Event | None] = asyncio.Queue()
         self.regions: dict[int, Region] = {}
         self.allocating: set[int] = set()
@@ -205,19 +214,27 @@ class Engine:
             await runner.close()
 
     def detach(self) -> None:
-        """The engine is gone. What it published in memory of ours stays readable until read or expired."""
+        """The session has ended, which does not tell what has become of the engine."""
         self.attached = False
         self.detached.set()
         self.events.put_nowait(None)
-        if any(not region.owned for region in self.regions.values()):
-            self.leases.revoke_all(f"engine {self.engine_id} is gone and owned its memory")
-        else:
-            self.leases.revoke_unfinished(f"engine {self.engine_id} is gone")
 
-    async def retire(self, reason: str) -> None:
-        """Close everything. Nothing of this epoch is read or written afterwards. Idempotent."""
+    def part(self, why: str) -> None:
+        """The engine is dead or has left. What it published whole in memory of ours stays readable until read or
+        expired."""
+        self.gone = True
+        if any(not region.owned for region in self.regions.values()):
+            self.leases.revoke_all(f"{why}, and owned its memory")
+        else:
+            self.leases.revoke_unfinished(why)
+
+    async def retire(self, reason: str, *, keep: bool = False) -> dict[int, Region]:
+        """Close everything. Nothing of this epoch is read or written afterwards, unless it is `stuck`. Idempotent.
+
+        keep: leave the daemon-owned regions open and return them.
+        """
         if self.retired.is_set():
-            return
+            return {}
         self.retired.set()
         self.leases.revoke_all(reason)
         self.events.put_nowait(None)
@@ -228,11 +245,15 @@ class Engine:
         if self.arena is not None:  # before the regions: it copies from and into them
             await self.arena.close(unmap=stopped)
         if not stopped:
+            self.stuck = True
             log.error("the NIXL agent did not stop: its memory stays mapped", engine_id=self.engine_id)
-            return
-        for region in self.regions.values():
-            region.close()
+            return {}
+        kept = {id: region for id, region in self.regions.items() if keep and region.owned}
+        for id, region in self.regions.items():
+            if id not in kept:
+                region.close()
         self.regions.clear()
+        return kept
 
 
 async def made(make: Callable[[], Region]) -> Region:

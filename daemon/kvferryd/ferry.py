@@ -58,7 +58,7 @@ class Ferry:
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self.memory = provider(config)
-        self.registry = Engines(config, self.memory, self._on_lease_end, self._before_retire)
+        self.registry = Engines(config, self.memory, self._on_lease_end, self._on_detach, self._before_retire)
         self.peers_known = Peers(config, self.instance, metrics)
         self.roster = Roster(config, self.instance, self.peers_known.channels, Seed())
         self.jobs = Transfers(config, self.peers_known, metrics)
@@ -315,24 +315,15 @@ class Ferry:
 
     # ---- engines come and go ----
 
-    def detach(self, engine: Engine) -> None:
-        """The engine's session has ended: nothing more is read for it; what it published may still be."""
-        if engine.retired.is_set():
-            return
-        engine.detach()
-        why = f"engine {engine.engine_id} is gone"
-        log.info("engine detached", engine_id=engine.engine_id, epoch=engine.epoch, leases=len(engine.leases))
+    def _on_detach(self, engine: Engine, why: str) -> None:
+        """Nothing more is read for it; what it published may still be."""
         self.jobs.abort_engine(engine, why)
-        if not len(engine.leases):
-            self.registry.retire_soon(engine, why)
 
     def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
         problem = problem_to_proto(lease.problem) if lease.problem else None
         ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value, problem=problem)
         engine.tell(engine_pb2.Event(lease_ended=ended))
         asyncio.get_running_loop().call_soon(self._note_lease_end, lease)  # the engine first
-        if not engine.attached and not len(engine.leases) and not engine.retired.is_set():
-            self.registry.retire_soon(engine, "the engine is gone and its last lease has ended")
 
     def _note_lease_end(self, lease: Lease) -> None:
         self.metrics.lease_ended(lease.state)

@@ -181,7 +181,7 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     handing = path.with_name(f"{path.name}{SUFFIX}")
     _claim(path)
     _claim(handing)
-    handovers = Handovers(ferry.registry.of_session)
+    handovers = Handovers(ferry.registry.introduce)
     server = grpc.aio.server(options=MESSAGE_OPTIONS)
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider

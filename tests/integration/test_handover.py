@@ -40,7 +40,10 @@ def own(victim: Victim) -> str:
 
 
 async def given(victim: Victim, files: list[int], session: str = "") -> str:
-    return await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
+    ticket, process = await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
+    assert process is not None
+    process.close()
+    return ticket
 
 
 async def files_are_closed(victim: Victim, before: int, timeout_s: float = HELD_S + TIMEOUT_S) -> None:
@@ -95,7 +98,7 @@ async def test_what_is_no_handover_is_refused_and_its_files_closed(victim: Victi
         "malformed_handover": [
             b"\xff" * 64,
             framed(engine_pb2.Handover(session=own(victim), files=2)),
-            framed(engine_pb2.Handover(session=own(victim))),
+            framed(engine_pb2.Handover(session=own(victim))),  # and a file that it does not name
             framed(handover) + b"more",
             (6).to_bytes(4, "big") + b"\xff" * 6,
         ],

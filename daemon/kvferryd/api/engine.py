@@ -41,10 +41,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             raise KvferryError("malformed_stream", "the first command is to attach", field="kind")
         request = first.attach
         version = protocol(request.protocol_min, request.protocol_max)
-        engine = await ferry.registry.attach(request.engine_id, request.epoch, request.rank, request.world_size)
-        log.info(
-            "engine attached", engine_id=engine.engine_id, epoch=engine.epoch, rank=engine.rank, client=request.client
+        engine = await ferry.registry.attach(
+            request.engine_id, request.epoch, request.rank, request.world_size, request.resume
         )
+        log.info(
+            "engine attached", engine_id=engine.engine_id, epoch=engine.epoch, rank=engine.rank, client=request.client,
+            resumed=engine.resumed,
+        )  # fmt: skip
         try:
             yield engine_pb2.Event(
                 attached=engine_pb2.Attached(
@@ -53,12 +56,15 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     version=__version__,
                     peer_address=ferry.config.advertise,
                     device=ferry.config.device,
+                    instance=ferry.instance,
+                    deadline_s=ferry.config.deadline_s,
+                    resumed=engine.resumed,
                 )
             )
             async for event in said_beside(engine.events, self._obey(engine, commands)):
                 yield event
         finally:
-            ferry.detach(engine)
+            ferry.registry.stream_ended(engine)
 
     async def _obey(self, engine: Engine, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
@@ -72,6 +78,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                         answer.receive.CopyFrom(self._receive(engine, command.receive))
                     case "abort":
                         answer.abort.CopyFrom(self._abort(engine, command.abort))
+                    case "probe":
+                        pass
                     case kind:
                         raise KvferryError("malformed_command", "the command is none", field="kind", value=kind)
             except KvferryError as error:
@@ -80,6 +88,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 log.exception("a command broke", command=command.WhichOneof("kind"))
                 answer.problem.CopyFrom(problem_to_proto(broken()))
             engine.tell(engine_pb2.Event(answer=answer))
+
+    @unary
+    async def End(self, request: engine_pb2.EndRequest, context: Context) -> engine_pb2.EndReply:
+        await self._ferry.registry.end(request.session, leave=request.leave)
+        return engine_pb2.EndReply(instance=self._ferry.instance)
 
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
