@@ -41,8 +41,8 @@ LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
 """How long after its deadline the daemon is given to say how a receive has ended."""
-FILLED_PER_S = 512 << 20
-"""Bytes of new memory that are filled, mapped and registered in a second at least."""
+FILLED_PER_S, MOST_S = 512 << 20, 3600.0
+"""Bytes of new memory that are filled, mapped and registered in a second at least, and the longest that takes."""
 
 
 class EngineClient:
@@ -134,7 +134,7 @@ class EngineClient:
         memory = await self._session.call(
             self._session.stub.Allocate,
             engine_pb2.AllocateRequest(session=self._session.id, region=region, nbytes=nbytes),
-            nbytes / FILLED_PER_S,
+            _time_for(nbytes),
         )
         if memory.WhichOneof("kind") == "cuda":
             given = memory.cuda
@@ -184,7 +184,7 @@ class EngineClient:
         reply = await self._session.call(
             self._session.stub.Register,
             engine_pb2.RegisterRequest(session=self._session.id, manifest=manifest_to_proto(manifest)),
-            sum(region.nbytes for region in manifest.regions) / FILLED_PER_S,
+            _time_for(sum(region.nbytes for region in manifest.regions)),
         )
         return tuple(reply.notes)
 
@@ -472,3 +472,7 @@ class EngineClient:
             refuse(lease._ended, over)
         self._leases.clear()
         self._unquiet.clear()
+
+
+def _time_for(nbytes: int) -> float:
+    return min(nbytes / FILLED_PER_S, MOST_S)

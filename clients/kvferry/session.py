@@ -118,7 +118,7 @@ class Session:
             raise Unsettled(self._ended, self._quiet)
         number, loop = next(self._numbers), asyncio.get_running_loop()
         message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]
-        check_size(message, *command)
+        check_size(message, "".join(command))
         said = self._said[number] = Said(loop.create_future(), loop.create_future())
         self._commands.put_nowait(message)
         return said
