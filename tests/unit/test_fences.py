@@ -21,7 +21,7 @@ from kvferry.fences import NBYTES, WORDS, Fence, Fences
 from kvferry.handover import sealed_file
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd import fences as watched
+from kvferryd.engine import fences as watched
 from kvferryd.leases import lease as lease_module
 from kvferryd.leases.lease import Lease, ReaderId
 from kvferryd.leases.leases import Leases

@@ -114,7 +114,6 @@ class Peers:
                 await self.forget(engine, peer)
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
-        assert engine.manifest is not None and engine.agent is not None
         first, members = await self._ask(engine, engine_id, address)
         others = [m for m in members if m.rank != first.rank]
         found = await asyncio.gather(*(self._ask(engine, engine_id, member.address) for member in others))
@@ -279,7 +278,7 @@ class Peers:
         for mapping in peer.mappings.values():
             await mapping.close()
         names, peer.loaded = peer.loaded, []
-        if engine.agent is not None and not engine.retired.is_set():
+        if not engine.retired.is_set():
             for name in names:
                 await engine.agent.remove_peer(name)
 

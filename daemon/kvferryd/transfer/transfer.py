@@ -263,7 +263,7 @@ class Transfer:
 
     async def _read(self, peer: PeerEngine, read: list[LeaseView]) -> None:
         """Move tokens as they are published, and the state groups with the last of them."""
-        assert self.reservation is not None and self.engine.agent is not None
+        assert self.reservation is not None
         wanted = self.reservation.tokens
         at = wanted[0] if wanted else 0
         first = at

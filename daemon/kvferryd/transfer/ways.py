@@ -103,7 +103,6 @@ async def _move(
     flights: list[Flight],
     terms: staged.Terms,
 ) -> int:
-    assert engine.agent is not None
     if path == staged.PATH:
         return await staged.move(bound, engine.agent, engine.arena, regions, peer, priority, flights, terms)
     for view in terms.views:
