@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvferry.attachment import Attachment
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
+from kvferry.memory.fences import Fence
 from kvferry.schemas import LeaseState, SourceBody
 from kvferry.session import CALL_S
 from kvferry.tables import Tables

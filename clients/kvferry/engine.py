@@ -19,11 +19,12 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvferry import __version__, cuda, cuda_vmm
+from kvferry import __version__
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence, Fences
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, open_cuda_region, open_file_region
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_file_region
+from kvferry.memory import vmm as cuda_vmm
+from kvferry.memory.fences import Fence, Fences
 from kvferry.outcomes import Lease, ReceiveCancelled, Received, Receiving, TransferFailed, Unsettled
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody

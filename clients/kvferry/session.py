@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import KvferryError
-from kvferry.handover import hand_over
+from kvferry.memory.handover import hand_over
 from kvferry.outcomes import Unsettled
 from kvferry.process import Process
 from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, error_of
@@ -139,8 +139,8 @@ class Session:
         return answer
 
     async def hand_over(self, files: Sequence[int]) -> str:
-        """As `kvferry.handover.hand_over`, on a thread, with descriptors of its own: a caller that is cancelled may
-        close the files at once."""
+        """As `handover.hand_over`, on a thread, with descriptors of its own: a caller that is cancelled may close the
+        files at once."""
         copies = [os.dup(file) for file in files]
 
         def handed() -> tuple[str, Process | None]:

@@ -18,7 +18,7 @@ import uvicorn
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
-from kvferry.handover import SUFFIX
+from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import garbage, logs

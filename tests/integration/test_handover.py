@@ -20,9 +20,9 @@ from victim import Victim
 
 from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence, Fences
-from kvferry.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
 from kvferry.memory import memfd_region
+from kvferry.memory.fences import Fence, Fences
+from kvferry.memory.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
 from kvferry.schemas import SourceBody
 from kvferry.v1 import engine_pb2
 from kvferryd.api.handover import HELD_S
@@ -165,7 +165,7 @@ def ends(idler: socket.socket) -> None:
 async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim) -> None:
     before = open_files(victim.daemon)
     script = (
-        "import sys, time; from kvferry.handover import hand_over, sealed_file;"
+        "import sys, time; from kvferry.memory.handover import hand_over, sealed_file;"
         "print(hand_over(sys.argv[1], sys.argv[2], [sealed_file('x', 4096)] * 5), flush=True); time.sleep(60)"
     )
     process = await asyncio.create_subprocess_exec(

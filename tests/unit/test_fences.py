@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.fences import NBYTES, WORDS, Fence, Fences
-from kvferry.handover import sealed_file
+from kvferry.memory import cuda
+from kvferry.memory.fences import NBYTES, WORDS, Fence, Fences
+from kvferry.memory.handover import sealed_file
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd.engine import fences as watched

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.ended import Ended
 from kvferry.engine import Unsettled
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence
+from kvferry.memory.fences import Fence
+from kvferry.vllm.ended import Ended
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Load, Publish
 

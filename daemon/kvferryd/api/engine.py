@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
-from kvferry.fences import WORDS, Fence
+from kvferry.memory.fences import WORDS, Fence
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs

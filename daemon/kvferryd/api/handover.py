@@ -17,7 +17,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import KvferryError
-from kvferry.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
+from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
 from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_to_proto

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestError
+from kvferry.memory import cuda
 from kvferry.v1 import engine_pb2
 from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
