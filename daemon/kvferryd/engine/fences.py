@@ -1,4 +1,4 @@
-"""The words that an engine's streams write, and waiting until one has its value (see kvferry.fences).
+"""The words that an engine's streams write, and waiting until one has its value (see kvferry.memory.fences).
 
 Nobody is told when a GPU writes to memory, so a thread looks, the less often the longer it has waited.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import KvferryError
-from kvferry.fences import NBYTES, WORDS, Fence
-from kvferry.handover import check_sealed
+from kvferry.memory.fences import NBYTES, WORDS, Fence
+from kvferry.memory.handover import check_sealed
 from kvferryd.settle import settle
 
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3

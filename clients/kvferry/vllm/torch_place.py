@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvferry.memory import CudaRegion, SharedRegion, torch_pool
-from kvferry.torch_pool import segment_nbytes
+from kvferry.memory.pools import segment_nbytes
 
 
 def region_nbytes(nbytes: int, device: str) -> int:

@@ -1,4 +1,4 @@
-"""Map a region of a daemon's memory into this process."""
+"""Regions: memory that an engine and its daemon share."""
 
 from __future__ import annotations
 
@@ -12,28 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import cuda
-from kvferry.cuda_vmm import POSIX_FD
 from kvferry.errors import KvferryError
-from kvferry.handover import check_sealed, sealed_file
-from kvferry.torch_pool import torch_pool
+from kvferry.memory import cuda
+from kvferry.memory.handover import check_sealed, sealed_file
+from kvferry.memory.vmm import POSIX_FD
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "CudaMemory",
-    "CudaRegion",
-    "SharedRegion",
-    "VmmMemory",
-    "cuda_memory",
-    "memfd_region",
-    "open_cuda_region",
-    "open_file_region",
-    "open_region",
-    "torch_pool",
-]
-
 
 POPULATE_WRITE = 23
 """Linux 5.14's MADV_POPULATE_WRITE, which Python does not name yet."""
@@ -274,5 +259,5 @@ def check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) ->
             f"bytes [{offset}, {offset + nbytes}) are not inside an allocation that {said} {allocation_nbytes} bytes",
             field="offset, nbytes",
             value=f"{offset}, {nbytes}",
-            remedy="count offset from the allocation's base (kvferry.cuda.Device.export does)",
+            remedy="count offset from the allocation's base (kvferry.memory.cuda.Device.export does)",
         )

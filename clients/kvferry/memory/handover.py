@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from google.protobuf.message import DecodeError, Message
 
 from kvferry.errors import KvferryError
+from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_from_proto
 
@@ -24,17 +25,18 @@ HANDOVER_S = 5.0
 LENGTH_NBYTES = 4
 
 
-def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> str:
-    """Give the daemon descriptors of its own for these files; the ticket for them. Blocks, each step at most 5 s.
+def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[str, Process | None]:
+    """Give the daemon descriptors of its own for these files: (the ticket for them, the daemon's process).
 
-    Use the ticket at once: the daemon closes what nobody asks for within seconds. The caller's descriptors stay the
-    caller's. Raises KvferryError: `too_many_files`, `handover_failed`, or what the daemon refuses.
+    The daemon learns this process by it, also with no files. Blocks, each step at most 5 s. Use the ticket at once: the
+    daemon closes what nobody asks for within seconds. The caller's descriptors stay the caller's; the process is the
+    caller's to close. Raises KvferryError: `too_many_files`, `handover_failed`, or what the daemon refuses.
     """
     if len(files) > MAX_FILES:
         raise too_many_files(len(files))
     with _exchange(engine_socket) as handing:
         socket.send_fds(handing, [framed(engine_pb2.Handover(session=session, files=len(files)))], list(files))
-        return _answer(handing, _read(handing, LENGTH_NBYTES)).ticket
+        return _answer(handing, _read(handing, LENGTH_NBYTES)).ticket, Process.at(handing)
 
 
 def fetch(engine_socket: str, session: str, ticket: str) -> int:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from ctypes import byref, c_int, c_uint64
 from dataclasses import dataclass
 
-from kvferry.cuda import GRANULE, Device
-from kvferry.cuda_driver import Access, Location, call
 from kvferry.errors import KvferryError
-from kvferry.handover import MAX_FILES, too_many_files
+from kvferry.memory.cuda import GRANULE, Device
+from kvferry.memory.cuda_driver import Access, Location, call
+from kvferry.memory.handover import MAX_FILES, too_many_files
 
 POSIX_FD = 1
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, also a bit of the pointer attribute that lists the allowed types."""
@@ -86,7 +86,7 @@ class VmmMapping:
                 f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes",
                 field="vmm.nbytes",
                 value=list(sizes),
-                remedy="hand over one file for each allocation, with its size (kvferry.cuda_vmm.export)",
+                remedy="hand over one file for each allocation, with its size (kvferry.memory.vmm.export)",
             )
         self.device, self.nbytes = device, sum(sizes)
         self._mapped = list[tuple[int, int]]()

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvferry.errors import KvferryError
-from kvferry.overlap import overlap
-
-if TYPE_CHECKING:
-    from kvferry.manifest import Component, Group, Manifest, Region
-
-BLOCK, SLOT = "block", "slot"
-ITEMSIZE = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
-}  # fmt: skip
-"""Bytes of one element, by the dtype names that torch and numpy (ml_dtypes) share."""
+from kvferry.manifest.model import BLOCK, ITEMSIZE, SLOT, Component, Group, ManifestError, Region
+from kvferry.manifest.overlap import overlap
 
 
-class ManifestError(KvferryError):
-    """A manifest that breaks a rule. `field` names the component and field, `value` what stands there."""
-
-    def __init__(self, code: str, message: str, *, component: str = "", **more: Any) -> None:
-        super().__init__(code, message, **more)
-        self.component = component
-
-
-def check(manifest: Manifest) -> None:
-    """Check every rule of design.md, section 4. Raises ManifestError at the first breach."""
-    if manifest.rank >= manifest.world_size:
-        raise ManifestError(
-            "rank_out_of_range",
-            f"rank {manifest.rank} does not exist in a world of {manifest.world_size}",
-            field="rank",
-            value=manifest.rank,
-            remedy="ranks count from 0 to world_size - 1",
-        )
-    _unique("regions", "id", (region.id for region in manifest.regions))
-    _unique("groups", "name", (group.name for group in manifest.groups))
-    _unique("components", "(layer, name)", (component.label for component in manifest.components))
-    for group in manifest.groups:
+def check(regions: Sequence[Region], groups: Sequence[Group], components: Sequence[Component]) -> None:
+    """Check every rule that docs/protocol.md lists. Raises ManifestError at the first breach."""
+    _unique("regions", "id", (region.id for region in regions))
+    _unique("groups", "name", (group.name for group in groups))
+    _unique("components", "(layer, name)", (component.label for component in components))
+    for group in groups:
         _check_group(group)
-    groups = {group.name: group for group in manifest.groups}
-    regions = {region.id: region for region in manifest.regions}
-    for component in manifest.components:
-        _check_component(component, groups, regions)
-    _check_apart(manifest.components)
+    by_name, by_id = {group.name: group for group in groups}, {region.id: region for region in regions}
+    for component in components:
+        _check_component(component, by_name, by_id)
+    _check_apart(components)
 
 
 def _unique(where: str, key: str, values: Iterable[object]) -> None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.handover import sealed_file
+from kvferry.memory import cuda
+from kvferry.memory.handover import sealed_file
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvferry.manifest import ManifestBuilder, Shard
-from kvferry.probing import locate
+from kvferry.vllm.probing import locate
 
 if TYPE_CHECKING:
     import torch

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvferry.cuda import Mapping
 from kvferry.errors import KvferryError
+from kvferry.memory.cuda import Mapping
 
 if TYPE_CHECKING:
     import torch
 
-    from kvferry.memory import CudaRegion
+    from kvferry.memory.regions import CudaRegion
 
 SMALL, LARGE, SEGMENT = 1 << 20, 10 << 20, 2 << 20
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -112,5 +112,5 @@ def torch_pool(region: CudaRegion) -> Iterator[torch.cuda.MemPool]:
             f"the region has no room: {bump.refused}",
             field="nbytes",
             value=region.nbytes,
-            remedy="allocate the sum of kvferry.torch_pool.segment_nbytes over the tensors it is to hold",
+            remedy="allocate the sum of kvferry.memory.pools.segment_nbytes over the tensors it is to hold",
         ) from error

@@ -1,4 +1,4 @@
-"""libcuda.so.1 through ctypes: signatures, and every status as a KvferryError. `kvferry.cuda` is the way to use it."""
+"""libcuda.so.1 through ctypes: signatures, and every status as a KvferryError. Use it through cuda.py."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _REMEDIES = {
     "cuIpcOpenMemHandle_v2": "its exporter must live, be another process of this host, and its GPU reach this one",
     "cuIpcGetMemHandle": "only memory from cuMemAlloc or cudaMalloc can be exported, and only outside WSL",
     "cuMemImportFromShareableHandle": "hand over descriptors of memory of this GPU, and let this process see it",
-    "cuMemMap": "hand over the sizes that the allocations really have (kvferry.cuda_vmm.export)",
+    "cuMemMap": "hand over the sizes that the allocations really have (kvferry.memory.vmm.export)",
     "cuPointerGetAttribute": "give an address inside memory of this GPU",
     "cuMemGetAddressRange_v2": "give an address inside memory of this GPU",
 }

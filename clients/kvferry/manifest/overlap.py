@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, groupby, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from kvferry.manifest import Component
+from kvferry.manifest.model import Component
 
 STEPS = 10_000
 """Comparisons of single pairs, in one call; about 30 ms."""

@@ -13,8 +13,8 @@ import uuid
 from ctypes import byref, c_float, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 
-from kvferry.cuda_driver import HANDLE_NBYTES, IpcHandle, Uuid, call, missing
 from kvferry.errors import KvferryError
+from kvferry.memory.cuda_driver import HANDLE_NBYTES, IpcHandle, Uuid, call, missing
 
 GRANULE = 2 << 20
 """Smaller allocations share one of these, and an IPC handle exports all of it."""
