@@ -91,7 +91,7 @@ async def _serve(config: Config) -> int:
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
-        rest = rest_server(create_app(ferry, metrics), config)
+        rest = rest_server(create_app(ferry, metrics), config, ferry.certificates)
         rest.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are ours
         serving = asyncio.create_task(_serve_rest(rest))
         stack.push_async_callback(_stop_rest, rest, serving)
@@ -156,8 +156,8 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     server = grpc.aio.server(options=[*PEER_OPTIONS, ("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_RPCS)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry), server)
     try:
-        if config.tls:
-            server.add_secure_port(config.peer, _server_credentials(config))
+        if ferry.certificates:
+            server.add_secure_port(config.peer, ferry.certificates.server_credentials())
         else:
             server.add_insecure_port(config.peer)
     except RuntimeError:
@@ -240,34 +240,3 @@ def _claim(path: Path) -> None:
         value=path,
         remedy="one daemon per GPU, each with its own engine_socket",
     )
-
-
-def _server_credentials(config: Config) -> grpc.ServerCredentials:
-    """Mutual TLS from the three files, read again for every new connection that finds them changed."""
-    cert, key, ca = config.tls_cert, config.tls_key, config.tls_ca
-    assert cert and key and ca
-
-    def stamps() -> tuple[int, ...]:
-        return tuple(path.stat().st_mtime_ns for path in (cert, key, ca))
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        pairs = [(key.read_bytes(), cert.read_bytes())]
-        return grpc.ssl_server_certificate_configuration(pairs, root_certificates=ca.read_bytes())
-
-    seen = stamps()
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal seen
-        try:
-            now = stamps()
-            if now == seen:
-                return None
-            renewed = configuration()
-        except OSError as error:
-            log.error("the certificates cannot be read again, the old ones stay", error=str(error))
-            return None
-        seen = now
-        return renewed
-
-    # The stubs leave out that None keeps the configuration.
-    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, True)  # type: ignore[arg-type]

@@ -7,12 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
-
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = (
-    "0"  # these tests start processes beside gRPC's threads; none forks to use gRPC
-)
 
 import grpc
 import httpx
@@ -28,11 +23,6 @@ from kvferryd.demo.fleet import Fleet
 
 PREFILL = Shape.tp(2, block_size=16, num_blocks=320)
 DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=240)
-
-
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -59,18 +49,6 @@ async def pair(daemons: Daemons) -> AsyncIterator[Pair]:
     routers = [RouterClient(daemon.url) for daemon in (*decode_daemons, *prefill_daemons)]
     yield Pair(prefill, decode, routers[:3], routers[3:])
     await asyncio.gather(prefill.close(), decode.close(), *(router.close() for router in routers))
-
-
-@pytest.fixture
-def request_id(request: pytest.FixtureRequest) -> str:
-    """A new one for every test."""
-    return f"{request.node.name}-{uuid.uuid4().hex[:8]}"[-200:]
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferryd.transport import Agent, Read, Span, TransportError
+from kvferryd.transport import Agent, Metadata, Read, Span, TransportError
+from kvferryd.transport.metadata import parse
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30.0
@@ -26,9 +27,12 @@ WORD = 8
 @dataclass
 class Source:
     process: subprocess.Popen[str]
-    name: str
+    peer: Metadata
     span: Span
-    metadata: bytes
+
+    @property
+    def name(self) -> str:
+        return self.peer.alias
 
     def word(self, index: int) -> int:
         return self.span.address + WORD * index
@@ -56,7 +60,7 @@ def source() -> Iterator[Source]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         assert process.stdout is not None
         address, nbytes, metadata = json.loads(process.stdout.readline())
-        yield Source(process, name, Span(address, nbytes, "host"), bytes.fromhex(metadata))
+        yield Source(process, parse(name, bytes.fromhex(metadata)), Span(address, nbytes, "host"))
         process.kill()
 
 
@@ -66,7 +70,7 @@ async def reader(source: Source) -> AsyncIterator[Reader]:
     await agent.start()
     memory = np.zeros(source.span.nbytes // WORD, dtype=np.uint64)
     await agent.register(Span(memory.ctypes.data, memory.nbytes, "host"))
-    await agent.add_peer(source.name, source.metadata)
+    await agent.add_peer(source.peer)
     await agent.warm(source.name, source.span)
     yield Reader(agent, memory)
     await agent.close()

@@ -17,6 +17,7 @@ from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.v1 import peer_pb2
 from kvferryd.transport import Agent, Span, TransportError
+from kvferryd.transport.metadata import parse
 
 pytestmark = pytest.mark.anyio
 SHAPE = Shape.tp(1, num_blocks=64)
@@ -115,7 +116,9 @@ async def handshaken(engine: TestEngine) -> AsyncIterator[tuple[Agent, peer_pb2.
     agent = Agent(f"spy-{uuid.uuid4().hex}")
     await agent.start()
     try:
-        await agent.add_peer(said.agent_name, said.agent_metadata)
+        metadata = parse(said.agent_name, said.agent_metadata)
+        await agent.add_peer(metadata)
+        said.agent_name = metadata.alias
         yield agent, said
     finally:
         await agent.close()

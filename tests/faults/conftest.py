@@ -1,0 +1,45 @@
+"""What the tests of faults share. Each module is named after what must hold, and starts daemons of its own.
+
+Helpers: `stopping.stopped` and `stopping.slowed` (a process stands still, or nearly), `wire.tcp_pair` (a read that is
+really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of its own),
+and those of tests/integration (fleet, ranks, lives, ...).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
+import pytest
+from fleet import Daemons
+from hosts import Host, host
+
+from kvferryd.demo.fleet import Fleet
+
+
+@pytest.fixture(scope="module")
+def shm() -> Iterator[Path]:
+    """A folder in memory for the regions of the daemons of one module."""
+    folder = Path("/dev/shm") / f"ferry-faults-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncIterator[Daemons]:
+    """Starts the daemons of one module; they end with it, stopped or not."""
+    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
+        yield Daemons(fleet, shm)
+
+
+@pytest.fixture
+def far() -> Iterator[Host]:
+    """Another host: skips, saying so, where this process may not make network namespaces."""
+    with host() as far:
+        yield far
