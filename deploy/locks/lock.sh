@@ -11,6 +11,7 @@ lock() { # NAME SOURCE OPTIONS...
 }
 lock cpu pyproject.toml --extra cpu --excludes deploy/locks/not-on-cpu.txt "$@"
 lock cuda12 pyproject.toml --extra cuda12 "$@"
-lock cuda13 pyproject.toml --extra cuda13 "$@"
+# The torch that the tests run with; that of CUDA 12 is the last one that PyPI has for it.
+lock cuda13 pyproject.toml --extra cuda13 --constraints deploy/locks/tested.in "$@"
 lock build deploy/locks/build.in "$@"
 lock sbom deploy/locks/sbom.in "$@"

@@ -3,8 +3,8 @@
 #
 #     deploy/pair/run.sh kvferry:cpu        (ENGINE_TOOL=docker for Docker; podman otherwise)
 #
-# Four containers with four root file systems and two networks' worth of addresses. A pod shares what a pod of Kubernetes
-# shares: the folder of the engine's socket, /dev/shm, the network and the process ids.
+# Four containers with four root file systems. The two of a pod share what containers of a pod of Kubernetes share: the folder
+# of the engine's socket, /dev/shm, the network and the process ids.
 set -eu
 image=$1
 tool=${ENGINE_TOOL:-podman}
@@ -13,8 +13,10 @@ name=kvferry-pair
 
 clean() {
     for role in prefill decode; do
-        $tool rm --force $name-$role-engine >/dev/null 2>&1 || true
-        $tool rm --force --time 2 $name-$role-daemon >/dev/null 2>&1 || true
+        for part in engine daemon; do
+            $tool kill $name-$role-$part >/dev/null 2>&1 || true
+            $tool rm --force $name-$role-$part >/dev/null 2>&1 || true
+        done
         $tool volume rm --force $name-$role-run $name-$role-shm >/dev/null 2>&1 || true
     done
     $tool network rm $name >/dev/null 2>&1 || true
