@@ -169,13 +169,10 @@ def _failure(receive: asyncio.Task[Received]) -> KvferryError:
 
 
 async def _quiescence(receive: asyncio.Task[Received], client: EngineClient) -> None:
-    """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
+    """Until nothing can write to this rank's blocks: the read is over, was never begun, or is reported quiet."""
     if not receive.done():
         receive.cancel()
         await client.closed.wait()
     elif isinstance(error := receive.exception(), TransferFailed):
-        quiesced = asyncio.create_task(error.quiesced())
-        closed = asyncio.create_task(client.closed.wait())
-        await asyncio.wait([quiesced, closed], return_when=asyncio.FIRST_COMPLETED)
-        quiesced.cancel()
-        closed.cancel()
+        with suppress(KvferryError):  # the daemon is gone, and its reads with it
+            await error.quiesced()
