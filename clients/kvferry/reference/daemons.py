@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from kvferry.engine import EngineClient, Lease, Received, TransferFailed
+from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.handoff import Attempts, Origin
 from kvferry.manifest import ModelInfo
@@ -118,13 +118,25 @@ class Daemons:
             await asyncio.wait(receives, timeout=self._engine.daemon_timeout_s)
             raise LoadFailed(
                 cause or KvferryError("deadline", f"request {origin.request_id} did not arrive in {deadline_s:g} s"),
-                [_quiescence(receive, client) for receive, client in zip(receives, self._clients, strict=True)],
+                [_quiescence(receive) for receive in receives],
             )
         return receives[0].result()
 
     async def abort(self, request_id: str) -> None:
         """End the request's transfer and lease on every rank. Idempotent."""
         await self._all([client.abort(request_id) for client in self._clients])
+
+    async def withdraw(self, request_id: str) -> None:
+        """As `abort`; returns when nobody reads the request's blocks any more."""
+
+        async def revoked(client: EngineClient) -> None:
+            try:
+                await client.abort(request_id)
+            except Unsettled as error:
+                with suppress(KvferryError):  # the client is closed: the engine stops
+                    await error.quiesced()
+
+        await asyncio.gather(*(revoked(client) for client in self._clients))
 
     async def gone(self) -> KvferryError:
         """Returns when the first session has ended."""
@@ -168,11 +180,14 @@ def _failure(receive: asyncio.Task[Received]) -> KvferryError:
     return KvferryError("internal", f"receiving failed: {error!r}")
 
 
-async def _quiescence(receive: asyncio.Task[Received], client: EngineClient) -> None:
-    """Until nothing can write to this rank's blocks: the read is over, was never begun, or is reported quiet."""
-    if not receive.done():
-        receive.cancel()
-        await client.closed.wait()
-    elif isinstance(error := receive.exception(), TransferFailed):
-        with suppress(KvferryError):  # the daemon is gone, and its reads with it
+async def _quiescence(receive: asyncio.Task[Received]) -> None:
+    """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
+    receive.cancel()
+    await asyncio.wait([receive])
+    try:
+        error = receive.exception()
+    except asyncio.CancelledError as cancelled:
+        error = cancelled
+    if isinstance(error, Unsettled | ReceiveCancelled):
+        with suppress(KvferryError):  # the client is closed: the engine stops
             await error.quiesced()

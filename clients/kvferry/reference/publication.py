@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 
 from kvferry.digest import prompt_digest
 from kvferry.engine import Lease
@@ -95,6 +94,5 @@ class Publication:
         await asyncio.gather(*(lease.ended() for lease in self._leases), return_exceptions=True)
 
     async def revoke(self) -> None:
-        with suppress(KvferryError):
-            await self._daemons.abort(self._request.request_id)
+        await self._daemons.withdraw(self._request.request_id)
         await self.ended()

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
 from kvferry.errors import KvferryError
-from kvferry.parts import Part, attention_parts, recurrent_parts
+from kvferry.vllm.parts import Part, attention_parts, recurrent_parts
 
 CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
 """What a recurrent layer's convolution remembers, by the layer's kind."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.ended import Ended
-from kvferry.engine import TransferFailed
+from kvferry.engine import Unsettled
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence
+from kvferry.memory.fences import Fence
+from kvferry.vllm.ended import Ended
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Load, Publish
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = init_logger("vllm.kvferry.session")
 GONE_S = 5.0
-"""How long after a call that failed a daemon that is gone is known to be gone."""
+"""How long after a call that failed it is to be certain that nothing is read any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +101,9 @@ class Session:
                 )  # fmt: skip
             if publish.last:
                 await lease.ended()
+        except Unsettled as error:
+            await error.quiesced()
+            raise
         finally:
             kept.over = publish.last
             self._report(publish.request_id, kept)
@@ -123,8 +126,8 @@ class Session:
             client = self._daemon.client
             try:
                 await client.abort(request_id)
-            except KvferryError:  # a daemon that is gone serves no reader
-                await asyncio.wait_for(client.closed.wait(), GONE_S)
+            except Unsettled as error:  # a daemon that is gone serves no reader, one that is silent may
+                await asyncio.wait_for(error.quiesced(), GONE_S)
 
     async def _load(self, load: Load, before: torch.cuda.Event | None) -> None:
         whole = False
@@ -145,7 +148,7 @@ class Session:
                 source=load.origin.source, deadline_s=self._options.load_timeout_s, digest=load.origin.digest,
                 attempt=load.attempt,
             )  # fmt: skip
-        except TransferFailed as error:
-            with suppress(KvferryError):  # the daemon is gone, and its reads with it
+        except Unsettled as error:
+            with suppress(KvferryError):  # the client is closed: the engine stops
                 await error.quiesced()
             raise

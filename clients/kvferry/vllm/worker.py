@@ -17,13 +17,13 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError
 from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
-from kvferry.parts import Describing
-from kvferry.torch_place import placed, region_nbytes
 from kvferry.vllm.fingerprint import fingerprint
 from kvferry.vllm.geometry import parts
 from kvferry.vllm.options import Options
+from kvferry.vllm.parts import Describing
 from kvferry.vllm.session import Session
 from kvferry.vllm.step import Address, Step
+from kvferry.vllm.torch_place import placed, region_nbytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.cuda_driver import driver_version
 from kvferry.errors import KvferryError
+from kvferry.memory.cuda_driver import driver_version
 
 # The meta package `nixl` imports torch to choose a build (1.6 s, 220 MB); the builds themselves take 0.06 s.
 BUILDS = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
