@@ -37,7 +37,7 @@ OF_THE_CLIENTS = 128
 
 
 class Proxy:
-    """What lives as long as the application: the connection pool, the rings, the requests in flight."""
+    """What lives as long as the application: the connection pool, the rings of engines, the daemons' clients."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

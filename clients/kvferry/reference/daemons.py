@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from kvferry.digest import Attempts
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
 from kvferry.errors import KvferryError
-from kvferry.handoff import Origin
+from kvferry.handoff import Attempts, Origin
 from kvferry.manifest import ModelInfo
 from kvferry.memory import SharedRegion
 from kvferry.reference.cache import CacheGeometry, describe
@@ -100,7 +99,7 @@ class Daemons:
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
         """Rank 0's result, when every rank has received. Raises LoadFailed with the first rank's reason."""
-        deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin.request_id)
+        deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
         receives = [
             asyncio.create_task(
                 client.receive(

@@ -11,9 +11,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
-from kvferry.digest import Attempts, Remembered
 from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff, Origin, answer
+from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer
 from kvferry.tables import BlockTable
 from kvferry.vllm.options import Options
 from kvferry.vllm.prompt import digest_of
@@ -217,7 +216,7 @@ class SchedulerSide:
             exchange.origin = None
 
     def _load(self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int]) -> Load:
-        return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin.request_id))
+        return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin))
 
     def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
         """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a
