@@ -1,5 +1,5 @@
-"""An ASGI middleware for engines whose own interface cannot refuse a request: malformed kv_transfer_params are answered
-with 400 before the engine sees them.
+"""What the HTTP servers of engines and proxies share, and a middleware for engines that cannot refuse a request
+themselves: it answers malformed kv_transfer_params with 400 before the engine sees them.
 
     vllm serve MODEL --middleware kvferry.asgi.CheckTransferParams ...
 """
@@ -11,13 +11,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff
+from kvferry.handoff import PARAMS, Handoff, check_one_prompt
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
-PARAMS = "kv_transfer_params"
 
 
 class CheckTransferParams:
@@ -52,19 +51,38 @@ class CheckTransferParams:
 
 
 def check(body: bytes) -> None:
-    """What is no JSON object is left to the engine. Raises KvferryError (`malformed_kv_transfer_params`)."""
+    """Leaves what is no JSON object to the engine.
+
+    Raises KvferryError: `malformed_kv_transfer_params`, `batch_of_prompts`.
+    """
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
         return
-    for holder in (asked, asked.get("vllm_xargs") if isinstance(asked, dict) else None):
+    if not isinstance(asked, dict):
+        return
+    for holder in (asked, asked.get("vllm_xargs")):
         if isinstance(holder, dict) and holder.get(PARAMS):
-            Handoff.parse(holder[PARAMS]).origin("", 0)
+            check_one_prompt(asked.get("prompt"))
+            handoff = Handoff.parse(holder[PARAMS])
+            if handoff.reads:
+                handoff.source()
 
 
 async def _refuse(send: Send, error: KvferryError) -> None:
-    told = {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}
-    content = json.dumps({"error": told}).encode()
+    content = json.dumps(openai_error(error, 400)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": content})
+
+
+def openai_error(error: KvferryError, status: int) -> dict[str, dict[str, str | None]]:
+    """The body that OpenAI's clients read; `param` names the field."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. Its body has been read: nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

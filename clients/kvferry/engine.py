@@ -231,9 +231,9 @@ class EngineClient:
         nothing of this publish, and of later ones, before the fence is reached. When it is not reached within the
         daemon's fence_timeout_s the lease is revoked, and `ended()` raises `fence_timeout`.
 
-        more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
-        handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest: names
-        what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
+        more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB, handed to
+        the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest: names what
+        was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
         """
         known = self._leases.get(request_id)
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
@@ -278,8 +278,9 @@ class EngineClient:
         tokens: global range to move; None for all that is published, which the tables must then hold. source: where to
         read from; None when a router orders it. way: auto, direct, staged or mapped instead of what the daemon is
         configured to do; only with a source. digest: what the source must have published with; empty is not checked.
-        attempt: counts the attempts at this request from 1, equal on all ranks; 0 lets the daemon count. Raises TransferFailed, or KvferryError when the reservation is refused.
-        When this call is cancelled it aborts the transfer, and ends when the blocks are safe, at most 5 s later.
+        attempt: counts the attempts at this request from 1, equal on all ranks; 0 lets the daemon count. Raises
+        TransferFailed, or KvferryError when the reservation is refused. When this call is cancelled it aborts the
+        transfer, and ends when the blocks are safe, at most 5 s later.
         """
         request = engine_pb2.ReceiveRequest(
             request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,

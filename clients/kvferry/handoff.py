@@ -6,7 +6,7 @@ body: every field is checked, and nothing in it can do more than fail its own re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvferry.errors import KvferryError, first_breach
 from kvferry.schemas import SourceBody
 
+PARAMS = "kv_transfer_params"
 MALFORMED = "malformed_kv_transfer_params"
 REMEDY = "hand over the object that the prefill answered with, unchanged"
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -53,41 +54,51 @@ class Handoff(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise first_breach(error, "kv_transfer_params", MALFORMED, REMEDY) from None
+            raise first_breach(error, PARAMS, MALFORMED, REMEDY) from None
 
-    def origin(self, request_id: str, num_prompt_tokens: int) -> Origin | None:
-        """Where to read a first part of the prompt from; None for a request that is prefilled here.
+    @property
+    def reads(self) -> bool:
+        """Whether KV is to be read from another engine."""
+        return self.do_remote_prefill or (self.do_remote_decode and self.remote_engine_id is not None)
 
-        Raises KvferryError (`malformed_kv_transfer_params`) when a source is meant but not fully named.
+    def source(self) -> SourceBody | None:
+        """Where to read from; None when a router orders the transfer. Only where something `reads`.
+
+        Raises KvferryError (`malformed_kv_transfer_params`) when the source is not fully named.
         """
-        if not self.do_remote_prefill and not (self.do_remote_decode and self.remote_engine_id):
-            return None
-        num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
         if self.order == "router":
-            return Origin(self.remote_request_id or request_id, num_tokens, None, self.remote_room or 0)
-        named = {
-            "remote_engine_id": self.remote_engine_id,
-            "remote_request_id": self.remote_request_id,
-            "remote_host": self.remote_host,
-            "remote_port": self.remote_port,
-        }
-        for field, value in named.items():
-            if value is None:
-                raise _malformed(
-                    f"kv_transfer_params.{field}",
-                    value,
-                    'required to read from another engine, unless order is "router"',
-                )
+            return None
+        for field in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port"):
+            if getattr(self, field) is None:
+                raise _malformed(field, None, 'required to read from another engine, unless order is "router"')
         host = f"[{self.remote_host}]" if ":" in str(self.remote_host) else self.remote_host
         try:
-            source = SourceBody(
+            return SourceBody(
                 engine_id=str(self.remote_engine_id), address=f"{host}:{self.remote_port}", epoch=self.remote_epoch
             )
         except ValidationError as error:
-            raise _malformed(
-                "kv_transfer_params.remote_host", self.remote_host, str(error.errors()[0]["msg"])
-            ) from None
-        return Origin(str(self.remote_request_id), num_tokens, source, self.remote_room or 0)
+            raise _malformed("remote_host", self.remote_host, str(error.errors()[0]["msg"])) from None
+
+    def origin(self, request_id: str, num_prompt_tokens: int, digest_of: Callable[[int], bytes]) -> Origin | None:
+        """Where to read a first part of the prompt from; None for a request that is prefilled here.
+
+        digest_of: the digest of so many first tokens of this engine's own prompt. Raises KvferryError as `source`, and
+        `other_prompt` when more tokens were published than the prompt has.
+        """
+        if not self.reads:
+            return None
+        source = self.source()
+        num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
+        if num_tokens > num_prompt_tokens:
+            raise KvferryError(
+                "other_prompt",
+                f"the {PARAMS} are those of {num_tokens} tokens, and this prompt has {num_prompt_tokens}",
+                field=f"{PARAMS}.remote_num_tokens",
+                value=num_tokens,
+                remedy="send them with the prompt that was prefilled, or with one that continues it",
+            )
+        digest = digest_of(num_tokens) if num_tokens else b""
+        return Origin(self.remote_request_id or request_id, num_tokens, source, self.remote_room or 0, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +106,15 @@ class Origin:
     """The KV of the first `num_tokens` tokens, published as `request_id` at `source` (None: a router will order it).
 
     room: for how many tokens its blocks have room, all of which may be read; what lies after the first `num_tokens`
-    means nothing. 0 from an engine that does not say so.
+    means nothing. 0 from an engine that does not say so. digest: of what the source must have computed;
+    empty where nothing is to be read.
     """
 
     request_id: str
     num_tokens: int
     source: SourceBody | None
     room: int = 0
+    digest: bytes = b""
 
 
 def answer(
@@ -131,5 +144,18 @@ def answer(
     )
 
 
-def _malformed(field: str, value: object, why: str) -> KvferryError:
+def check_one_prompt(prompt: object) -> None:
+    """Raises KvferryError (`batch_of_prompts`) for a completion's `prompt` that holds several."""
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        raise KvferryError(
+            "batch_of_prompts",
+            f"the body holds {len(prompt)} prompts, and one {PARAMS} object describes the KV of one",
+            field="prompt",
+            value=len(prompt),
+            remedy="send one request per prompt",
+        )
+
+
+def _malformed(name: str, value: object, why: str) -> KvferryError:
+    field = f"{PARAMS}.{name}"
     return KvferryError(MALFORMED, f"{field}: {why}", field=field, value=value, remedy=REMEDY)

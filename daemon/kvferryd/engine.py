@@ -146,7 +146,7 @@ class Engine:
                 await agent.register(self.regions[region.id].span)
                 if slow := self.regions[region.id].slow_source:
                     self.notes += (f"region {region.id}: {slow}",)
-            await agent.register(self.leases.seals.span)
+            await agent.register(self.leases.words.span)
             self.agent_metadata = await agent.metadata()
             self._check_session()
         except BaseException:

@@ -1,36 +1,34 @@
-"""Real daemons for tests of what goes wrong; the parts that they share with the integration tests lie there."""
+"""What the tests of faults share. Each module is named after what must hold, and starts daemons of its own.
+
+Helpers: `stopping.stopped` and `stopping.slowed` (a process stands still, or nearly), `wire.tcp_pair` (a read that is
+really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of its own),
+and those of tests/integration (fleet, ranks, lives, ...).
+"""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
 import pytest
-
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # these tests start processes beside gRPC's threads
-sys.path.append(str(Path(__file__).parents[1] / "integration"))
-
 from fleet import Daemons
+from hosts import Host, host
 
 from kvferryd.demo.fleet import Fleet
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
-    """Every test's own: what happens here harms daemons."""
+    """Starts the daemons of one module; they end with it, stopped or not."""
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
         yield Daemons(fleet)
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
+def far() -> Iterator[Host]:
+    """Another host: skips, saying so, where this process may not make network namespaces."""
+    with host() as far:
+        yield far

@@ -7,19 +7,21 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.memory.host import NAME
 
+T = TypeVar("T")
 TIMEOUT_S = 20.0
 """The longest wait of a test for anything."""
 
@@ -50,6 +52,17 @@ async def until(holds: Callable[[], Awaitable[object]], what: str, timeout_s: fl
         await asyncio.sleep(0.01)
 
 
+@asynccontextmanager
+async def under_way(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """`work` as a task that ends with the block, awaited by then or not."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def ended(daemon: DaemonService, number: signal.Signals) -> int:
     """Signal the daemon and return its exit status."""
     daemon.signal(number)
@@ -69,6 +82,8 @@ async def refusal(call: Awaitable[object]) -> KvferryError:
         answer = await call
     except grpc.aio.AioRpcError as error:
         return error_of(error, "the daemon")
+    if isinstance(answer, peer_pb2.ReadReply) and not answer.reading and answer.HasField("problem"):
+        return problem_from_proto(answer.problem)
     raise AssertionError(f"it was not refused: {answer}")
 
 
@@ -96,10 +111,14 @@ class ByHand:
 
     async def say(self, **request: Any) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):  # refused meanwhile: `read` tells why
-            if self._opening is not None:
-                opening, self._opening = self._opening, None
-                await self.call.write(peer_pb2.ReadRequest(opening=opening))
+            await self.introduce()
             await self.call.write(peer_pb2.ReadRequest(**request))
+
+    async def introduce(self) -> None:
+        """Say whom it reads and nothing else: grpc.aio loses a refusal that comes while a write is under way."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            await self.call.write(peer_pb2.ReadRequest(opening=opening))
 
     async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:
         await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))

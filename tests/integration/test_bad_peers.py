@@ -66,7 +66,8 @@ OPENS: dict[str, tuple[dict[str, Any], str]] = {
 async def test_a_lease_is_not_opened_for_nonsense(victim: Victim, change: dict[str, Any], code: str) -> None:
     async with peer_stub(victim.daemon) as stub:
         reader = reader_of(victim, stub, **change)
-        assert (await refusal(reader.open("bad"))).code == code
+        await reader.introduce()
+        assert (await refusal(reader.call.read())).code == code
 
 
 async def test_a_reader_that_makes_no_sense_is_told_so(victim: Victim, request_id: str) -> None:

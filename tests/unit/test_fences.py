@@ -267,7 +267,7 @@ async def test_a_fence_that_is_never_reached_ends_the_lease(
         await leases.find("r")
     assert told.value.code == "fence_timeout"
     assert len(leases) == 0
-    assert len(leases.seals._free) == leases.limit
+    assert len(leases.words._free) == leases.limit
 
 
 async def test_what_waits_for_a_fence_does_not_expire(page: Fences, watch: watched.Fences, leases: Leases) -> None:

@@ -15,7 +15,7 @@ from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
-from kvferryd.transfer.transfer import Transfer
+from kvferryd.transfers.transfer import Surroundings, Transfer
 
 
 @pytest.fixture
@@ -73,7 +73,8 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     config, metrics = Config(), Metrics()
     engine = Engine("decode", "1", 0, 1, config, lambda lease: None)
     ended: list[Transfer] = []
-    transfer = Transfer(engine, "r", Peers(config, "instance", metrics), 60.0, ended.append, lambda work: work.close())
+    around = Surroundings(Peers(config, metrics), "auto", 60.0, ended.append, lambda work: work.close())
+    transfer = Transfer(engine, "r", 1, around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
     async with asyncio.timeout(5):
         await transfer.ended.wait()

@@ -34,12 +34,9 @@ def axis_order(layout: str) -> tuple[str, ...]:
     order = tuple(LAYOUTS.get(layout, layout).replace(",", " ").split())
     if sorted(order) != sorted(AXES):
         raise KvferryError(
-            "bad_option",
-            "the layout is not an order of the six cache axes",
-            field="layout",
-            value=layout,
+            "bad_option", "the layout is not an order of the six cache axes", field="layout", value=layout,
             remedy=f"one of {', '.join(LAYOUTS)}, or the axes {' '.join(AXES)} in the order you want",
-        )
+        )  # fmt: skip
     return order
 
 

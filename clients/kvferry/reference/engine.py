@@ -153,7 +153,7 @@ class Engine:
                     self._wake.clear()
                     continue
                 sampled = await workers.step(step_input(step))
-                for entry in self._scheduler.complete(sampled.tolist()):
+                for entry in self._scheduler.complete(sampled):
                     self._advanced(entry)
         except KvferryError as error:
             self._fail(error)
@@ -165,7 +165,11 @@ class Engine:
             return
         if entry.samples:
             self._emit(request)
-        elif self.config.progressive and (publication := self._publications.get(request)) is not None:
+        elif (
+            self.config.progressive
+            and request.max_tokens == 1  # so that what the lease will hold is known: its digest is that of the whole
+            and (publication := self._publications.get(request)) is not None
+        ):
             publication.advance()
 
     @staticmethod

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 
+from kvferry.digest import prompt_digest
 from kvferry.engine import Lease
 from kvferry.errors import KvferryError
 from kvferry.reference.config import EngineConfig, ModelConfig
@@ -78,10 +79,11 @@ class Publication:
             tables = tables_of(
                 request, self._model, self._engine, start=0, stop=request.computed, window_first=request.window_first
             )
+            tokens = request.tokens[: request.computed] if last else request.prompt
             self._leases = await self._daemons.publish(
-                request.request_id, tables, request.computed, more=not last, metadata=metadata(request) if last else b""
-            )
-
+                request.request_id, tables, request.computed, more=not last, digest=prompt_digest(tokens),
+                metadata=metadata(request) if last else b"",
+            )  # fmt: skip
         self._check()
 
     def _check(self) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
+from kvferry.digest import Attempts, Remembered
 from kvferry.errors import KvferryError
 from kvferry.handoff import Handoff, Origin, answer
 from kvferry.tables import BlockTable
 from kvferry.vllm.options import Options
+from kvferry.vllm.prompt import digest_of
 from kvferry.vllm.step import Address, Load, Publish, Step
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class Exchange:
     published: bool = False
     complete: bool = False
     """All that will ever be published has been."""
+    digest: bytes = b""
+    """Of the prompt, once a part of it has been published."""
 
 
 class SchedulerSide:
@@ -64,6 +68,9 @@ class SchedulerSide:
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
+        self._attempts = Attempts()
+        self._expected: Remembered[bytes] = Remembered()
+        """By remote request id: the digest of the last prompt that came with it."""
         self._step = Step()
 
     def reached_at(self, workers: Mapping[tuple[int, int], Address]) -> None:
@@ -78,7 +85,7 @@ class SchedulerSide:
         exchange = self._exchanges[request.request_id] = Exchange(request, Handoff())
         try:
             exchange.handoff = Handoff.parse(params)
-            exchange.origin = exchange.handoff.origin(request.request_id, request.num_prompt_tokens)
+            exchange.origin = self._origin(exchange.handoff, request)
         except KvferryError as error:
             exchange.problem = error
         if not isinstance(params, dict):
@@ -89,6 +96,20 @@ class SchedulerSide:
                 del tokens[-self._behind :]
             request.num_prompt_tokens -= self._behind
             request.max_tokens = 1
+
+    def _origin(self, handoff: Handoff, request: Request) -> Origin | None:
+        """Where to read a first part of the request's KV from. Raises KvferryError."""
+        if not handoff.reads:
+            return None
+        name = handoff.remote_request_id or request.request_id
+        if getattr(request, "abort_immediately", False):
+            # vLLM's server tells of a request that it has refused, without its prompt: the source is told in turn that
+            # nobody will come, unless the KV was another prompt's.
+            handoff.remote_num_tokens = 0
+            origin = handoff.origin(request.request_id, 0, bytes)
+            return origin and replace(origin, digest=self._expected.get(name, b""))
+        digest = self._expected[name] = digest_of(request, handoff.remote_num_tokens or request.num_prompt_tokens)
+        return handoff.origin(request.request_id, request.num_prompt_tokens, lambda _: digest)
 
     def loadable(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many tokens after the first `computed` are read from elsewhere, between steps. Asked any number of times.
@@ -115,7 +136,7 @@ class SchedulerSide:
             reach = self._reach(exchange.origin, request)
             tables = self._tables(block_ids, reach - external, reach)
             tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
-            self._step.load.append(Load(request.request_id, exchange.origin, tables, tokens))
+            self._step.load.append(self._load(request, exchange.origin, tables, tokens))
             exchange.origin, exchange.loading = None, True
         else:
             self._release(exchange)
@@ -142,12 +163,16 @@ class SchedulerSide:
         """A step that takes the request to `reached` tokens: publish with it what no later step will add to."""
         request = exchange.request
         prompt = request.num_prompt_tokens
-        last = reached >= prompt and request.max_tokens == 1
-        if not last and not (self._options.progressive and request.num_computed_tokens < prompt):
+        if request.max_tokens > 1:  # what a lease will hold is known when it begins: its digest is that of the whole
+            return
+        last = reached >= prompt
+        if not last and not self._options.progressive:
             return
         end = min(reached, prompt)
         tables = self._tables(block_ids(request.request_id), 0, end)
-        self._step.computed.append(Publish(request.request_id, tables, self._room(end) if last else end, last))
+        exchange.digest = exchange.digest or digest_of(request, prompt)
+        num_tokens = self._room(end) if last else end
+        self._step.computed.append(Publish(request.request_id, tables, num_tokens, last, exchange.digest))
         exchange.published, exchange.complete = True, last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -169,7 +194,8 @@ class SchedulerSide:
         if not exchange.complete:
             told = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
             tables = self._tables(block_ids, 0, num_tokens)
-            self._step.finished.append(Publish(request.request_id, tables, room, True, told))
+            digest = digest_of(request, num_tokens)
+            self._step.finished.append(Publish(request.request_id, tables, room, True, digest, told))
         self._step.hold.append(request.request_id)
         return True, answer(
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
@@ -187,8 +213,11 @@ class SchedulerSide:
         if exchange.origin is not None:
             stop = exchange.origin.num_tokens
             nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
-            self._step.release.append(Load(exchange.request.request_id, exchange.origin, nothing, (stop, stop)))
+            self._step.release.append(self._load(exchange.request, exchange.origin, nothing, (stop, stop)))
             exchange.origin = None
+
+    def _load(self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int]) -> Load:
+        return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin.request_id))
 
     def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
         """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a

@@ -97,7 +97,7 @@ class Session:
                     return  # revoked meanwhile
                 lease = await self._daemon.client.publish(
                     publish.request_id, publish.tables, publish.num_tokens, more=not publish.last, after=after,
-                    metadata=publish.metadata, ttl_s=self._options.lease_ttl_s,
+                    metadata=publish.metadata, ttl_s=self._options.lease_ttl_s, digest=publish.digest,
                 )  # fmt: skip
             if publish.last:
                 await lease.ended()
@@ -142,7 +142,8 @@ class Session:
         try:
             await self._daemon.client.receive(
                 load.origin.request_id, load.tables, load.tokens,
-                source=load.origin.source, deadline_s=self._options.load_timeout_s,
+                source=load.origin.source, deadline_s=self._options.load_timeout_s, digest=load.origin.digest,
+                attempt=load.attempt,
             )  # fmt: skip
         except TransferFailed as error:
             with suppress(KvferryError):  # the daemon is gone, and its reads with it

@@ -18,6 +18,7 @@ class Publish:
     tables: dict[str, BlockTable]
     num_tokens: int
     last: bool
+    digest: bytes
     metadata: bytes = b""
 
 
@@ -29,6 +30,7 @@ class Load:
     origin: Origin
     tables: dict[str, BlockTable]
     tokens: tuple[int, int]
+    attempt: int
 
 
 @dataclass(slots=True)

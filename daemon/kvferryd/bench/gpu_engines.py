@@ -22,7 +22,7 @@ from kvferry.schemas import SourceBody
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
 from kvferryd.memory.host import HostProvider
-from kvferryd.transfer.together import together
+from kvferryd.together import together
 
 CONNECT_S, READY_S = 10.0, 60.0
 SOURCE, READER = "bench-source", "bench-reader"

@@ -37,7 +37,6 @@ POLL_LATE_S = 5e-3
 LATE_S = 0.25
 CLOSE_S = 5.0
 FETCH_PRIORITY = 1 << 20
-TRIAL_DESCRIPTORS, TRIAL_NBYTES = 64, 4096
 SCRATCH = 8192
 """Words that can be fetched at once, ahead of all other reads."""
 WORD = 8
@@ -70,7 +69,7 @@ class Agent:
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._nixl: Any = None
         self._landing: Span | None = None
-        """GPU memory of the agent's own, where trial reads end."""
+        """GPU memory of the agent's own, where the first read from a peer ends."""
 
     async def start(self) -> None:
         """Make the NIXL agent (about 0.4 s, on its thread). Raises KvferryError."""
@@ -143,23 +142,6 @@ class Agent:
         local, remote = (np.array([(each.address, 1, each.device)], dtype=np.uint64) for each in (landing, span))
         read = self.read(peer, local, remote, landing.memory_type, span.memory_type, FETCH_PRIORITY)
         await read.done
-
-    async def trial(self, peer: str, span: Span) -> tuple[float, float]:
-        """(seconds for each further descriptor, bytes per second of a long one), read from a peer's GPU memory."""
-        assert self._landing is not None
-        long = min(span.nbytes, self._landing.nbytes)
-        size = min(TRIAL_NBYTES, long // (2 * TRIAL_DESCRIPTORS))
-        seconds = []
-        scattered = [(2 * i * size, size) for i in range(TRIAL_DESCRIPTORS)] if size else [(0, long)]
-        for rows in ([(0, long)], [(0, long)], scattered):
-            local, remote = (
-                np.array([(each.address + at, nbytes, each.device) for at, nbytes in rows], dtype=np.uint64)
-                for each in (self._landing, span)
-            )
-            read = self.read(peer, local, remote, "VRAM", span.memory_type, FETCH_PRIORITY)
-            await read.done
-            seconds.append(read.seconds)
-        return seconds[-1] / TRIAL_DESCRIPTORS, long / max(1e-6, seconds[1])
 
     async def peek(self, peer: str, address: int) -> int:
         """One word (8 bytes) of a peer's registered host memory. Raises TransportError."""

@@ -1,13 +1,48 @@
-"""Orders and reservations out of what came in."""
+"""Orders and reservations: the two halves of a transfer, as values, and how they are read from requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvferry.errors import KvferryError
-from kvferry.schemas import DestinationBody, OrderBody
+from kvferry.schemas import DestinationBody, OrderBody, SourceBody
 from kvferry.tables import Tables, tables_from_json
-from kvferryd.transfer.transfer import Order, Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where to read from.
+
+    `epoch`: the source engine must be in it; empty for any. `deadline_s`: seconds from acceptance; None for the
+    daemon's
+    default. `way`: auto, direct, staged or mapped; empty for the daemon's setting.
+    """
+
+    engine_id: str
+    address: str
+    epoch: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    way: str = ""
+    traceparent: str = field(default="", compare=False)
+
+    @property
+    def source(self) -> SourceBody:
+        return SourceBody(engine_id=self.engine_id, address=self.address, epoch=self.epoch or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Where to write on this rank.
+
+    `tokens`: global [first, last); None for all that is published. `digest`: what the lease must have been published
+    with; empty is not checked.
+    """
+
+    tables: Tables
+    tokens: tuple[int, int] | None
+    digest: bytes = b""
 
 
 def order_of(body: OrderBody, traceparent: str) -> Order:
@@ -23,7 +58,7 @@ def order_of(body: OrderBody, traceparent: str) -> Order:
 
 
 def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int, Reservation]:
-    """The tables of an order by rank: given so, or one set for all; none where the engine reserves."""
+    """The tables of an order by rank: given by rank, or one set for all. Empty where the engine reserves its blocks."""
     if wanted is None or wanted.tables is None:
         return {}
     given, ranks = wanted.tables, range(world_size)
@@ -45,7 +80,7 @@ def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int
     return {rank: reservation(tables[rank], wanted.token_range) for rank in ranks}
 
 
-def reservation(tables: Tables, tokens: tuple[int, int] | None) -> Reservation:
+def reservation(tables: Tables, tokens: tuple[int, int] | None, digest: bytes = b"") -> Reservation:
     """Checked. Raises KvferryError (`malformed_tables`)."""
     if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
         raise KvferryError(
@@ -55,4 +90,4 @@ def reservation(tables: Tables, tokens: tuple[int, int] | None) -> Reservation:
             value=tokens,
             remedy="0 <= first <= last, global tokens, last exclusive",
         )
-    return Reservation(tables, tokens)
+    return Reservation(tables, tokens, digest)

@@ -1,7 +1,8 @@
-"""The source's side of a staged transfer: gather what a reader asks for into slots, and hold them until it has read.
+"""The source's side of a staged transfer: gather the chunks that a reader asks for into slots, and keep them until
+read.
 
-The lease must hold until the last gather has ended, and no longer: what is in a slot is the reader's whatever becomes
-of the blocks. So a reader that wants nothing later counts as one that has read as soon as all is packed.
+The lease must hold until the last gather has ended, and no longer: a packed slot stays whole whatever becomes of the
+blocks. So a reader that wants nothing later counts as one that has read as soon as all is packed.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from kvferryd.staging.pairings import Pairings
 from kvferryd.staging.share import Shape, Wanted, packs
 
 log = logs.get(__name__)
-PATIENCE_S = 30.0
-"""The longest time for which a slot is held for a reader that says nothing: it has a slot of its own to read into."""
+IDLE_S = 30.0
+"""How long slots are kept for a reader that sends nothing: it has a slot of its own to read into."""
 KEPT_S = 0.5
-"""For so long a packed slot holds its bytes, even if the stream breaks or the engine goes: a reader that has read
-within this time of its asking need not ask whether they have been replaced (a round trip, 0.3 ms and more)."""
+"""A packed slot keeps its bytes so long, even if the stream breaks or the engine goes. A reader that has read within
+this time of its request need not ask whether they were replaced (a round trip: 0.3 ms and more)."""
 GATHERS = 2
-"""Of one packing at once: the next is launched while one is told. The first is alone: to launch another takes longer
-than it does, and nothing is read before it is told."""
+"""Gathers of one reading at once: the next is launched while one is reported. The first runs alone, since launching
+another would delay its report."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packer:
-    """What packings of one registered engine are made from. `regions`: addresses."""
+class Gatherer:
+    """What one registered engine gathers from and into. `regions`: addresses."""
 
     own: Manifest
     regions: Mapping[int, int]
@@ -53,12 +54,12 @@ class Packer:
             raise KvferryError("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
         if lease.state.ended:
             raise lease.over()
-        if lease.seal.value != opening.seal:
+        if lease.word.value != opening.word:
             raise KvferryError(
                 "lease_changed",
                 f"request {lease.request_id} has another lease by now",
-                field="seal",
-                remedy="open the lease, and go by what is told of it",
+                field="word",
+                remedy="open the lease, and go by its update",
             )
         share = self.pairings.get(opening.pairing)
         if not SLOT_ALIGN <= opening.chunk_nbytes <= self.arena.slot_nbytes:
@@ -99,17 +100,17 @@ class Packer:
         return cut
 
 
-class Packing:
-    """What one reading has packed. It has no task: it goes on with every message, slot and gather, at once.
+class Gather:
+    """The chunks that one reading has packed. It has no task: every message, slot and finished gather moves it on.
 
-    Messages are heard from the first on; nothing is packed before `begin`. `end` it: what was read is back by then, and
-    what was not will be within KEPT_S. `tell` is called when there is something to `take` for the reader, which hears
-    of whatever goes wrong.
+    It takes messages at once, and packs from `begin` on. `end` gives its slots back: those that were read at once, the
+    others within KEPT_S. `queue` is called when something is pending; problems are sent to the reader.
     """
 
-    def __init__(self, packer: Packer, reading: int, number: int, opening: peer_pb2.PackOpen, tell: Callable[[], None]):
-        self._packer, self._opening, self._tell = packer, opening, tell
-        self._reading, self.number = reading, number
+    def __init__(self, gatherer: Gatherer, number: int, opening: peer_pb2.PackOpen, queue: Callable[[], None]):
+        self._gatherer, self._opening, self._queue = gatherer, opening, queue
+        self.number = number
+        self.begun = False
         self._lease: Lease | None = None
         self._chunks: Sequence[Chunk] = ()
         self._on_packed: Callable[[], None] = lambda: None
@@ -119,21 +120,22 @@ class Packing:
         self._awaited: set[asyncio.Future[Slot]] = set()
         self._gathers = 0
         self._held: dict[int, Slot] = {}
-        self._patience: asyncio.TimerHandle | None = None
+        self._idle: asyncio.TimerHandle | None = None
         self._over = False
-        self._to_say: peer_pb2.PackReply | None = None
+        self._pending: peer_pb2.PackReply | None = None
 
-    def means(self, lease: Lease) -> bool:
-        """Whether the reader knows the lease as it is."""
-        return self._opening.seal == lease.seal.value and self._opening.version == lease.version
+    @property
+    def last(self) -> bool:
+        """The reader wants nothing of the lease later."""
+        return self._opening.last
 
     def begin(self, lease: Lease, on_packed: Callable[[], None] = lambda: None) -> None:
         """Pack what is wanted. `on_packed` is called once, when all has been gathered while the lease held."""
         if self._over:
             return
-        self._on_packed = on_packed
+        self.begun, self._on_packed = True, on_packed
         try:
-            cutting = self._packer.cutting(self._opening, lease)
+            cutting = self._gatherer.cutting(self._opening, lease)
             cut = beside(sum(shape.blocks for shape in self._opening.tables.values()), cutting)
             if cut.done():
                 self._pack(lease, cut.result())
@@ -142,8 +144,8 @@ class Packing:
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others
             self._break(error)
 
-    def hear(self, said: peer_pb2.Pack) -> None:
-        """What the reader wants, and what it has read. Nothing is heard of a packing that is over."""
+    def on_message(self, said: peer_pb2.Pack) -> None:
+        """The chunks that the reader wants, and those that it has read. Ignored once this is over."""
         if self._over:
             return
         try:
@@ -163,37 +165,37 @@ class Packing:
         except KvferryError as error:
             self.end(error)
         else:
-            self._be_patient()
+            self._restart_idle()
             self._advance()
 
-    def take(self) -> peer_pb2.ReadReply:
-        """All that there is to say by now."""
-        said, self._to_say = self._to_say, None
-        return peer_pb2.ReadReply(reading=self._reading, pack=said)
+    def take(self) -> peer_pb2.PackReply | None:
+        """Everything pending, as one message."""
+        reply, self._pending = self._pending, None
+        return reply
 
     def end(self, problem: KvferryError | None = None) -> None:
         """Pack nothing more. Idempotent."""
         if self._over:
             return
         self._over = True
-        self._patient_until(None)
+        self._idle_until(None)
         for slot in self._held.values():
             self._arena.give_back_kept(slot)
         self._held.clear()
         for awaited in self._awaited:
             awaited.cancel()
         if problem is not None:
-            self._say().problem.CopyFrom(problem_to_proto(problem))
+            self._reply().problem.CopyFrom(problem_to_proto(problem))
 
     @property
     def _arena(self) -> Arena:
-        assert self._packer.arena is not None  # or nothing would have been cut
-        return self._packer.arena
+        assert self._gatherer.arena is not None  # or nothing would have been cut
+        return self._gatherer.arena
 
     def _was_cut(self, lease: Lease, cut: asyncio.Future[list[Chunk]]) -> None:
         try:
             chunks = cut.result()
-        except Exception as error:  # noqa: BLE001  of a callback nobody else would hear
+        except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
             self._break(error)
         else:
             if not self._over:
@@ -234,7 +236,7 @@ class Packing:
         chunk = self._chunks[index]
         try:
             self._check_held()  # it may have ended while this waited for a slot
-            gather = functools.partial(chunk.gather, self._packer.regions, slot.address)
+            gather = functools.partial(chunk.gather, self._gatherer.regions, slot.address)
             gathering = self._arena.copies.start(chunk.nbytes, gather)
         except KvferryError as error:
             self._arena.give_back(slot)
@@ -246,26 +248,26 @@ class Packing:
         try:
             gathering.result()
             self._check_held()
-        except Exception as error:  # noqa: BLE001  of a callback nobody else would hear
+        except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
             self._arena.give_back(slot)
             self._break(error)
             return
         self._held[index] = slot
         self._arena.keep(slot, KEPT_S)
-        self._say().packed.add(
+        self._reply().packed.add(
             chunk=index, address=slot.address, nbytes=self._chunks[index].nbytes, kept_ms=int(1e3 * KEPT_S)
         )
         self._gathers -= 1
         self._left -= 1
-        self._be_patient()
-        # When the reader has been told: launching takes a while, and another gather is under way.
+        self._restart_idle()
+        # After the report: launching takes a while, and another gather is under way.
         asyncio.get_running_loop().call_soon(self._advance if self._left else self._on_packed)
 
     def _check_held(self) -> None:
-        """Nothing is gathered, or told as packed, that is not the lease's; nor for a reader that has gone."""
+        """Nothing is gathered, or reported as packed, unless the lease holds and the reader is there."""
         assert self._lease is not None
         if self._over:
-            raise KvferryError("abandoned", "the packing is over")
+            raise KvferryError("abandoned", "the gather is over")
         if self._lease.state.ended:
             raise self._lease.over()
 
@@ -274,33 +276,33 @@ class Packing:
             raise KvferryError("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
         if self._arena.closed:  # a slot that was read late may have been gone
             raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")
-        self._say().vouched = True
+        self._reply().vouched = True
 
     def _break(self, error: Exception) -> None:
         if isinstance(error, KvferryError):
             self.end(error)
         else:
-            log.error("packing broke", exc_info=error)
+            log.error("gather broke", exc_info=error)
             self.end(KvferryError("internal", f"the source failed: {type(error).__name__}"))
 
-    def _say(self) -> peer_pb2.PackReply:
-        """What the reader is told next, to be added to."""
-        if self._to_say is None:
-            self._to_say = peer_pb2.PackReply(packing=self.number)
-            self._tell()
-        return self._to_say
+    def _reply(self) -> peer_pb2.PackReply:
+        """The next message, to be added to."""
+        if self._pending is None:
+            self._pending = peer_pb2.PackReply(packing=self.number)
+            self._queue()
+        return self._pending
 
-    def _be_patient(self) -> None:
-        self._patient_until(asyncio.get_running_loop().time() + PATIENCE_S if self._held else None)
+    def _restart_idle(self) -> None:
+        self._idle_until(asyncio.get_running_loop().time() + IDLE_S if self._held else None)
 
-    def _patient_until(self, time: float | None) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-        self._patience = None if time is None else asyncio.get_running_loop().call_at(time, self._lose_patience)
+    def _idle_until(self, time: float | None) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = None if time is None else asyncio.get_running_loop().call_at(time, self._on_idle)
 
-    def _lose_patience(self) -> None:
+    def _on_idle(self) -> None:
         held = len(self._held)
-        self.end(KvferryError("deadline", f"the reader held {held} slots for {PATIENCE_S:g} s and said nothing"))
+        self.end(KvferryError("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
         return KvferryError(

@@ -10,11 +10,11 @@ async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
     """All at once; the first failure ends the others, and is raised when they have ended."""
     # Not a TaskGroup: before Python 3.13 one whose child failed leaves the task's count of cancellations raised
     # (cpython gh-116720), and a deadline that passes later looks like an abort.
-    first, *others = steps  # waiting for nothing would never yield
-    if not others:
-        await first
+    every = list(steps)
+    if len(every) == 1:
+        await every[0]
         return
-    tasks = [asyncio.create_task(step) for step in (first, *others)]
+    tasks = [asyncio.create_task(step) for step in every]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -15,10 +15,10 @@ from kvferry.schemas import LeaseState
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferryd import beside
 from kvferryd.copy import Chunk
-from kvferryd.leases import pack
+from kvferryd.leases import gather
+from kvferryd.leases.gather import Gather, Gatherer
 from kvferryd.leases.lease import Lease, ReaderId
 from kvferryd.leases.leases import Leases
-from kvferryd.leases.pack import Packer, Packing
 from kvferryd.plan import PlanRefused
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
@@ -38,7 +38,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "KEPT_S", 0.0)
+    monkeypatch.setattr(gather, "KEPT_S", 0.0)
 
 
 @pytest.fixture
@@ -64,23 +64,24 @@ def chunks() -> list[Chunk]:
 
 
 class Reader:
-    """One packing of the whole lease, and what is heard of it."""
+    """One gather of the whole lease, and its replies."""
 
-    def __init__(self, packer: Packer, opening: peer_pb2.PackOpen) -> None:
-        self.packing = Packing(packer, 1, 1, opening, self._hear)
+    def __init__(self, gatherer: Gatherer, opening: peer_pb2.PackOpen) -> None:
+        self.gather = Gather(gatherer, 1, opening, self._on_pending)
         self.packed: list[peer_pb2.Packed] = []
         self.vouched = False
         self.problem = ""
         self._heard = asyncio.Event()
 
     def says(self, **said: object) -> None:
-        self.packing.hear(peer_pb2.Pack(**said))  # type: ignore[arg-type]
+        self.gather.on_message(peer_pb2.Pack(**said))  # type: ignore[arg-type]
 
-    def _hear(self) -> None:
+    def _on_pending(self) -> None:
         asyncio.get_running_loop().call_soon(self._take)  # as the stream does, when there is room
 
     def _take(self) -> None:
-        said = self.packing.take().pack
+        said = self.gather.take()
+        assert said is not None
         self.packed += said.packed
         self.vouched = self.vouched or said.vouched
         self.problem = said.problem.code
@@ -111,7 +112,7 @@ async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Callab
     said = b"a plan"
     pairings = Pairings()
     opening = peer_pb2.PackOpen(
-        seal=lease.seal.value,
+        word=lease.word.value,
         version=1,
         pairing=await pairings.add(SOURCE, [SOURCE], READER, said),
         tokens=layout_pb2.TokenRange(start=0, stop=16),
@@ -122,7 +123,7 @@ async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Callab
     )
     for group, shape in shapes(TABLES).items():
         opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
-    return lambda arena: Reader(Packer(SOURCE, {0: pool.ctypes.data}, arena, pairings), opening)
+    return lambda arena: Reader(Gatherer(SOURCE, {0: pool.ctypes.data}, arena, pairings), opening)
 
 
 Readers = Callable[[Arena], Reader]
@@ -131,7 +132,7 @@ Readers = Callable[[Arena], Reader]
 @pytest.fixture
 async def reader(readers: Readers, arena: Arena, lease: Lease) -> Reader:
     reader = readers(arena)
-    reader.packing.begin(lease)
+    reader.gather.begin(lease)
     return reader
 
 
@@ -152,7 +153,7 @@ async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
     reader.says(want=[0])
     reader.says(want=[1])
     assert arena.used_nbytes == 0
-    reader.packing.begin(lease)
+    reader.gather.begin(lease)
     await reader.has(2)
     assert [packed.chunk for packed in reader.packed] == [0, 1]
 
@@ -162,7 +163,7 @@ async def test_a_large_table_is_bound_beside_the_loop(
 ) -> None:
     monkeypatch.setattr(beside, "FEW", 0)
     reader = readers(arena)
-    reader.packing.begin(lease)
+    reader.gather.begin(lease)
     reader.says(want=[0])
     assert arena.used_nbytes == 0
     await reader.has(1)
@@ -171,12 +172,12 @@ async def test_a_large_table_is_bound_beside_the_loop(
 async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
     arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "KEPT_S", 0.2)
+    monkeypatch.setattr(gather, "KEPT_S", 0.2)
     began = asyncio.get_running_loop().time()
     reader.says(want=[0])
     await reader.has(1)
     assert reader.packed[0].kept_ms == 200
-    reader.packing.end()
+    reader.gather.end()
     assert arena.used_nbytes == arena.slot_nbytes
     await arena.close()
     assert asyncio.get_running_loop().time() - began >= 0.2, "nor does its memory go"
@@ -188,7 +189,7 @@ async def test_the_source_vouches_for_slots_that_were_read_late_but_not_after_it
     every = range(len(chunks))
     for closed in (False, True):
         reader = readers(arena)
-        reader.packing.begin(lease)
+        reader.gather.begin(lease)
         for chunk in every:
             reader.says(want=[chunk], read=range(chunk - 1, chunk) if chunk else ())
             await reader.has(chunk + 1)
@@ -202,7 +203,7 @@ async def test_the_source_vouches_for_slots_that_were_read_late_but_not_after_it
 async def test_a_reader_that_holds_slots_and_says_nothing_loses_them(
     arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(gather, "IDLE_S", 0.05)
     reader.says(want=[0, 1])
     assert await reader.refused() == "deadline"
     assert len(reader.packed) == 2
@@ -212,7 +213,7 @@ async def test_a_reader_that_holds_slots_and_says_nothing_loses_them(
 async def test_slots_are_back_when_the_reader_goes_without_a_word(arena: Arena, reader: Reader) -> None:
     reader.says(want=[0, 1])
     await reader.has(2)
-    reader.packing.end()
+    reader.gather.end()
     assert arena.used_nbytes == 0
 
 
@@ -222,14 +223,14 @@ async def test_a_packing_that_waits_for_a_slot_waits_no_longer_when_it_ends(
     lent = [await arena.take(Use.PACKED) for _ in range(arena.most)]
     one, other = readers(arena), readers(arena)
     for reader in (one, other):
-        reader.packing.begin(lease)
+        reader.gather.begin(lease)
         reader.says(want=[0])
     assert arena.waiting == 2
-    one.packing.end()
+    one.gather.end()
     arena.give_back(lent.pop())
     await other.has(1)
     assert (one.packed, arena.waiting) == ([], 0)
-    other.packing.end()
+    other.gather.end()
     for slot in lent:
         arena.give_back(slot)
     assert arena.used_nbytes == 0
@@ -249,7 +250,7 @@ async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
     reader, who = readers(arena), ReaderId("decode", "1", 0, 1)
     wanted = range(len(chunks) - more)
     with leases.reading(lease, who):
-        reader.packing.begin(lease, lambda: leases.packed(lease, who))
+        reader.gather.begin(lease, lambda: leases.packed(lease, who))
         reader.says(want=wanted)
         await reader.has(len(wanted))
         assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"
@@ -257,7 +258,7 @@ async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
             async with asyncio.timeout(5):
                 await lease.ended()
         assert lease.state is (LeaseState.PUBLISHED if more else LeaseState.RELEASED)
-        reader.packing.end()
+        reader.gather.end()
     assert arena.used_nbytes == 0
 
 
@@ -267,7 +268,7 @@ async def test_a_lease_that_ends_during_the_last_gather_is_not_packed(
     gate, packed = Gate(), []
     arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
     reader = readers(arena)
-    reader.packing.begin(lease, lambda: packed.append(1))
+    reader.gather.begin(lease, lambda: packed.append(1))
     reader.says(want=[0])
     await asyncio.to_thread(gate.begun.wait, 5)
     leases.revoke("r", "for a test")
@@ -281,10 +282,10 @@ async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(
     gate = Gate()
     arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
     reader = readers(arena)
-    reader.packing.begin(lease)
+    reader.gather.begin(lease)
     reader.says(want=[0])
     await asyncio.to_thread(gate.begun.wait, 5)
-    reader.packing.end()
+    reader.gather.end()
     assert arena.used_nbytes == arena.slot_nbytes
     gate.let_go.set()
     async with asyncio.timeout(5):
@@ -299,7 +300,7 @@ async def test_a_gather_that_breaks_is_told_to_the_reader(lease: Lease, readers:
 
     arena = Arena(Memory(), HostCopies(breaks))  # type: ignore[arg-type]
     reader = readers(arena)
-    reader.packing.begin(lease)
+    reader.gather.begin(lease)
     reader.says(want=[0])
     assert await reader.refused() == "internal"
     assert arena.used_nbytes == 0
