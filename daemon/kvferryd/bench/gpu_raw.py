@@ -17,8 +17,8 @@ from kvferryd.bench.gpu_table import Row, Table
 from kvferryd.bench.raw import RawPair, connected, target
 from kvferryd.memory.cuda import CudaProvider
 from kvferryd.memory.host import HostProvider
+from kvferryd.nixl import load, make_agent
 from kvferryd.transport import Span
-from kvferryd.transport.binding import load, make_agent
 
 CEILING_REPEATS, CONTIGUOUS_REPEATS, PERMUTED_REPEATS, WARM_UP = 9, 7, 4, 1
 CEILING, DEFAULTS, BEST = "plain copy, the ceiling", "NIXL, defaults", "NIXL, best knobs"
