@@ -97,6 +97,12 @@ def owned_regions(daemon: DaemonService) -> int:
     return sum(NAME in line for line in maps)
 
 
+def memory_files(daemon: DaemonService) -> set[int]:
+    """The host memory regions that the daemon holds, by inode."""
+    files = Path(f"/proc/{daemon.process.pid}/fd")
+    return {file.stat().st_ino for file in files.iterdir() if str(file.readlink()).startswith("/memfd:kvferry")}
+
+
 def resident_mb(daemon: DaemonService) -> float:
     pages = int(Path(f"/proc/{daemon.process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
