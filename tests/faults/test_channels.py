@@ -112,7 +112,7 @@ async def test_a_daemon_dials_with_the_certificates_that_its_files_hold_by_then(
     files = {name: tmp_path / f"{name}.pem" for name in ("cert", "key", "ca")}
     issue(tmp_path, "first", files)
     flags = [part for name, file in files.items() for part in (f"--tls-{name}", str(file))]
-    (ours,), (theirs,) = await daemons.start("reader", 1, *flags), await daemons.start("source", 1, *flags)
+    (ours,), (theirs,) = await daemons.start("tls-reader", 1, *flags), await daemons.start("tls-source", 1, *flags)
     reader, _ = await engine_on(stack, "reader", ours)
     source = await TestEngine.start("source", [theirs], TP1)
     kv, _ = await published(source, "before")

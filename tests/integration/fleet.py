@@ -38,7 +38,7 @@ class Daemons:
         return folder
 
     async def start(self, name: str, count: int = 1, *flags: str) -> list[DaemonService]:
-        """The daemons of one engine's ranks, ready to be spoken to."""
+        """The daemons of one engine's ranks, ready to be spoken to. The name may be used again when they have ended."""
         started = self.fleet.daemons(name, count, flags=["--shm-dir", str(self.memory_of(name)), *flags])
         await self.fleet.ready(*started, timeout_s=TIMEOUT_S)
         return started
