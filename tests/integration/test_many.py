@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet import Daemons, open_files, resident_mb, until
+from fleet import Daemons, open_files, owned_regions, resident_mb, until
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 
 from kvferry.router import DaemonError, RouterClient
@@ -34,10 +32,9 @@ TOLERATED_MB = 24
 class Crowd:
     engines: dict[str, TestEngine]
     routers: dict[str, RouterClient]
-    memory: list[Path]
 
-    def regions(self) -> list[str]:
-        return sorted(region for folder in self.memory for region in os.listdir(folder))
+    def regions(self) -> list[int]:
+        return [owned_regions(daemon) for daemon in self.daemons]
 
     @property
     def daemons(self) -> list[DaemonService]:
@@ -52,8 +49,7 @@ async def crowd(daemons: Daemons) -> AsyncIterator[Crowd]:
         *(TestEngine.start(name, own, shape) for (name, shape), own in zip(SHAPES.items(), started, strict=True))
     )
     routers = [RouterClient(own[0].url) for own in started]
-    memory = [daemons.memory_of(name) for name in SHAPES]
-    yield Crowd(dict(zip(SHAPES, engines, strict=True)), dict(zip(SHAPES, routers, strict=True)), memory)
+    yield Crowd(dict(zip(SHAPES, engines, strict=True)), dict(zip(SHAPES, routers, strict=True)))
     await asyncio.gather(*(each.close() for each in (*engines, *routers)))
 
 

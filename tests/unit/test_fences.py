@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.fences import NBYTES, WORDS, Fence, Fences
-from kvferry.handover import sealed_file
+from kvferry.memory import cuda
+from kvferry.memory.fences import NBYTES, WORDS, Fence, Fences
+from kvferry.memory.handover import sealed_file
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd import fences as watched
+from kvferryd.engine import fences as watched
 from kvferryd.leases import lease as lease_module
 from kvferryd.leases.lease import Lease, ReaderId
 from kvferryd.leases.leases import Leases
