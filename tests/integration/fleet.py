@@ -22,8 +22,8 @@ from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.memory.host import NAME
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0
-"""The longest wait of a test for anything."""
+TIMEOUT_S = 60.0
+"""The longest wait of a test for anything. Nothing comes near it on a machine that has no other work."""
 
 
 class Daemons:
