@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -102,7 +103,8 @@ def pool(engine: TestEngine) -> Span:
     """The engine's cache as its daemon has it mapped: what a peer might have learnt or guessed."""
     region = engine.ranks[0].region
     maps = Path(f"/proc/{engine.daemons[0].process.pid}/maps").read_text().splitlines()
-    (line,) = [line for line in maps if line.endswith(region.path)]
+    inode = os.fstat(region.file).st_ino
+    (line,) = [line for line in maps if line.split()[4] == str(inode)]
     return Span(int(line.split("-")[0], 16), region.nbytes, "host")
 
 
