@@ -6,6 +6,8 @@ READY  := $(VENV)/.ready
 ENGINES_VENV  ?= .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
 VLLM          ?= 0.32.0
+# Two processes, each with the daemons of its own modules: most of a test is waiting for a process to start.
+BESIDE        ?= --numprocesses 2 --dist loadfile
 export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
@@ -27,10 +29,10 @@ demo: $(READY) ## two engines of different shape, their daemons and a proxy; eve
 	@$(BIN)/kvferry demo
 
 test: $(READY) ## the tests, without the slow ones
-	@$(BIN)/python -m pytest -m "not slow and not engines"
+	@$(BIN)/python -m pytest $(BESIDE) -m "not slow and not engines"
 
 test-all: $(READY) ## every test that this machine can run, but for the real engines
-	@$(BIN)/python -m pytest -m "not engines"
+	@$(BIN)/python -m pytest $(BESIDE) -m "not engines"
 
 engines-venv: $(ENGINES_READY) ## install a real vLLM for the CPU into .venv-engines
 

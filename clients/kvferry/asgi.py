@@ -1,5 +1,5 @@
-"""An ASGI middleware for engines whose own interface cannot refuse a request: malformed kv_transfer_params are answered
-with 400 before the engine sees them.
+"""What the HTTP servers of engines and proxies share, and a middleware for engines that cannot refuse a request
+themselves: it answers malformed kv_transfer_params with 400 before the engine sees them.
 
     vllm serve MODEL --middleware kvferry.asgi.CheckTransferParams ...
 """
@@ -11,17 +11,18 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff
+from kvferry.handoff import PARAMS, Handoff, check_one_prompt
 
+MARKS = (PARAMS.encode(), b"\\u", b"\0")
+"""A body without any of these has no kv_transfer_params: the name as it is, an escaped letter, UTF-16 or UTF-32."""
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
-PARAMS = "kv_transfer_params"
 
 
 class CheckTransferParams:
-    """Looks into bodies that name them; all others pass as they are."""
+    """Checks bodies that may have kv_transfer_params; all others pass unparsed."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -38,7 +39,7 @@ class CheckTransferParams:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         try:
-            if PARAMS.encode() in body:
+            if any(mark in body for mark in MARKS):
                 check(bytes(body))
         except KvferryError as error:
             await _refuse(send, error)
@@ -52,19 +53,38 @@ class CheckTransferParams:
 
 
 def check(body: bytes) -> None:
-    """What is no JSON object is left to the engine. Raises KvferryError (`malformed_kv_transfer_params`)."""
+    """Leaves what is no JSON object to the engine.
+
+    Raises KvferryError: `malformed_kv_transfer_params`, `batch_of_prompts`.
+    """
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
         return
-    for holder in (asked, asked.get("vllm_xargs") if isinstance(asked, dict) else None):
+    if not isinstance(asked, dict):
+        return
+    for holder in (asked, asked.get("vllm_xargs")):
         if isinstance(holder, dict) and holder.get(PARAMS):
-            Handoff.parse(holder[PARAMS]).origin("", 0)
+            check_one_prompt(asked.get("prompt"))
+            handoff = Handoff.parse(holder[PARAMS])
+            if handoff.reads:
+                handoff.source()
 
 
 async def _refuse(send: Send, error: KvferryError) -> None:
-    told = {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}
-    content = json.dumps({"error": told}).encode()
+    content = json.dumps(openai_error(error, 400)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": content})
+
+
+def openai_error(error: KvferryError, status: int) -> dict[str, dict[str, str | None]]:
+    """The body that OpenAI's clients read; `param` names the field."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. Its body has been read: nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

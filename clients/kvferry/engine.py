@@ -16,13 +16,14 @@ live, the daemon revokes all leases, and nothing here says that blocks may be re
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_file_region
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
 from kvferry.memory.fences import Fence, Fences
 from kvferry.outcomes import Lease, ReceiveCancelled, Received, Receiving, TransferFailed, Unsettled
@@ -148,13 +149,16 @@ class EngineClient:
                 given.device_uuid,
                 region,
             )
-        opened = open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset, keep=True)
+        file = await self._session.fetch(memory.handed.ticket)
+        try:
+            opened = open_region(file, memory.nbytes, region, memory.handed.offset)
+        finally:
+            os.close(file)
         await asyncio.to_thread(opened.populate)
         return opened
 
     async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
-        """Hand over memory that this engine allocated and goes on owning: a shared file, `memfd_region(...)`, or
-        `cuda_memory(...)`.
+        """Hand over memory that this engine allocated and goes on owning: `memfd_region(...)` or `cuda_memory(...)`.
 
         The daemon gives it back when the session ends; until then it must not be freed.
         """
@@ -171,11 +175,9 @@ class EngineClient:
             )
         elif isinstance(shared, VmmMemory):
             memory.vmm.CopyFrom(await self._hand_over_vmm(shared))
-        elif shared.file >= 0:
+        else:
             ticket = await self._session.hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
-        else:
-            memory.file.CopyFrom(engine_pb2.SharedFile(path=shared.path, offset=shared.offset))
         await self._session.call(
             self._session.stub.Adopt, engine_pb2.AdoptRequest(session=self._session.id, memory=memory)
         )

@@ -1,23 +1,28 @@
-"""kv_transfer_params: what routers carry between engines, and how this engine reads and writes it.
+"""kv_transfer_params: what routers carry between engines.
 
 The names are vLLM's; `remote_epoch`, `remote_room` and `order` are our own. The object comes from a public request
-body: every field is checked, and nothing in it can do more than fail its own request.
+body: every field is checked, and whatever it holds, only its own request can fail by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvferry.errors import KvferryError, first_breach
 from kvferry.schemas import SourceBody
 
+PARAMS = "kv_transfer_params"
 MALFORMED = "malformed_kv_transfer_params"
 REMEDY = "hand over the object that the prefill answered with, unchanged"
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+V = TypeVar("V")
+REMEMBERED = 1 << 16
+"""Requests that are remembered: as many as by a daemon, which refuses an attempt whose number it has seen."""
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -53,41 +58,51 @@ class Handoff(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise first_breach(error, "kv_transfer_params", MALFORMED, REMEDY) from None
+            raise first_breach(error, PARAMS, MALFORMED, REMEDY) from None
 
-    def origin(self, request_id: str, num_prompt_tokens: int) -> Origin | None:
-        """Where to read a first part of the prompt from; None for a request that is prefilled here.
+    @property
+    def reads(self) -> bool:
+        """Whether KV is to be read from another engine."""
+        return self.do_remote_prefill or (self.do_remote_decode and self.remote_engine_id is not None)
 
-        Raises KvferryError (`malformed_kv_transfer_params`) when a source is meant but not fully named.
+    def source(self) -> SourceBody | None:
+        """Where to read from; None when a router orders the transfer. Only where something `reads`.
+
+        Raises KvferryError (`malformed_kv_transfer_params`) when the source is not fully named.
         """
-        if not self.do_remote_prefill and not (self.do_remote_decode and self.remote_engine_id):
-            return None
-        num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
         if self.order == "router":
-            return Origin(self.remote_request_id or request_id, num_tokens, None, self.remote_room or 0)
-        named = {
-            "remote_engine_id": self.remote_engine_id,
-            "remote_request_id": self.remote_request_id,
-            "remote_host": self.remote_host,
-            "remote_port": self.remote_port,
-        }
-        for field, value in named.items():
-            if value is None:
-                raise _malformed(
-                    f"kv_transfer_params.{field}",
-                    value,
-                    'required to read from another engine, unless order is "router"',
-                )
+            return None
+        for field in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port"):
+            if getattr(self, field) is None:
+                raise _malformed(field, None, 'required to read from another engine, unless order is "router"')
         host = f"[{self.remote_host}]" if ":" in str(self.remote_host) else self.remote_host
         try:
-            source = SourceBody(
+            return SourceBody(
                 engine_id=str(self.remote_engine_id), address=f"{host}:{self.remote_port}", epoch=self.remote_epoch
             )
         except ValidationError as error:
-            raise _malformed(
-                "kv_transfer_params.remote_host", self.remote_host, str(error.errors()[0]["msg"])
-            ) from None
-        return Origin(str(self.remote_request_id), num_tokens, source, self.remote_room or 0)
+            raise _malformed("remote_host", self.remote_host, str(error.errors()[0]["msg"])) from None
+
+    def origin(self, request_id: str, num_prompt_tokens: int, digest_of: Callable[[int], bytes]) -> Origin | None:
+        """Where to read a first part of the prompt from; None for a request that is prefilled here.
+
+        digest_of: the digest of so many first tokens of this engine's own prompt. Raises KvferryError as `source`, and
+        `other_prompt` when more tokens were published than the prompt has.
+        """
+        if not self.reads:
+            return None
+        source = self.source()
+        num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
+        if num_tokens > num_prompt_tokens:
+            raise KvferryError(
+                "other_prompt",
+                f"the {PARAMS} are those of {num_tokens} tokens, and this prompt has {num_prompt_tokens}",
+                field=f"{PARAMS}.remote_num_tokens",
+                value=num_tokens,
+                remedy="send them with the prompt that was prefilled, or with one that continues it",
+            )
+        digest = digest_of(num_tokens) if num_tokens else b""
+        return Origin(self.remote_request_id or request_id, num_tokens, source, self.remote_room or 0, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +110,39 @@ class Origin:
     """The KV of the first `num_tokens` tokens, published as `request_id` at `source` (None: a router will order it).
 
     room: for how many tokens its blocks have room, all of which may be read; what lies after the first `num_tokens`
-    means nothing. 0 from an engine that does not say so.
+    means nothing. 0 where the source did not send it. digest: of what the source must have computed;
+    empty where nothing is to be read.
     """
 
     request_id: str
     num_tokens: int
     source: SourceBody | None
     room: int = 0
+    digest: bytes = b""
+
+
+class Remembered(OrderedDict[str, V]):
+    """Something about each of the last requests, by request id."""
+
+    def __setitem__(self, request_id: str, value: V) -> None:
+        super().__setitem__(request_id, value)
+        self.move_to_end(request_id)
+        if len(self) > REMEMBERED:
+            self.popitem(last=False)
+
+
+class Attempts:
+    """Numbers the attempts at each request that is read from another engine, so that all ranks give one number."""
+
+    def __init__(self) -> None:
+        self._begun: Remembered[int] = Remembered()
+
+    def next(self, origin: Origin) -> int:
+        """1 the first time. 0 where a router orders: then the daemons count. The oldest requests are forgotten."""
+        if origin.source is None:
+            return 0
+        attempt = self._begun[origin.request_id] = self._begun.get(origin.request_id, 0) + 1
+        return attempt
 
 
 def answer(
@@ -131,5 +172,18 @@ def answer(
     )
 
 
-def _malformed(field: str, value: object, why: str) -> KvferryError:
+def check_one_prompt(prompt: object) -> None:
+    """Raises KvferryError (`batch_of_prompts`) for a completion's `prompt` that holds several."""
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        raise KvferryError(
+            "batch_of_prompts",
+            f"the body holds {len(prompt)} prompts, and one {PARAMS} object describes the KV of one",
+            field="prompt",
+            value=len(prompt),
+            remedy="send one request per prompt",
+        )
+
+
+def _malformed(name: str, value: object, why: str) -> KvferryError:
+    field = f"{PARAMS}.{name}"
     return KvferryError(MALFORMED, f"{field}: {why}", field=field, value=value, remedy=REMEDY)

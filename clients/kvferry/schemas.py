@@ -16,7 +16,7 @@ Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/
 
 
 class TransferState(enum.StrEnum):
-    """Destination side. `daemon/kvferryd/transfer/states.py` has the table of legal moves."""
+    """Destination side. `daemon/kvferryd/states.py` has the table of legal moves."""
 
     WAITING = "waiting"
     CONNECTING = "connecting"
@@ -99,7 +99,8 @@ class DestinationBody(_Request):
 
 class OrderBody(_Request):
     """`priority`: higher goes first. `deadline_ms`: from acceptance; the daemon's default where absent. `way`: how to
-    move this one; as the daemon is configured where absent.
+    move this one; as the daemon is configured where absent. `attempt`: counts the attempts at this request from 1; a
+    higher one than before begins anew, without one the order belongs to the attempt under way.
 
     `destination.engine_id` (or the daemon's only engine) says which engine receives.
     """
@@ -110,6 +111,7 @@ class OrderBody(_Request):
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     deadline_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
     way: Way | None = None
+    attempt: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
 class Ordered(_Answer):
@@ -134,7 +136,6 @@ class RankTransfer(_Answer):
     descriptors: int = 0
     path: str = ""
     transport: str = ""
-    estimate_ms: dict[str, float] = {}
     phases_ms: dict[str, float] = {}
     error: ErrorBody | None = None
 
@@ -144,8 +145,7 @@ class TransferRecord(_Answer):
 
     bytes and descriptors: sums over ranks. path: direct, staged or mapped. transport: what NIXL used, for example
     "UCX", or "cuda_ipc". phases_ms: this rank's time in each state, `total`, and `moving`: reading without waits
-    for a publish. estimate_ms: what moving was expected to take this rank, by way, for all that were possible.
-    tokens: the global range moved.
+    for a publish. tokens: the global range moved.
     """
 
     transfer_id: str
@@ -157,7 +157,6 @@ class TransferRecord(_Answer):
     descriptors: int = 0
     path: str = ""
     transport: str = ""
-    estimate_ms: dict[str, float] = {}
     tokens: tuple[int, int] | None = None
     phases_ms: dict[str, float] = {}
     ranks: list[RankTransfer] = []

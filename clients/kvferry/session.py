@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import KvferryError
-from kvferry.memory.handover import hand_over
+from kvferry.memory.handover import fetch, hand_over
 from kvferry.outcomes import Unsettled
 from kvferry.process import Process
 from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, error_of
@@ -161,6 +161,15 @@ class Session:
 
         return await asyncio.shield(asyncio.create_task(watched()))
 
+    async def fetch(self, ticket: str) -> int:
+        """As `kvferry.memory.handover.fetch`, on a thread."""
+        fetching = asyncio.create_task(asyncio.to_thread(fetch, self._socket, self.id, ticket))
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            fetching.add_done_callback(_close_unwanted)
+            raise
+
     async def close(self) -> None:
         """Leave: the daemon keeps whole leases until they are read or expire. What still waits, and every call from now
         on, raises KvferryError (`session_closed`)."""
@@ -279,6 +288,11 @@ def late(socket: str, waited_s: float) -> KvferryError:
         value=waited_s,
         remedy="wait for quiesced() before reusing the blocks; see the daemon's log",
     )
+
+
+def _close_unwanted(fetched: asyncio.Task[int]) -> None:
+    if fetched.exception() is None:
+        os.close(fetched.result())
 
 
 def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:

@@ -10,6 +10,7 @@ from kvferryd.plan.bind import destination_table_of, local_tokens, table_of
 
 MAX_METADATA = 64 << 10
 MAX_SECONDS = 86400.0
+MAX_DIGEST = 64
 
 
 def check_request_id(request_id: str) -> None:
@@ -32,6 +33,18 @@ def check_seconds(field: str, seconds: float) -> None:
             field=field,
             value=seconds,
             remedy=f"0 for the default, or at most {MAX_SECONDS:g} seconds",
+        )
+
+
+def check_digest(digest: bytes) -> None:
+    """Of a prompt; empty where none is given."""
+    if len(digest) > MAX_DIGEST:
+        raise KvferryError(
+            "malformed_digest",
+            f"a digest has {len(digest)} bytes",
+            field="digest",
+            value=f"{len(digest)} bytes",
+            remedy=f"at most {MAX_DIGEST} bytes, for example a SHA-256 of the prompt's token ids",
         )
 
 

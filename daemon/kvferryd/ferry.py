@@ -29,6 +29,7 @@ from kvferry.schemas import (
 )
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
+from kvferryd.certificates import Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -36,15 +37,14 @@ from kvferryd.engine.registry import Engines
 from kvferryd.leases.lease import Lease
 from kvferryd.memory import provider
 from kvferryd.metrics import Metrics, Stats
+from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
-from kvferryd.peers.channels import asking
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
-from kvferryd.transfer import ways
-from kvferryd.transfer.orders import order_of, reservations_of
-from kvferryd.transfer.transfer import TRANSPORT
-from kvferryd.transfer.transfers import Transfers
+from kvferryd.transfers.order import order_of, reservations_of
+from kvferryd.transfers.transfer import Transfer
+from kvferryd.transfers.transfers import Transfers
 
 log = structlog.get_logger()
 
@@ -59,10 +59,10 @@ class Ferry:
         self._began = time.monotonic()
         self.memory = provider(config)
         self.registry = Engines(config, self.memory, self._on_lease_end, self._on_detach, self._before_retire)
-        self.peers_known = Peers(config, self.instance, metrics)
-        self.roster = Roster(config, self.instance, self.peers_known.channels, Seed())
+        self.certificates = Certificates.of(config)
+        self.peers_known = Peers(config, metrics, self.certificates)
+        self.roster = Roster(config, self.peers_known.channels, Seed())
         self.jobs = Transfers(config, self.peers_known, metrics)
-        self._idle = asyncio.Event()
 
     # ---- transfers ----
 
@@ -77,46 +77,47 @@ class Ferry:
             own = by_rank.get(engine.rank)
             if own is not None:
                 check_destination(engine.manifest, own.tables, own.tokens)
-            job, created = self.jobs.order(engine, body.request_id, order, own, by_rank)
+            transfer, created = self.jobs.order(engine, body.request_id, order, by_rank, attempt=body.attempt or 0)
         except KvferryError as error:
             self.metrics.order_refused(error.code)
             raise
-        return job.record(), created
+        return transfer.record(), created
 
     def transfer(self, transfer_id: str) -> TransferRecord:
         return self.jobs.get(transfer_id).record()
 
     async def wait_transfer(self, transfer_id: str, wait_s: float) -> TransferRecord:
         """The record at the end of the transfer, or after `wait_s`."""
-        job = self.jobs.get(transfer_id)
-        await self.jobs.wait(job, lambda job: job.ended, wait_s)
-        return job.record()
+        transfer = self.jobs.get(transfer_id)
+        await self.jobs.wait(transfer, _over, wait_s)
+        return transfer.record()
 
     def transfers(self, request_id: str | None = None, state: TransferState | None = None) -> list[TransferRecord]:
-        records = (job.record() for job in self.jobs if request_id in (None, job.transfer.request_id))
+        records = (transfer.record() for transfer in self.jobs if request_id in (None, transfer.request_id))
         return [record for record in records if state in (None, record.state)]
 
     async def wait_request(self, request_id: str, wait_s: float) -> list[TransferRecord]:
         """The records once the request's transfer has come and ended, or after `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not (jobs := self.jobs.of_request(request_id)):
+                while not (transfers := self.jobs.of_request(request_id)):
                     await self.jobs.wait_new()
-                await asyncio.gather(*(self.jobs.wait(job, lambda job: job.ended, wait_s) for job in jobs))
+                await asyncio.gather(*(self.jobs.wait(transfer, _over, wait_s) for transfer in transfers))
         return self.transfers(request_id)
 
     async def abort_transfer(self, transfer_id: str) -> TransferRecord:
-        job = self.jobs.get(transfer_id)
-        self.jobs.abort(job.transfer.engine, job.transfer.request_id, "by DELETE /v1/transfers")
-        await self.jobs.wait(job, lambda job: job.transfer.ended.is_set(), self.config.connect_timeout_s)
-        return job.record()
+        transfer = self.jobs.get(transfer_id)
+        if not transfer.over:
+            self.jobs.abort(transfer.engine, transfer.request_id, "by DELETE /v1/transfers")
+            await self.jobs.wait(transfer, lambda it: it.ended.is_set(), self.config.connect_timeout_s)
+        return transfer.record()
 
     async def abort_request(self, request_id: str) -> AbortResult:
         """End the request on both sides: here, on the other ranks, and where its KV comes from."""
         check_request_id(request_id)
         ranks, sources = [], []
-        for job in self.jobs.of_request(request_id):
-            engine, order = job.transfer.engine, job.transfer.order
+        for transfer in self.jobs.of_request(request_id):
+            engine, order = transfer.engine, transfer.order
             ranks += self._tell_ranks(engine, request_id)
             if order is not None:
                 sources.append(self._tell(order.address, order.engine_id, request_id, fan_out=True))
@@ -150,8 +151,7 @@ class Ferry:
             engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router"
         )
         try:
-            async with asking(address):
-                stub = self.peers_known.channels.stub(address)
+            async with self.peers_known.channels.calling(address) as stub:
                 return await stub.Abort(request, timeout=self.config.connect_timeout_s)
         except KvferryError as error:
             log.warning("abort not delivered", address=address, request_id=request_id, error=str(error))
@@ -213,8 +213,8 @@ class Ferry:
                 value=engine_id,
                 remedy="GET /v1/peers lists them",
             )
-        for own, peer in found:
-            await self.peers_known.forget(self.registry.get(own), peer)
+        for _, peer in found:
+            self.peers_known.forget(peer)
         return _peer_records(peer for _, peer in found)
 
     # ---- the daemon itself ----
@@ -232,7 +232,7 @@ class Ferry:
             engine_socket=str(config.engine_socket),
             way=config.way,
             strict=config.strict,
-            transports=[TRANSPORT],
+            transports=sorted({path.transport for path in PathName}),
             uptime_s=time.monotonic() - self._began,
         )
 
@@ -255,14 +255,14 @@ class Ferry:
     def stats(self) -> Stats:
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
         arenas = [engine.arena for engine in self.registry if engine.arena is not None]
-        states = Counter(job.transfer.state for job in self.jobs)
+        states = Counter(transfer.state for transfer in self.jobs)
         return Stats(
             transfers=states,
             leases=Counter(lease.state for engine in self.registry for lease in engine.leases),
             live_readers=sum(lease.live_readers for engine in self.registry for lease in engine.leases),
             owned_nbytes=sum(region.span.nbytes for region in regions if region.owned),
             adopted_nbytes=sum(region.span.nbytes for region in regions if not region.owned),
-            quarantined_nbytes=sum(job.transfer.quarantined_nbytes for job in self.jobs),
+            quarantined_nbytes=sum(transfer.quarantined_nbytes for transfer in self.jobs),
             staging_nbytes=sum(arena.span.nbytes for arena in arenas),
             staging_used_nbytes=sum(arena.used_nbytes for arena in arenas),
             queue_depth=states[TransferState.WAITING] + sum(arena.waiting for arena in arenas),
@@ -273,7 +273,7 @@ class Ferry:
 
     def drain_status(self) -> DrainStatus:
         leases = sum(len(engine.leases) for engine in self.registry)
-        transfers = sum(not (job.transfer.ended.is_set() and job.transfer.quiet.is_set()) for job in self.jobs)
+        transfers = sum(not _finished(transfer) for transfer in self.jobs)
         return DrainStatus(
             draining=self.jobs.draining,
             leases=leases,
@@ -293,9 +293,9 @@ class Ferry:
                 asyncio.ensure_future(_until(lease.changing)) for engine in self.registry for lease in engine.leases
             ]
             pending += [
-                asyncio.ensure_future(_until(job.transfer.quiet if job.transfer.ended.is_set() else job.transfer.ended))
-                for job in self.jobs
-                if not (job.transfer.ended.is_set() and job.transfer.quiet.is_set())
+                asyncio.ensure_future(_until(transfer.quiet if transfer.ended.is_set() else transfer.ended))
+                for transfer in self.jobs
+                if not _finished(transfer)
             ]
             try:
                 await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -338,6 +338,7 @@ class Ferry:
     async def _before_retire(self, engine: Engine, why: str) -> None:
         self.jobs.abort_engine(engine, why)
         await self.roster.leave(engine)
+        await self.jobs.leave(engine)
         await self.peers_known.forget_engine(engine)
 
 
@@ -361,6 +362,15 @@ def _check_ways(config: Config) -> None:
         )
 
 
+def _over(transfer: Transfer) -> bool:
+    return transfer.over
+
+
+def _finished(transfer: Transfer) -> bool:
+    """Its part on this rank has ended, and nothing can be written any more."""
+    return transfer.ended.is_set() and transfer.quiet.is_set()
+
+
 async def _until(event: asyncio.Event) -> None:
     await event.wait()
 
@@ -375,7 +385,7 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[PeerRecord]:
             protocol=rank.protocol,
             version=rank.version,
             agent=rank.agent_name,
-            ways=ways.refusals(peer.own, peer),
+            ways=refusals(peer.own, peer),
             bytes_read=rank.bytes_read,
             transfers=rank.transfers,
         )

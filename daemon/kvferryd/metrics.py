@@ -19,7 +19,6 @@ from kvferry.schemas import LeaseState, RankTransfer, TransferState
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
 """64 KiB to 64 GiB, by four."""
-RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 4, 10)
 OTHER, NONE = "other", "none"
 
 
@@ -82,9 +81,6 @@ class Metrics:
         self.phases = self._histogram(
             "transfer_phase_seconds", "time of transfers in each phase", SECONDS, "phase", "path"
         )
-        self.estimates = self._histogram(
-            "transfer_estimate_ratio", "time in which bytes moved over what was expected of that way", RATIOS, "path"
-        )
         self.sizes = self._histogram("transfer_bytes", "size of done transfers", BYTES, "path")
         self.handshake_times = self._histogram("handshake_seconds", "time of handshakes", SECONDS, "outcome")
 
@@ -113,9 +109,6 @@ class Metrics:
             self.read.labels(*by_read).inc(share.bytes)
             self.descriptors.labels(*by_read).inc(share.descriptors)
             self.sizes.labels(path).observe(share.bytes)
-            estimate_ms = share.estimate_ms.get(share.path, 0.0)
-            if estimate_ms and "moving" in share.phases_ms:
-                self.estimates.labels(path).observe(share.phases_ms["moving"] / estimate_ms)
         if share.error is not None:
             self.failures.labels(self._code(share.error.code), peer).inc()
         for phase, milliseconds in share.phases_ms.items():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import stat
@@ -31,7 +32,7 @@ from kvferryd.config import Config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
-from kvferryd.transport.binding import keep_no_mappings
+from kvferryd.nixl import keep_no_mappings
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -42,6 +43,7 @@ KEEP_BYTES = 32 << 20
 SWITCH_S = 2e-4
 """How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
+DESCRIPTORS = 65_536
 MAX_RPCS = 8192
 """Calls and open streams at once: leases being read, orders followed, roster members."""
 
@@ -51,6 +53,7 @@ def run(config: Config) -> int:
     logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
+    _raise_descriptor_limit()
     if config.device != "cpu":
         log.info("loading torch and Triton: some seconds")
         with contextlib.suppress(KvferryError):  # engines are told when they register, and read directly
@@ -75,6 +78,14 @@ def _keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
 
 
+def _raise_descriptor_limit() -> None:
+    """The usual 1,024 are for programs that use select(), and an engine takes 30, a peer two or more."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
 async def _serve(config: Config) -> int:
     stopping, now = asyncio.Event(), asyncio.Event()
 
@@ -91,7 +102,7 @@ async def _serve(config: Config) -> int:
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
-        rest = rest_server(create_app(ferry, metrics), config)
+        rest = rest_server(create_app(ferry, metrics), config, ferry.certificates)
         rest.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are ours
         serving = asyncio.create_task(_serve_rest(rest))
         stack.push_async_callback(_stop_rest, rest, serving)
@@ -139,8 +150,8 @@ async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
 
 
 async def _serve_rest(rest: uvicorn.Server) -> None:
-    """Where uvicorn cannot listen it exits the process; here it only ends."""
-    with contextlib.suppress(SystemExit):
+    """Ends where it cannot listen."""
+    with contextlib.suppress(OSError):
         await rest.serve()
 
 
@@ -156,8 +167,8 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     server = grpc.aio.server(options=[*PEER_OPTIONS, ("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_RPCS)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry), server)
     try:
-        if config.tls:
-            server.add_secure_port(config.peer, _server_credentials(config))
+        if ferry.certificates:
+            server.add_secure_port(config.peer, ferry.certificates.server_credentials())
         else:
             server.add_insecure_port(config.peer)
     except RuntimeError:
@@ -240,34 +251,3 @@ def _claim(path: Path) -> None:
         value=path,
         remedy="one daemon per GPU, each with its own engine_socket",
     )
-
-
-def _server_credentials(config: Config) -> grpc.ServerCredentials:
-    """Mutual TLS from the three files, read again for every new connection that finds them changed."""
-    cert, key, ca = config.tls_cert, config.tls_key, config.tls_ca
-    assert cert and key and ca
-
-    def stamps() -> tuple[int, ...]:
-        return tuple(path.stat().st_mtime_ns for path in (cert, key, ca))
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        pairs = [(key.read_bytes(), cert.read_bytes())]
-        return grpc.ssl_server_certificate_configuration(pairs, root_certificates=ca.read_bytes())
-
-    seen = stamps()
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal seen
-        try:
-            now = stamps()
-            if now == seen:
-                return None
-            renewed = configuration()
-        except OSError as error:
-            log.error("the certificates cannot be read again, the old ones stay", error=str(error))
-            return None
-        seen = now
-        return renewed
-
-    # The stubs leave out that None keeps the configuration.
-    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, True)  # type: ignore[arg-type]

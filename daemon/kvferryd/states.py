@@ -19,9 +19,10 @@ TRANSFER: Mapping[T, frozenset[T]] = {
     T.FAILED: frozenset(),
     T.ABORTED: frozenset(),
 }
-"""waiting: for the order or the reservation. connecting: handshake and lease; also again, when an announcement of the
-lease turns out to be out of date. reading: bytes move. verifying: whether the lease held throughout; only then is it
-done."""
+"""waiting: for the order or the reservation. connecting: handshake and lease; once more when an announcement of the
+lease turns out to be out of date. reading: bytes move. verifying: whether the lease held throughout; done follows only
+from it.
+"""
 
 LEASE: Mapping[L, frozenset[L]] = {
     L.PUBLISHING: frozenset({L.PUBLISHING, L.PUBLISHED, L.EXPIRED, L.REVOKED}),

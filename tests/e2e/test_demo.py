@@ -56,7 +56,13 @@ def test_every_token_of_the_demo_equals_that_of_a_single_engine(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+    ("number", "status"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_outlives_a_demo_that_is_ended(
     number: signal.Signals, status: int, tmp_path: Path, environment: dict[str, str]

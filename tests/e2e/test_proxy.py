@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,8 +82,9 @@ def test_prefill_is_asked_for_one_token_and_decode_gets_the_original_body(
         },
     }
     assert second.body == body | {"kv_transfer_params": prefill.params}
+    assert first.headers["x-request-id"] == second.headers["x-request-id"]
     for leg in (first, second):
-        assert leg.headers["x-request-id"] == "r-1"
+        assert re.fullmatch("r-1-[0-9a-f]{16}", leg.headers["x-request-id"])
         assert leg.headers["traceparent"] == "00-ab-cd-01"
 
 
@@ -215,19 +217,24 @@ def test_a_body_too_large_is_refused(prefill: ForeignEngine, decode: ForeignEngi
         assert client.post("/v1/completions", content=b" " * 2000).status_code == 413
 
 
-def test_an_id_names_one_request_at_a_time(client: httpx.Client, decode: ForeignEngine) -> None:
+def test_requests_of_one_id_travel_under_ids_of_their_own(
+    client: httpx.Client, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
     decode.hold.clear()
 
     def ask() -> httpx.Response:
-        return client.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "twice"})
+        return client.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "x" * 256})
 
     with ThreadPoolExecutor() as threads:
         first = threads.submit(ask)
         assert decode.arrived.wait(10)
-        assert (ask().status_code, ask().json()["error"]["code"]) == (409, "request_in_flight")
         decode.hold.set()
-        assert first.result().status_code == 200
-    assert ask().status_code == 200
+        answers = [first.result(), ask()]
+    assert [(answer.status_code, answer.headers["x-request-id"]) for answer in answers] == [(200, "x" * 256)] * 2
+    ids = [seen.headers["x-request-id"] for seen in decode.seen]
+    assert ids == [seen.headers["x-request-id"] for seen in prefill.seen]
+    assert len(set(ids)) == 2
+    assert all(len(request_id) == 145 for request_id in ids)
 
 
 def test_with_a_token_only_its_bearers_come_in_and_it_stays_here(prefill: ForeignEngine, decode: ForeignEngine) -> None:

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
+from kvferry.reference.config import PRESETS
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 START_S = 60
@@ -500,19 +501,8 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, tu
     """A model of full and sliding layers; decode computes what it cannot load. And the model's options."""
     folder = tmp_path_factory.mktemp("sliding")
     config = folder / "config.json"
-    command = [
-        sys.executable,
-        "-m",
-        "kvferry.reference",
-        "config",
-        "--preset",
-        "tiny",
-        "--layers",
-        "4",
-        "--window",
-        "24",
-    ]
-    config.write_text(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    sliding = replace(PRESETS["tiny"], num_layers=4, window=24, sliding=(False, True) * 2)
+    config.write_text(json.dumps(sliding.to_hf()))
     model = ("--config", str(config), "--seed", "5")
     prefill = ("--layout", "HND", "--block-size", "8", "--max-tokens-per-step", "32", *model)
     decode = ("--tp", "2", "--layout", "interleaved", "--on-load-failure", "recompute", *model)

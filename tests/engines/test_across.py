@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engines import MODEL, PYTHON, START_S, Engines, Pair, prompt
+from engines import MODEL, PYTHON, START_S, Engines, Pair, complete, prompt, tokens_of
 from kvferry.reference.config import ModelSource
 from kvferry.reference.fingerprint import fingerprint
 
@@ -54,3 +54,13 @@ def test_several_at_once(way: Pair) -> None:
     prompts = [prompt(40 + 90 * i, seed=7 + len(way.prefill_daemons)) for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(way.handover, prompts)) == list(pool.map(way.alone, prompts))
+
+
+def test_another_prompt_is_refused_and_its_own_is_not(way: Pair) -> None:
+    """Both compute the same digest, of tokens that one has published and the other expects."""
+    first, other = (prompt(150, seed=20 + i + len(way.prefill_daemons)) for i in range(2))
+    params = way.prefilled(first)
+    assert complete(way.decode, other, kv_transfer_params=params).status_code >= 400
+    assert way.transfers()[-1].state == "failed"
+    assert tokens_of(complete(way.decode, other)) == way.alone(other)
+    assert tokens_of(complete(way.decode, first, kv_transfer_params=params)) == way.alone(first)

@@ -79,11 +79,12 @@ def test_prompts_that_leave_nothing_to_read(engines: Pair) -> None:
 
 
 def test_a_state_that_is_too_far_is_not_used(engines: Pair) -> None:
-    """The source has more tokens than the request: no state goes back, so everything is computed here."""
+    """The source has the state after all of the prompt: it does not go back by a token, so all is computed here."""
     tokens = prompt(150, 3, vocabulary=576)
     params = engines.prefilled(tokens)
-    done = complete(engines.decode, tokens[:100], kv_transfer_params=params)
-    assert tokens_of(done) == engines.alone(tokens[:100])
+    assert params["remote_num_tokens"] == 149
+    done = complete(engines.decode, tokens[:149], kv_transfer_params=params)
+    assert tokens_of(done) == engines.alone(tokens[:149])
 
 
 def test_nothing_is_left(all_engines: tuple[int, Several]) -> None:

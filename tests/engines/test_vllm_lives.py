@@ -105,6 +105,29 @@ def test_kv_that_has_expired_is_computed_again(engines: Pair) -> None:
     assert eventually(lambda: cache_usage(engines.decode) == 0)
 
 
+def test_the_kv_of_another_prompt_is_not_used_but_computed(engines: Pair) -> None:
+    tokens = prompt(300, seed=15)
+    params = engines.prefilled(prompt(300, seed=16))
+    assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=params)) == engines.alone(tokens)
+    error = engines.transfers()[-1].error
+    assert error is not None
+    assert error.code == "other_prompt"
+
+
+def test_a_second_turn_of_another_conversation_is_computed(engines: Pair) -> None:
+    """What was generated is bound to the KV as the prompt is."""
+    first = prompt(150, seed=17)
+    answer = complete(engines.decode, first, max_tokens=40, kv_transfer_params=engines.prefilled(first))
+    back, said = answer.json()["kv_transfer_params"], tokens_of(answer)
+    second = [*first, *said[:9], said[9] ^ 1, *said[10:], *prompt(50, seed=18)]
+    refused = complete(engines.prefill, second, max_tokens=1, kv_transfer_params=back)
+    assert refused.status_code >= 400  # this engine is to fail where the other is to compute
+    there = Pair(engines.fleet, engines.decode, engines.prefill, engines.decode_daemons, engines.prefill_daemons)
+    failed = there.transfers()[-1] if there.transfers()[-1].state == "failed" else there.transfers()[-2]
+    assert failed.error is not None
+    assert failed.error.code == "other_prompt"
+
+
 def test_a_source_that_is_gone_costs_its_request_a_prefill(engines: Pair) -> None:
     tokens = prompt(90, seed=6)
     gone = PREFILL_LEG | {

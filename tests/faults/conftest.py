@@ -1,20 +1,16 @@
 """What the tests of faults share. Each module is named after what must hold, and starts daemons of its own.
 
 Helpers: `stopping.stopped` and `stopping.slowed` (a process stands still, or nearly), `wire.tcp_pair` (a read that is
-really in flight), `hosts.host` (a machine that can vanish), and those of tests/integration (fleet, ranks, lives, ...).
+really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of its own),
+and those of tests/integration (fleet, ranks, lives, ...).
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # processes are started beside gRPC's threads; none forks to use gRPC
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 import pytest
@@ -24,37 +20,11 @@ from hosts import Host, host
 from kvferryd.demo.fleet import Fleet
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
-def shm() -> Iterator[Path]:
-    """A folder in memory for the regions of the daemons of one module."""
-    folder = Path("/dev/shm") / f"ferry-faults-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncIterator[Daemons]:
+async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
     """Starts the daemons of one module; they end with it, stopped or not."""
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield Daemons(fleet, shm)
-
-
-@pytest.fixture
-def request_id(request: pytest.FixtureRequest) -> str:
-    """A new one for every test."""
-    return f"{request.node.name}-{uuid.uuid4().hex[:8]}"[-200:]
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
+        yield Daemons(fleet)
 
 
 @pytest.fixture

@@ -1,26 +1,31 @@
 """Another host, made of a network namespace, that can vanish without a word: nothing comes back, not even a reset.
 
     with host() as far:                                     # or the fixture `far`
-        far.command(["kvferry", "serve", ...])              # runs there; it listens on far.there, we on far.here
+        near, remote = await daemons_apart(daemons, far, "a")    # a daemon here and one there
         far.vanish(); ...; far.come_back()
 
-Both ends then send to an Ethernet address that nobody has, as behind a switch without power. Daemons there need
-`--ucx "TLS=tcp"`, as CMA passes between namespaces, and `--allow-peers` with the other end's address.
+Both ends then send to an Ethernet address that nobody has, as behind a switch without power. An engine reaches its
+daemon through a Unix socket all the same, wherever that runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from fleet import TIMEOUT_S, Daemons
+
+from kvferryd.demo.fleet import DaemonService
 
 HERE, THERE, NOBODY = (f"02:00:00:00:00:{last}" for last in ("01", "02", "99"))
+_libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count(1)
 
 
@@ -38,6 +43,16 @@ class Host:
         """As a command of that host: give it to Popen, and the process is the command's own."""
         return ["nsenter", f"--net=/proc/{self.holder}/ns/net", *command]
 
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """This thread, and the processes that it starts, are on that host. Nothing else may run on it meanwhile."""
+        with open("/proc/thread-self/ns/net") as ours, open(f"/proc/{self.holder}/ns/net") as theirs:
+            _enter(theirs.fileno())
+            try:
+                yield
+            finally:
+                _enter(ours.fileno())
+
     def vanish(self) -> None:
         """From now on nothing arrives, in either direction."""
         self._lead_to(NOBODY, NOBODY)
@@ -48,6 +63,11 @@ class Host:
     def _lead_to(self, here: str, there: str) -> None:
         _ip("neigh", "replace", self.there, "lladdr", there, "dev", self.device, "nud", "permanent")
         _run(self.command(["ip", "neigh", "replace", self.here, "lladdr", here, "dev", "eth0", "nud", "permanent"]))
+
+
+def _enter(namespace: int) -> None:
+    if _libc.setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 @contextmanager
@@ -91,6 +111,24 @@ def host() -> Iterator[Host]:
         holder.stdin.close()
         holder.wait(10)
         holder.stdout.close()
+
+
+async def daemons_apart(daemons: Daemons, far: Host, name: str, *flags: str) -> tuple[DaemonService, DaemonService]:
+    """Two daemons that read from each other over TCP, one here and one there; `flags` for both."""
+    near = _start(daemons, f"{name}-near", far.here, far, *flags)
+    with far.inside():
+        remote = _start(daemons, f"{name}-far", far.there, far, *flags)
+    await daemons.fleet.ready(near, remote, timeout_s=TIMEOUT_S)
+    return near, remote
+
+
+def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) -> DaemonService:
+    """In the network namespace of this thread."""
+    rest, peer = (f"{address}:{daemons.fleet.free_port()}" for _ in range(2))
+    places = ("--rest", rest, "--peer", peer, "--roster", peer, "--allow-peers", f"{far.here},{far.there}")
+    apart = ("--ucx", f"TLS=tcp NET_DEVICES={far.device if address == far.here else 'eth0'}")
+    started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])
+    return replace(started, url=f"http://{rest}", peer=peer)
 
 
 def _ip(*arguments: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -20,32 +19,43 @@ def stopped(pid: int, *, group: bool = True) -> Iterator[None]:
 
     It stands still before the block begins: the kernel has said so.
     """
+    with _continued(pid, group):
+        _send(pid, signal.SIGSTOP, group)
+        assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+        yield
+
+
+@asynccontextmanager
+async def slowed(pid: int, runs_s: float = 0.002, stands_s: float = 0.05, *, group: bool = True) -> AsyncIterator[None]:
+    """Inside the block the process runs for `runs_s` and then stands still for `stands_s`, again and again."""
+
+    async def slow() -> None:
+        while True:
+            _send(pid, signal.SIGSTOP, group)
+            await asyncio.sleep(stands_s)
+            _send(pid, signal.SIGCONT, group)
+            await asyncio.sleep(runs_s)
+
+    with _continued(pid, group):
+        slowing = asyncio.create_task(slow())
+        try:
+            yield
+        finally:
+            slowing.cancel()
+            await asyncio.wait([slowing])
+
+
+@contextmanager
+def _continued(pid: int, group: bool) -> Iterator[None]:
     target = str(-pid if group else pid)
     guard = subprocess.Popen(["sh", "-c", CONTINUE, target], stdin=subprocess.PIPE, start_new_session=True)
     assert guard.stdin is not None
     try:
-        (os.killpg if group else os.kill)(pid, signal.SIGSTOP)
-        assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
         yield
     finally:
         guard.stdin.close()
         guard.wait(10)
 
 
-@asynccontextmanager
-async def slowed(pid: int, runs_s: float = 0.002, stands_s: float = 0.05) -> AsyncIterator[None]:
-    """Inside the block the process runs for `runs_s` and then stands still for `stands_s`, again and again."""
-
-    async def slow() -> None:
-        while True:
-            with stopped(pid):
-                await asyncio.sleep(stands_s)
-            await asyncio.sleep(runs_s)
-
-    slowing = asyncio.create_task(slow())
-    try:
-        yield
-    finally:
-        slowing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await slowing
+def _send(pid: int, number: signal.Signals, group: bool) -> None:
+    (os.killpg if group else os.kill)(pid, number)

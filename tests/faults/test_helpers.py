@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -13,10 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
-from hosts import Host
+from hosts import Host, daemons_apart
+from lives import TP1, engine_on, published, receives
+from ranks import Blocks, Kv
+from remote import remote
 from wire import NBYTES, TOKENS, tcp_pair
 
 from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
 
 pytestmark = pytest.mark.anyio
 
@@ -60,8 +63,8 @@ async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
     blocks = pair.reader.take(TOKENS)
     expected = pair.reader.snapshot()
     pair.reader.write_into(expected, kv, blocks)
-    receiving = asyncio.create_task(pair.reader.receive(request_id, blocks, source=pair.source.source()))
-    with await pair.stopped_in_mid_read(request_id):
+    receive = pair.reader.receive(request_id, blocks, source=pair.source.source())
+    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
         await pair.reader.ranks[0].client.abort(request_id)
         with pytest.raises(TransferFailed) as failed:
             await receiving
@@ -74,25 +77,33 @@ async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
     assert not pair.reader.differences(expected)  # given up, and yet it has arrived
 
 
-async def test_a_host_that_has_vanished_answers_nothing(far: Host) -> None:
-    command = far.command(
-        [sys.executable, "-m", "http.server", "7410", "--bind", far.there, "--directory", "/proc/self/ns"]
-    )
-    serving = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    async with httpx.AsyncClient(base_url=f"http://{far.there}:7410", trust_env=False, timeout=TIMEOUT_S) as http:
+async def test_a_host_vanishes_with_its_daemon_and_comes_back(
+    daemons: Daemons, far: Host, stack: AsyncExitStack, request_id: str
+) -> None:
+    near, remote = await daemons_apart(daemons, far, "apart")
+    source, reader = [await engine_on(stack, daemon.name, daemon) for daemon in (remote, near)]
+    kv, _ = await published(source[0], request_id)
+    await receives(reader[0], request_id, kv, source[0].source())
 
-        async def answers() -> bool:
-            with contextlib.suppress(httpx.ConnectError):
-                return (await http.get("/")).is_success
-            return False
+    async with httpx.AsyncClient(base_url=remote.url, trust_env=False, timeout=TIMEOUT_S) as http:
+        far.vanish()
+        with pytest.raises(httpx.TimeoutException):
+            await http.get("/healthz", timeout=0.2)
+        far.come_back()
+        assert (await http.get("/healthz")).is_success
 
-        try:
-            await until(answers, "the far host answers")
-            far.vanish()
-            with pytest.raises(httpx.TimeoutException):
-                await http.get("/", timeout=0.2)
-            far.come_back()
-            await until(answers, "the far host answers again")
-        finally:
-            serving.kill()
-            await serving.wait()
+
+async def test_an_engine_in_another_process_does_as_it_is_told(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("told")
+    source = await stack.enter_async_context(remote(daemon, "told", TP1))
+    blocks = Blocks((3, 1, 4, 15), 9)
+    await source.publish(request_id, blocks, 50, seed=1)
+    reader, _ = await engine_on(stack, "reader", (await daemons.start("reader"))[0])
+    await receives(reader, request_id, Kv.random(50, seed=1), source.source())
+    assert await source.ended(request_id) == "released"
+    assert await source.differs(blocks, 50, seed=1) == ""
+    assert await source.differs(blocks, 50, seed=2)
+    with pytest.raises(KvferryError, match="no such way"):
+        await source.receive(request_id, blocks, source.source(), way="sideways")

@@ -5,30 +5,33 @@ quarantine. Over TCP the source's process has to send the bytes: while it stands
 end.
 
     async with tcp_pair(daemons, "a") as pair:                  # daemons: the fixture
-        kv, blocks = await pair.published(request_id)
-        receiving = asyncio.create_task(pair.reader.receive(request_id, reserved, source=pair.source.source()))
-        with await pair.stopped_in_mid_read(request_id): ...    # `reading`, and the source's daemon stands still
+        kv, blocks, lease = await pair.published(request_id)
+        receive = pair.reader.receive(request_id, reserved, source=pair.source.source())
+        async with pair.stopped_in_mid_read(request_id, receive) as receiving:
+            ...                                                 # `reading`, and the source's daemon stands still
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
-from fleet import Daemons, until
+from fleet import Daemons, under_way, until
 from pair import is_in
 from ranks import TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 from slots import gauge
-from stopping import stopped
+from stopping import slowed, stopped
 
 from kvferry.engine import Lease
 from kvferry.router import RouterClient
 from kvferry.schemas import TransferState
 from kvferryd.demo.fleet import DaemonService
 
+T = TypeVar("T")
 TCP = ("--ucx", "TLS=tcp NET_DEVICES=lo")
 """A daemon's flags: no CMA and no shared memory. Both sides need them."""
 BIG = Shape.tp(1, block_size=1024, num_blocks=128)
@@ -62,10 +65,20 @@ class TcpPair:
         (lease,) = await self.source.publish(request_id, blocks, tokens)
         return kv, blocks, lease
 
-    async def stopped_in_mid_read(self, request_id: str) -> AbstractContextManager[None]:
-        """Enter it at once: the source's daemon, which stands still from the moment when this request is read."""
-        await until(lambda: is_in(self.reader_router, request_id, TransferState.READING), f"{request_id} is read")
-        return stopped(self.source_daemon.process.pid)
+    @asynccontextmanager
+    async def stopped_in_mid_read(
+        self, request_id: str, receive: Coroutine[Any, Any, T]
+    ) -> AsyncIterator[asyncio.Task[T]]:
+        """Inside the block `receive` is a task that has begun to read, and the source's daemon stands still."""
+        pid = self.source_daemon.process.pid
+        async with under_way(receive) as receiving:
+            async with slowed(pid):  # at full speed the read might be over before we see that it has begun
+                await until(
+                    lambda: is_in(self.reader_router, request_id, TransferState.READING), f"{request_id} is read"
+                )
+            with stopped(pid):
+                assert await is_in(self.reader_router, request_id, TransferState.READING), "it was over already"
+                yield receiving
 
     async def quarantined(self) -> float:
         """Bytes that the reader's daemon holds back, as it says in its metrics."""

@@ -29,6 +29,7 @@ from kvferry.v1 import peer_pb2
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.memory.cuda import read as read_gpu
 from kvferryd.transport import Agent, Span, TransportError
+from kvferryd.transport.metadata import parse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 FAR = len(GPUS) - 1
@@ -223,7 +224,9 @@ async def test_strict_daemons_stage_and_expose_slots_only(fleet) -> None:
         source.ranks[0].tensor.fill_(MARK)
         torch.cuda.synchronize(0)
         async with spy() as (agent, landing):
-            await agent.add_peer(said.agent_name, said.agent_metadata)
+            metadata = parse(said.agent_name, said.agent_metadata)
+            await agent.add_peer(metadata)
+            said.agent_name = metadata.alias
             await read(agent, said.agent_name, landing, said.staging.address)
             # The cache was allocated before the arena: somewhere around it, as are 2 MiB of the agent's own.
             for granules in (*range(-64, 0), *range(1, 64)):
@@ -245,7 +248,9 @@ async def test_of_an_open_daemon_the_very_same_read_of_the_cache_succeeds(fleet)
     source.ranks[0].tensor.fill_(MARK)
     torch.cuda.synchronize(0)
     async with spy() as (agent, landing):
-        await agent.add_peer(said.agent_name, said.agent_metadata)
+        metadata = parse(said.agent_name, said.agent_metadata)
+        await agent.add_peer(metadata)
+        said.agent_name = metadata.alias
         got = await read(agent, said.agent_name, landing, said.regions[0].address)
     assert got.count(MARK) == len(got)
     await source.close()

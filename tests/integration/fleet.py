@@ -7,18 +7,21 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto
 from kvferryd.demo.fleet import DaemonService, Fleet
+from kvferryd.memory.host import NAME
 
+T = TypeVar("T")
 TIMEOUT_S = 20.0
 """The longest wait of a test for anything."""
 
@@ -26,23 +29,17 @@ TIMEOUT_S = 20.0
 class Daemons:
     """Starts daemons of one fleet, all with the flags that tests want."""
 
-    def __init__(self, fleet: Fleet, shm: Path) -> None:
-        self.fleet, self.shm = fleet, shm
-
-    def memory_of(self, name: str) -> Path:
-        """Where the daemons of that name keep their regions: others come and go in folders of their own."""
-        folder = self.shm / name
-        folder.mkdir(exist_ok=True)
-        return folder
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
 
     async def start(self, name: str, count: int = 1, *flags: str) -> list[DaemonService]:
         """The daemons of one engine's ranks, ready to be spoken to."""
-        started = self.fleet.daemons(name, count, flags=["--shm-dir", str(self.memory_of(name)), *flags])
+        started = self.fleet.daemons(name, count, flags=flags)
         await self.fleet.ready(*started, timeout_s=TIMEOUT_S)
         return started
 
     async def start_rank(self, name: str, roster: DaemonService, *flags: str) -> DaemonService:
-        started = self.fleet.daemon(name, roster=roster, flags=["--shm-dir", str(self.memory_of(name)), *flags])
+        started = self.fleet.daemon(name, roster=roster, flags=flags)
         await self.fleet.ready(started, timeout_s=TIMEOUT_S)
         return started
 
@@ -53,6 +50,17 @@ async def until(holds: Callable[[], Awaitable[object]], what: str, timeout_s: fl
     while not await holds():
         assert time.monotonic() < deadline, f"never: {what}"
         await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def under_way(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """`work` as a task that ends with the block, awaited by then or not."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def ended(daemon: DaemonService, number: signal.Signals) -> int:
@@ -74,11 +82,19 @@ async def refusal(call: Awaitable[object]) -> KvferryError:
         answer = await call
     except grpc.aio.AioRpcError as error:
         return error_of(error, "the daemon")
+    if isinstance(answer, peer_pb2.ReadReply) and not answer.reading and answer.HasField("problem"):
+        return problem_from_proto(answer.problem)
     raise AssertionError(f"it was not refused: {answer}")
 
 
 def open_files(daemon: DaemonService) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def owned_regions(daemon: DaemonService) -> int:
+    """How many regions of host memory it has made and not closed."""
+    maps = Path(f"/proc/{daemon.process.pid}/maps").read_text().splitlines()
+    return sum(NAME in line for line in maps)
 
 
 def resident_mb(daemon: DaemonService) -> float:
@@ -95,13 +111,21 @@ class ByHand:
 
     async def say(self, **request: Any) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):  # refused meanwhile: `read` tells why
-            if self._opening is not None:
-                opening, self._opening = self._opening, None
-                await self.call.write(peer_pb2.ReadRequest(opening=opening))
+            await self.introduce()
             await self.call.write(peer_pb2.ReadRequest(**request))
+
+    async def introduce(self) -> None:
+        """Say whom it reads and nothing else: grpc.aio loses a refusal that comes while a write is under way."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            await self.call.write(peer_pb2.ReadRequest(opening=opening))
 
     async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:
         await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))
+        return await self.heard()
+
+    async def heard(self) -> peer_pb2.ReadReply:
+        """The source's next message."""
         reply = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
         assert isinstance(reply, peer_pb2.ReadReply)
         return reply

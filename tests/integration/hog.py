@@ -89,7 +89,7 @@ async def hog(source: TestEngine, own: Manifest, request_id: str, tokens: int) -
             )
         )
         opening = peer_pb2.PackOpen(
-            seal=lease.seal,
+            word=lease.word,
             version=lease.version,
             pairing=paired.pairing,
             tokens=layout_pb2.TokenRange(start=0, stop=tokens),

@@ -66,7 +66,8 @@ OPENS: dict[str, tuple[dict[str, Any], str]] = {
 async def test_a_lease_is_not_opened_for_nonsense(victim: Victim, change: dict[str, Any], code: str) -> None:
     async with peer_stub(victim.daemon) as stub:
         reader = reader_of(victim, stub, **change)
-        assert (await refusal(reader.open("bad"))).code == code
+        await reader.introduce()
+        assert (await refusal(reader.call.read())).code == code
 
 
 async def test_a_reader_that_makes_no_sense_is_told_so(victim: Victim, request_id: str) -> None:
@@ -179,7 +180,6 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "a number out of range": (["serve", "--lease-ttl-s", "-1"], "lease_ttl_s"),
     "a file that is missing": (["serve", "--config", "/nonexistent.toml"], "config"),
     "half of TLS": (["serve", "--tls-cert", __file__], "tls_key"),
-    "a folder that is none": (["serve", "--shm-dir", "/nonexistent"], "shm_dir"),
     "an unknown command": (["fly"], "fly"),
     "a peer that is none": (["peers", "--prewarm", "nonsense"], "nonsense"),
     "a daemon that is not there": (["status", "--daemon", "http://127.0.0.1:9"], "127.0.0.1:9"),

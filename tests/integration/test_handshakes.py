@@ -9,26 +9,37 @@ from contextlib import AsyncExitStack
 import pytest
 from fleet import Daemons, until
 from lives import engine_on
-from pair import is_in
+from pair import Pair, is_in
 from ranks import Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import PeerRequest, TransferState
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 HALF, ALL = 16, 32
 
 
+@pytest.fixture(scope="module")
+async def far(daemons: Daemons) -> DaemonService:
+    (daemon,) = await daemons.start("handshakes-far")
+    return daemon
+
+
+@pytest.fixture(scope="module")
+async def near(daemons: Daemons) -> DaemonService:
+    (daemon,) = await daemons.start("handshakes-near")
+    return daemon
+
+
 async def two(
-    daemons: Daemons, stack: AsyncExitStack, name: str, *flags: str
+    far: DaemonService, near: DaemonService, stack: AsyncExitStack, name: str
 ) -> tuple[TestEngine, TestEngine, RouterClient]:
-    """A source, a reader, and the reader's router."""
-    (theirs,) = await daemons.start(f"{name}-source")
-    (ours,) = await daemons.start(f"{name}-reader", 1, *flags)
-    source, _ = await engine_on(stack, f"{name}-source", theirs)
-    reader, router = await engine_on(stack, f"{name}-reader", ours)
+    """A source there, a reader here, and the reader's router: engines of this test alone."""
+    source, _ = await engine_on(stack, f"{name}-source", far)
+    reader, router = await engine_on(stack, f"{name}-reader", near)
     return source, reader, router
 
 
@@ -39,9 +50,9 @@ async def published(source: TestEngine, request_id: str) -> None:
 
 
 async def test_a_peer_forgotten_while_it_is_read_is_unloaded_when_nobody_reads_it(
-    daemons: Daemons, stack: AsyncExitStack
+    far: DaemonService, near: DaemonService, stack: AsyncExitStack
 ) -> None:
-    source, reader, router = await two(daemons, stack, "forgotten")
+    source, reader, router = await two(far, near, stack, "forgotten")
     blocks = source.take(ALL)
     source.write(Kv.random(ALL), blocks)
     await source.publish("slow", blocks, HALF, more=True)
@@ -56,8 +67,11 @@ async def test_a_peer_forgotten_while_it_is_read_is_unloaded_when_nobody_reads_i
     await reader.receive("later", reader.take(ALL), source=source.source())
 
 
-async def test_a_handshake_that_fails_leaves_the_connection_to_others(daemons: Daemons, stack: AsyncExitStack) -> None:
-    source, reader, router = await two(daemons, stack, "patient", "--connect-timeout-s", "1")
+async def test_a_handshake_that_fails_leaves_the_connection_to_others(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack
+) -> None:
+    (impatient,) = await daemons.start("impatient", 1, "--connect-timeout-s", "2")
+    source, reader, router = await two(far, impatient, stack, "impatient")
     blocks = source.take(ALL)
     source.write(Kv.random(ALL), blocks)
     await source.publish("open", blocks, HALF, more=True)
@@ -76,8 +90,10 @@ async def test_a_handshake_that_fails_leaves_the_connection_to_others(daemons: D
     await reader.receive("later", reader.take(ALL), source=source.source())
 
 
-async def test_an_order_that_names_another_address_is_read_from_there(daemons: Daemons, stack: AsyncExitStack) -> None:
-    source, reader, _ = await two(daemons, stack, "moved")
+async def test_an_order_that_names_another_address_is_read_from_there(
+    daemons: Daemons, far: DaemonService, near: DaemonService, stack: AsyncExitStack
+) -> None:
+    source, reader, _ = await two(far, near, stack, "moved")
     await published(source, "first")
     await reader.receive("first", reader.take(ALL), source=source.source())
     source.daemons[0].signal(signal.SIGSTOP)  # its node is gone, and nobody said so
@@ -92,12 +108,11 @@ async def test_an_order_that_names_another_address_is_read_from_there(daemons: D
 
 
 async def test_source_ranks_that_disagree_fail_the_transfer_and_nothing_else(
-    daemons: Daemons, stack: AsyncExitStack
+    pair: Pair, near: DaemonService, stack: AsyncExitStack
 ) -> None:
-    torn = await TestEngine.start("torn", await daemons.start("torn", 2), Shape.tp(2))
+    torn = await TestEngine.start("torn", pair.prefill.daemons, Shape.tp(2))
     stack.push_async_callback(torn.close)
-    (ours,) = await daemons.start("torn-reader")
-    reader, router = await engine_on(stack, "torn-reader", ours)
+    reader, router = await engine_on(stack, "torn-reader", near)
     blocks = torn.take(48)
     torn.write(Kv.random(48), blocks)
     await torn.ranks[0].client.publish("r", blocks.tables(), ALL)

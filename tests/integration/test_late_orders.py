@@ -1,4 +1,4 @@
-"""What another rank says of an attempt that is over comes when the request is tried again: the new attempt goes on.
+"""Messages about an attempt that is over arrive when the request is tried again: the new attempt goes on.
 
 The rank that is late is played here, against rank 0 of the decode engine; the other ranks are real.
 """
@@ -26,7 +26,7 @@ async def rank_0(pair: Pair) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
         yield stub
 
 
-def ordered(pair: Pair, request_id: str, attempt: str, **more: Any) -> peer_pb2.OrderRequest:
+def ordered(pair: Pair, request_id: str, attempt: int) -> peer_pb2.OrderRequest:
     """As rank 1 would hand it on."""
     source = pair.prefill.source()
     return peer_pb2.OrderRequest(
@@ -34,15 +34,13 @@ def ordered(pair: Pair, request_id: str, attempt: str, **more: Any) -> peer_pb2.
         request_id=request_id,
         source=engine_pb2.Source(engine_id=source.engine_id, address=source.address),
         rank=1,
-        attempt=f"{request_id}-{attempt}",
-        **more,
+        attempt=attempt,
+        counted=True,
     )
 
 
-def ended(request_id: str, attempt: str) -> peer_pb2.AbortRequest:
-    return peer_pb2.AbortRequest(
-        engine_id="decode", request_id=request_id, rank=1, attempt=f"{request_id}-{attempt}", reason="late"
-    )
+def ended(request_id: str, attempt: int) -> peer_pb2.AbortRequest:
+    return peer_pb2.AbortRequest(engine_id="decode", request_id=request_id, rank=1, attempt=attempt, reason="late")
 
 
 async def first_attempt(pair: Pair, request_id: str, **more: Any) -> None:
@@ -65,9 +63,9 @@ async def test_an_order_and_an_abort_of_the_attempt_before_leave_the_next_alone(
     )
     for router in pair.routers:
         await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it reads")
-    late = rank_0.Order(ordered(pair, request_id, "before", again=False))
-    assert (await refusal(late.read())).code == "order_late"
-    await rank_0.Abort(ended(request_id, "before"))
+    late = rank_0.Order(ordered(pair, request_id, 1))
+    assert (await refusal(late.read())).code == "stale_attempt"
+    await rank_0.Abort(ended(request_id, 1))
     await pair.prefill.publish(request_id, theirs, MANY)
     assert [received.tokens for received in await receiving] == [(0, MANY)] * 3
 
@@ -80,10 +78,10 @@ async def test_a_reservation_made_anew_does_not_take_the_order_of_the_attempt_be
     receiving = asyncio.create_task(pair.decode.receive(request_id, pair.decode.take(TOKENS)))
     await all_wait(pair, request_id)
     if abort_first:
-        await rank_0.Abort(ended(request_id, "before"))
-    late = rank_0.Order(ordered(pair, request_id, "before", again=False))
-    assert (await refusal(late.read())).code == ("aborted" if abort_first else "order_late")
-    await rank_0.Abort(ended(request_id, "before"))
+        await rank_0.Abort(ended(request_id, 1))
+    late = rank_0.Order(ordered(pair, request_id, 1))
+    assert (await refusal(late.read())).code == ("aborted" if abort_first else "stale_attempt")
+    await rank_0.Abort(ended(request_id, 1))
     await prefilled(pair, request_id)
     await order(pair, request_id)
     assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 3
@@ -109,7 +107,7 @@ async def test_a_rank_that_tries_again_is_not_answered_with_an_attempt_it_had_no
 ) -> None:
     """Its first order never came here."""
     await aborted_at_rank_0(pair, request_id)
-    following = rank_0.Order(ordered(pair, request_id, "again", again=True))
+    following = rank_0.Order(ordered(pair, request_id, 2))
     assert not TransferState((await following.read()).state).ended
     tables, source = pair.decode.take(TOKENS), pair.prefill.source()
     receiving = asyncio.create_task(pair.decode.receive(request_id, tables, source=source))
@@ -122,7 +120,7 @@ async def test_a_rank_whose_first_order_comes_after_the_end_hears_of_it(
     pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
 ) -> None:
     await aborted_at_rank_0(pair, request_id)
-    assert (await rank_0.Order(ordered(pair, request_id, "first", again=False)).read()).state == "aborted"
+    assert (await rank_0.Order(ordered(pair, request_id, 1)).read()).state == "aborted"
 
 
 async def aborted_at_rank_0(pair: Pair, request_id: str) -> None:
@@ -136,3 +134,5 @@ async def aborted_at_rank_0(pair: Pair, request_id: str) -> None:
     await client.abort(request_id)
     with pytest.raises(TransferFailed):
         await receiving
+    for router in pair.routers:
+        await until(lambda router=router: is_in(router, request_id, TransferState.ABORTED), "all ranks know of it")

@@ -253,7 +253,7 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
 @pytest.mark.parametrize(
     ("code", "fields"),
     [
-        ("lease_changed", {"seal": 1}),
+        ("lease_changed", {"word": 1}),
         ("unknown_pairing", {"pairing": "another"}),
         ("lease_version", {"version": 9}),
         ("malformed_pack", {"chunk_nbytes": 1 << 30}),
@@ -316,13 +316,12 @@ async def test_a_reader_that_read_late_has_the_source_vouch_for_its_slots(staged
         assert (await late.hears()).vouched
 
 
-@asynccontextmanager
-async def warm(daemons: Daemons, request_id: str) -> AsyncIterator[tuple[TestEngine, TestEngine]]:
+@pytest.fixture(scope="module")
+async def warm(daemons: Daemons) -> AsyncIterator[tuple[TestEngine, TestEngine]]:
     """A source and a reader of one rank each, with the stream between them open: the source announces its leases."""
-    names = [f"{side}-{request_id[-8:]}" for side in ("near", "far")]
-    near, far = await asyncio.gather(*(daemons.start(name, 1, *FLAGS) for name in names))
-    source = await TestEngine.start(names[0], near, Shape.tp(1, num_blocks=640))
-    reader = await TestEngine.start(names[1], far, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
+    near, far = await asyncio.gather(*(daemons.start(f"staged-{side}", 1, *FLAGS) for side in ("near", "far")))
+    source = await TestEngine.start("staged-near", near, Shape.tp(1, num_blocks=640))
+    reader = await TestEngine.start("staged-far", far, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
     async with RouterClient(far[0].url) as router:
         assert await moves(source, reader, router, "warm-up", TOKENS) == "staged"
     yield source, reader
@@ -338,17 +337,20 @@ async def announced(reader: TestEngine, *request_ids: str) -> list[bool]:
     return [ended[request_id] for request_id in request_ids]
 
 
-async def test_announced_leases_are_packed_in_the_message_that_opens_them(daemons: Daemons, request_id: str) -> None:
-    async with warm(daemons, request_id) as (source, reader), RouterClient(reader.daemons[0].url) as router:
+Warm = tuple[TestEngine, TestEngine]
+
+
+async def test_announced_leases_are_packed_in_the_message_that_opens_them(warm: Warm, request_id: str) -> None:
+    source, reader = warm
+    async with RouterClient(reader.daemons[0].url) as router:
         for tokens in (1, MANY):
             assert await moves(source, reader, router, f"{request_id}-{tokens}", tokens) == "staged"
         assert await announced(reader, "warm-up", f"{request_id}-1", f"{request_id}-{MANY}") == [False, True, True]
 
 
-async def test_what_is_published_anew_is_packed_and_not_what_was_announced_before(
-    daemons: Daemons, request_id: str
-) -> None:
-    async with warm(daemons, request_id) as (source, reader), RouterClient(source.daemons[0].url) as router:
+async def test_what_is_published_anew_is_packed_and_not_what_was_announced_before(warm: Warm, request_id: str) -> None:
+    source, reader = warm
+    async with RouterClient(source.daemons[0].url) as router:
         (old,) = await source.publish(request_id, source.take(80), 80)
         await router.revoke_lease(request_id)
         assert await old.ended() is LeaseState.REVOKED
@@ -362,8 +364,9 @@ async def test_what_is_published_anew_is_packed_and_not_what_was_announced_befor
         assert not reader.differences(expected)
 
 
-async def test_an_announced_lease_that_was_revoked_is_not_packed(daemons: Daemons, request_id: str) -> None:
-    async with warm(daemons, request_id) as (source, reader), RouterClient(source.daemons[0].url) as router:
+async def test_an_announced_lease_that_was_revoked_is_not_packed(warm: Warm, request_id: str) -> None:
+    source, reader = warm
+    async with RouterClient(source.daemons[0].url) as router:
         await source.publish(request_id, source.take(TOKENS), TOKENS)
         await router.revoke_lease(request_id)
         with pytest.raises(TransferFailed) as caught:
@@ -372,8 +375,9 @@ async def test_an_announced_lease_that_was_revoked_is_not_packed(daemons: Daemon
         assert caught.value.blocks_safe
 
 
-async def test_a_source_that_has_forgotten_the_plan_is_told_it_again(daemons: Daemons, request_id: str) -> None:
-    async with warm(daemons, request_id) as (source, reader), peer_stub(source.daemons[0]) as stub:
+async def test_a_source_that_has_forgotten_the_plan_is_told_it_again(warm: Warm, request_id: str) -> None:
+    source, reader = warm
+    async with peer_stub(source.daemons[0]) as stub:
         sources = [manifest_to_proto(rank.manifest) for rank in source.ranks]
         for n in range(PAIRINGS):
             other = manifest_to_proto(reader.ranks[0].manifest)

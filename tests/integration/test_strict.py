@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.v1 import peer_pb2
 from kvferryd.transport import Agent, Span, TransportError
+from kvferryd.transport.metadata import parse
 
 pytestmark = pytest.mark.anyio
 SHAPE = Shape.tp(1, num_blocks=64)
@@ -101,7 +103,8 @@ def pool(engine: TestEngine) -> Span:
     """The engine's cache as its daemon has it mapped: what a peer might have learnt or guessed."""
     region = engine.ranks[0].region
     maps = Path(f"/proc/{engine.daemons[0].process.pid}/maps").read_text().splitlines()
-    (line,) = [line for line in maps if line.endswith(region.path)]
+    inode = os.fstat(region.file).st_ino
+    (line,) = [line for line in maps if line.split()[4] == str(inode)]
     return Span(int(line.split("-")[0], 16), region.nbytes, "host")
 
 
@@ -115,7 +118,9 @@ async def handshaken(engine: TestEngine) -> AsyncIterator[tuple[Agent, peer_pb2.
     agent = Agent(f"spy-{uuid.uuid4().hex}")
     await agent.start()
     try:
-        await agent.add_peer(said.agent_name, said.agent_metadata)
+        metadata = parse(said.agent_name, said.agent_metadata)
+        await agent.add_peer(metadata)
+        said.agent_name = metadata.alias
         yield agent, said
     finally:
         await agent.close()

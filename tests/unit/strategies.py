@@ -2,13 +2,15 @@
 
 A model is drawn first (its components as logical arrays), then each engine decides for itself how to spread and
 group those arrays over ranks and blocks; `layouts.py` decides where their bytes lie. Everything stays small: what
-matters is the combination.
+matters is the combination. `tried` says how often.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from layouts import Draw, Group, Part, Span, lay_out
 
@@ -19,6 +21,15 @@ BLOCK_SIZES = (1, 2, 3, 4, 5, 8)
 SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (8, 1, 1), (2, 2, 1), (3, 2, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3),
           (2, 1, 2), (1, 2, 2), (2, 1, 3))  # fmt: skip
 """Ranks of tensor, pipeline and context parallelism."""
+
+
+def tried(times: int) -> settings:
+    """So many examples in the gate (HYPOTHESIS_PROFILE=ci), a fifth of them elsewhere: others each time."""
+    return settings(
+        max_examples=times if os.environ.get("HYPOTHESIS_PROFILE") == "ci" else max(1, times // 5),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
 
 
 @dataclass(frozen=True)

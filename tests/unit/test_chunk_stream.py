@@ -16,21 +16,23 @@ from test_arena import Memory
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferryd.api.answer import first_of, said_beside
+from kvferryd.api.answer import first_of
+from kvferryd.config import Config
 from kvferryd.copy import Chunk
-from kvferryd.leases import pack
+from kvferryd.leases import gather
+from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.lease import Lease, ReaderId
 from kvferryd.leases.leases import Leases
-from kvferryd.leases.pack import Packer, Packing
-from kvferryd.leases.readings import Readings
-from kvferryd.peers.lease_stream import LeaseStream
+from kvferryd.leases.stream import ServedStream
+from kvferryd.paths.chunk_stream import ChunkStream
+from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
+from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
 from kvferryd.staging.pairings import Pairings
 from kvferryd.staging.share import Wanted, packs, shapes, share_of
-from kvferryd.transfer.chunk_stream import ChunkStream
-from kvferryd.transfer.view import LeaseView
+from kvferryd.transfers.source import SourceReader
 
 pytestmark = pytest.mark.anyio
 SOURCE, READER = cache(*attention(dim=64)), cache(*attention(dim=64, order=HND), engine="decode")
@@ -46,20 +48,17 @@ def anyio_backend() -> str:
 @dataclass
 class Source(peer_pb2_grpc.PeerServicer):
     leases: Leases
-    packer: Packer
+    gatherer: Gatherer
     retired: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Read(  # type: ignore[override]
         self, requests: AsyncIterator[peer_pb2.ReadRequest], context: Any
     ) -> AsyncIterator[peer_pb2.ReadReply]:
         await first_of(requests, 5)
-        readings = Readings(self.leases, ReaderId("decode", "1", 0, 1), self.packer, self.retired, announcing=True)
-        try:
-            said: peer_pb2.ReadReply | Packing
-            async for said in said_beside(readings.said, readings.run(requests)):
-                yield said.take() if isinstance(said, Packing) else said
-        finally:
-            readings.close()
+        who = ReaderId("decode", "1", 0, 1)
+        served = ServedStream(self.leases, who, self.gatherer, self.retired, announcing=True)
+        async for reply in served.replies(requests):
+            yield reply
 
 
 @dataclass
@@ -71,24 +70,24 @@ class Pair:
     def publish(self, request_id: str) -> Lease:
         return self.source.leases.publish(request_id, TABLES, 16, more=False, metadata=b"", ttl_s=60, readers=1)
 
-    async def view(self, request_id: str) -> LeaseView:
-        view = LeaseView(self.rank, request_id)
+    async def view(self, request_id: str) -> SourceReader:
+        view = SourceReader(self.rank, request_id, b"")
         async with asyncio.timeout(5):
             await view.advance()
         return view
 
-    async def opened(self, request_id: str) -> LeaseView:
+    async def opened(self, request_id: str) -> SourceReader:
         self.publish(request_id)
         return await self.view(request_id)
 
-    async def announced(self, request_id: str) -> LeaseView:
+    async def announced(self, request_id: str) -> SourceReader:
         """Published before; and the source has told of it by now, as it has told of something later."""
         await self.opened(f"later than {request_id}")
         view = await self.view(request_id)
         assert view.announced
         return view
 
-    def stream(self, view: LeaseView, **change: Any) -> ChunkStream:
+    def stream(self, view: SourceReader, **change: Any) -> ChunkStream:
         chunks = every_chunk()
         opening = peer_pb2.PackOpen(
             pairing=self.rank.pairing,
@@ -113,20 +112,19 @@ def every_chunk() -> Sequence[Chunk]:
 async def pair() -> AsyncIterator[Pair]:
     pool = np.zeros(SOURCE.regions[0].nbytes, dtype=np.uint8)
     arena = Arena(Memory(), HostCopies())  # type: ignore[arg-type]
-    packer = Packer(SOURCE, {0: pool.ctypes.data}, arena, Pairings())
-    source = Source(Leases("prefill", "1", lambda lease: None, 8), packer)
+    gatherer = Gatherer(SOURCE, {0: pool.ctypes.data}, arena, Pairings())
+    source = Source(Leases("prefill", "1", lambda lease: None, 8), gatherer)
     server = grpc.aio.server()
     peer_pb2_grpc.add_PeerServicer_to_server(source, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = peer_pb2_grpc.PeerStub(channel)
-        leases = LeaseStream(stub, address, peer_pb2.ReadOpening())
-        rank = PeerRank(address, SOURCE, 1, "", "", b"", {}, stub, peer_pb2.Reader(), leases)
-        rank.staging = Staging(arena.span, arena.slot_nbytes)
-        rank.pairing = await packer.pairings.add(SOURCE, [SOURCE], READER, b"a plan")
-        yield Pair(source, rank, arena)
-        await leases.close()
+    channel = Channels(Config()).open(address)
+    stream = ReaderStream(channel.stub, address, peer_pb2.ReadOpening())
+    rank = PeerRank(address, SOURCE, 1, "", "", b"", {}, channel, peer_pb2.Reader(), stream)
+    rank.staging = Staging(arena.span, arena.slot_nbytes)
+    rank.pairing = await gatherer.pairings.add(SOURCE, [SOURCE], READER, b"a plan")
+    yield Pair(source, rank, arena)
+    await rank.close()
     await server.stop(0)
     await arena.close()
 
@@ -165,7 +163,7 @@ async def test_an_announced_lease_is_packed_without_being_told_again(pair: Pair)
     await carried(pair.stream(view))
     assert await ended(lease) is LeaseState.RELEASED
     assert not view.announced, "the source has agreed"
-    assert view._reading is not None and not view._reading.updated
+    assert view._updates.empty()
     await all_slots_are_back(pair.arena)
 
 
@@ -177,13 +175,13 @@ async def test_another_lease_than_was_announced_is_told_and_not_packed(pair: Pai
     lease = pair.publish("second")
     assert await refused(pair.stream(view)) == "lease_changed"
     assert view.announced
-    await view.confirm()
+    await view.ask_again()
     await carried(pair.stream(view))
     assert await ended(lease) is LeaseState.RELEASED
 
 
 async def test_who_reads_later_than_slots_are_kept_asks_the_source(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "KEPT_S", 0.0)
+    monkeypatch.setattr(gather, "KEPT_S", 0.0)
     stream = pair.stream(await pair.opened("late"))
     await carried(stream)
     assert stream._vouched.done()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes.util
-from collections import Counter
 
 import numpy as np
 import pytest
-from caches import HND, array, as_tuples, attention, cache, table
-from hypothesis import HealthCheck, given, settings
+from caches import HND, array, attention, cache, table
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SENTINEL, blank, content, filled, needs
-from strategies import Case, cases
+from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
@@ -20,10 +19,6 @@ from kvferryd.copy.batch import Batch, Side, Table, packed
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.copy.cuda import piece_words
 from kvferryd.plan import Bound, bind, plan
-
-small = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
 
 
 class Memory:
@@ -67,44 +62,22 @@ def copied_through_slots(wanted: list[Move], sources: dict[int, Memory], destina
         host.copy(chunk.scatter(slot.addresses()[0], destination.addresses()))
 
 
-@small
-@given(cases(), st.integers(0, 15), st.integers(0, 15))
-def test_every_wanted_element_arrives_and_nothing_else_is_touched(case: Case, here: int, there: int) -> None:
+@tried(150)
+@given(cases(), st.integers(0, 15), st.integers(0, 15), st.integers(ALIGN, 3 * ALIGN))
+def test_every_wanted_element_arrives_once_and_nothing_else_is_touched(
+    case: Case, here: int, there: int, slot: int
+) -> None:
+    """Directly, and through slots of any size."""
+    bound, sources = bound_of(case), sources_of(case, here)
+    assert sum(move.nbytes for move in moves(bound)) == bound.nbytes
     expected = blank(case.destination, SENTINEL)
     for need in needs(case.sources, case.source_tables, case.destination, case.destination_tables, case.tokens):
         to = need.destination
         expected[to.region][to.offset : to.offset + to.nbytes] = content(need.coordinate, to.nbytes)
-    destination = Memory(blank(case.destination, SENTINEL), there)
-    copied_directly(bound_of(case), sources_of(case, here), destination)
-    assert destination.bytes() == Memory(expected, there).bytes()
-
-
-@small
-@given(cases())
-def test_moves_carry_the_bytes_of_the_runs(case: Case) -> None:
-    bound = bound_of(case)
-    of_runs = Counter(
-        (run[:2], run[3], run[2] + byte, run[4] + byte) for run in as_tuples(bound) for byte in range(run[5])
-    )
-    of_moves: Counter[object] = Counter()
-    for move in moves(bound):
-        pattern = move.pattern
-        for source, destination in zip(move.source_segments, move.destination_segments, strict=True):
-            for s, d in zip(pattern.source_offsets, pattern.destination_offsets, strict=True):
-                where = (move.source_rank, move.source_region), move.destination_region
-                of_moves.update((*where, int(source + s) + i, int(destination + d) + i) for i in range(pattern.nbytes))
-    assert of_moves == of_runs
-    assert sum(move.nbytes for move in moves(bound)) == bound.nbytes
-
-
-@small
-@given(cases(), st.integers(ALIGN, 3 * ALIGN), st.integers(0, 15))
-def test_through_slots_of_any_size_arrives_what_arrives_directly(case: Case, slot: int, shift: int) -> None:
-    bound, sources = bound_of(case), sources_of(case, shift)
-    direct, staged = (Memory(blank(case.destination, SENTINEL), shift) for _ in range(2))
+    direct, staged = (Memory(blank(case.destination, SENTINEL), there) for _ in range(2))
     copied_directly(bound, sources, direct)
     copied_through_slots(moves(bound), sources, staged, slot)
-    assert staged.bytes() == direct.bytes()
+    assert direct.bytes() == staged.bytes() == Memory(expected, there).bytes()
 
 
 def test_a_source_that_knows_only_its_own_segments_cuts_alike() -> None:

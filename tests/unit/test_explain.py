@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from caches import HND, array, as_tuples, attention, cache, table
 from hypothesis import given
-from strategies import Case, cases
-from test_plan_properties import small
+from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
@@ -93,7 +92,7 @@ def test_a_cache_of_states_only_is_explained_by_its_states() -> None:
     assert answer["sources"][0]["state_bytes"] == 10
 
 
-@small
+@tried(100)
 @given(cases())
 def test_anything_that_can_be_planned_can_be_explained(case: Case) -> None:
     chosen = plan(case.sources, case.destination)

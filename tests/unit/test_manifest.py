@@ -10,8 +10,7 @@ import torch
 from caches import array, attention, cache
 from hypothesis import given
 from oracle import byte_offset
-from strategies import Case, cases
-from test_plan_properties import small
+from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestBuilder, ManifestError, ModelInfo, Shard, TokenShard
@@ -186,7 +185,7 @@ def test_state_groups_need_not_say_what_they_do_not_have() -> None:
     assert Manifest.from_dict(data).groups[1].block_size == 1
 
 
-@small
+@tried(100)
 @given(cases())
 def test_json_and_back_is_the_same(case: Case) -> None:
     for manifest in (*case.sources, case.destination):

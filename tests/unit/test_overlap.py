@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from collections.abc import Callable
 from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Draw
-from test_plan_properties import small
+from strategies import tried
 
 from kvferry.manifest import Axis, Component
 from kvferry.manifest.overlap import overlap
@@ -49,7 +50,7 @@ def nests(draw: Draw) -> Shape:
     return itemsize, *axes
 
 
-@settings(small, max_examples=1000)
+@tried(1000)
 @given(
     st.lists(nests(), min_size=1, max_size=2), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 150)), max_size=6)
 )
@@ -112,16 +113,27 @@ def test_digits_of_an_axis_change_nothing() -> None:
     assert overlap([whole, digits.model_copy(update={"offset": 29})]) == (0, 1)
 
 
+def calls_of(work: Callable[[Any], object], argument: object) -> int:
+    """How many calls of functions it takes, of Python's and of C's: the work, whoever else works on this machine."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work(argument)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_takes_no_time(layout: str) -> None:
-    """256 components: 2 ms when nobody else works here; ten times that is allowed."""
+def test_real_caches_take_few_steps(layout: str) -> None:
+    """256 components: about 2 ms, and so many calls on any machine."""
     components = cache(layout, layers=128)
-    took = []
-    for _ in range(5):
-        began = time.perf_counter()
-        assert overlap(components) is None
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.02
+    assert calls_of(overlap, components) < 20_000
 
 
 SLOW: dict[str, list[Component]] = {
@@ -140,6 +152,4 @@ SLOW: dict[str, list[Component]] = {
 @pytest.mark.parametrize("components", SLOW.values(), ids=SLOW.keys())
 def test_what_cannot_be_compared_in_time_is_let_be(components: list[Component]) -> None:
     """Made to be slow: a manifest comes from a peer."""
-    began = time.perf_counter()
-    overlap(components)
-    assert time.perf_counter() - began < 1
+    assert calls_of(overlap, components) < 1_000_000

@@ -2,18 +2,14 @@
 
 import pytest
 from caches import as_tuples
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import NotHeld, mergeable, needs, verify
-from strategies import Case, cases
+from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError
 from kvferry.tables import BlockTable
 from kvferryd.plan import bind, plan
-
-small = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
 
 
 def answer(case: Case) -> tuple[object, ...]:
@@ -21,33 +17,22 @@ def answer(case: Case) -> tuple[object, ...]:
     return case.sources, case.source_tables, case.destination, case.destination_tables, case.tokens
 
 
-@small
+@tried(150)
 @given(cases())
 def test_every_wanted_element_is_written_once_from_the_right_place_and_nothing_else_is(case: Case) -> None:
-    bound = bound_of(case)
+    """In runs as long as can be, and the same ones whenever it is asked."""
+    chosen, again = (plan(case.sources, case.destination) for _ in range(2))
+    bound = bind(chosen, case.source_tables, case.destination_tables, case.tokens)
     runs = as_tuples(bound)
     verify(*answer(case), runs)
     assert bound.nbytes == sum(run[5] for run in runs)
-
-
-@small
-@given(cases())
-def test_runs_are_maximal(case: Case) -> None:
-    assert mergeable(as_tuples(bound_of(case))) == []
-
-
-@small
-@given(cases())
-def test_the_same_question_has_the_same_answer_and_names_the_ranks_it_reads(case: Case) -> None:
-    chosen = plan(case.sources, case.destination)
-    again = plan(case.sources, case.destination)
+    assert mergeable(runs) == []
     assert chosen.reads_from == again.reads_from
-    runs = as_tuples(bind(chosen, case.source_tables, case.destination_tables, case.tokens))
     assert runs == as_tuples(bind(again, case.source_tables, case.destination_tables, case.tokens))
     assert {run[0] for run in runs} <= set(chosen.reads_from) <= {source.rank for source in case.sources}
 
 
-@small
+@tried(150)
 @given(cases(), st.data())
 def test_tables_that_lack_blocks_are_refused_or_answered_rightly(case: Case, data: st.DataObject) -> None:
     tables = [*case.source_tables.values(), case.destination_tables]
@@ -68,7 +53,7 @@ def test_tables_that_lack_blocks_are_refused_or_answered_rightly(case: Case, dat
     verify(*answer(case), runs)
 
 
-@small
+@tried(150)
 @given(cases(), st.data())
 def test_a_range_moved_in_two_parts_writes_what_it_writes_in_one(case: Case, data: st.DataObject) -> None:
     first, last = case.tokens

@@ -19,7 +19,7 @@ from kvferryd.leases.leases import Leases
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
-from kvferryd.transfer.transfer import Transfer
+from kvferryd.transfers.transfer import Surroundings, Transfer
 from kvferryd.transport import Agent
 
 
@@ -90,7 +90,8 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
         strict=False, arena=None, runner=None, unmapped="", notes=(), members={},
     )  # fmt: skip
     ended: list[Transfer] = []
-    transfer = Transfer(engine, "r", Peers(config, "instance", metrics), 60.0, ended.append, lambda work: work.close())
+    around = Surroundings(Peers(config, metrics), "auto", 60.0, ended.append, lambda work: work.close())
+    transfer = Transfer(engine, "r", 1, around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
     async with asyncio.timeout(5):
         await transfer.ended.wait()

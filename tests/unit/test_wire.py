@@ -3,8 +3,7 @@
 import pytest
 from caches import array, attention, cache, table
 from hypothesis import given
-from strategies import Case, cases
-from test_plan_properties import small
+from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest, ManifestError
@@ -21,7 +20,7 @@ from kvferry.wire import (
 )
 
 
-@small
+@tried(100)
 @given(cases())
 def test_manifests_and_tables_survive_the_wire(case: Case) -> None:
     for manifest in (*case.sources, case.destination):

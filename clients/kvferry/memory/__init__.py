@@ -14,7 +14,7 @@ from kvferry.memory.regions import (
     memfd_region,
     open_cuda_region,
     open_file_region,
-    open_handed_region,
+    open_region,
 )
 
 __all__ = [
@@ -26,6 +26,6 @@ __all__ = [
     "memfd_region",
     "open_cuda_region",
     "open_file_region",
-    "open_handed_region",
+    "open_region",
     "torch_pool",
 ]

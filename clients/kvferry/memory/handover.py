@@ -3,10 +3,11 @@ socket, for a ticket that the next call names."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError, Message
 
@@ -33,27 +34,54 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[s
     """
     if len(files) > MAX_FILES:
         raise too_many_files(len(files))
+    with _exchange(engine_socket) as handing:
+        socket.send_fds(handing, [framed(engine_pb2.Handover(session=session, files=len(files)))], list(files))
+        return _answer(handing, _read(handing, LENGTH_NBYTES)).ticket, Process.at(handing)
+
+
+def fetch(engine_socket: str, session: str, ticket: str) -> int:
+    """The file that the daemon has allocated, for the ticket that it gave: a descriptor, which the caller closes.
+
+    Blocks, each step at most 5 s. Raises KvferryError: `handover_failed`, or what the daemon refuses.
+    """
+    files: list[int] = []
+    try:
+        with _exchange(engine_socket) as handing:
+            handing.sendall(framed(engine_pb2.Handover(session=session, ticket=ticket)))
+            head, files, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            _answer(handing, head + _read(handing, LENGTH_NBYTES - len(head)))
+            return files.pop()
+    finally:
+        for file in files:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def _exchange(engine_socket: str) -> Iterator[socket.socket]:
     path = f"{engine_socket}{SUFFIX}"
     try:
         with socket.socket(socket.AF_UNIX) as handing:
             handing.settimeout(HANDOVER_S)
             handing.connect(path)
-            socket.send_fds(handing, [framed(engine_pb2.Handover(session=session, files=len(files)))], list(files))
-            length = int.from_bytes(_read(handing, LENGTH_NBYTES), "big")
-            if length > MAX_MESSAGE:
-                raise ValueError(f"an answer of {length} bytes")
-            reply = engine_pb2.HandoverReply.FromString(_read(handing, length))
-            if not reply.HasField("problem"):
-                return reply.ticket, Process.at(handing)
-    except (OSError, ValueError, DecodeError) as error:
+            yield handing
+    except (OSError, ValueError, LookupError, DecodeError) as error:
         raise KvferryError(
             "handover_failed",
-            f"the daemon did not take the files: {error}",
+            f"the daemon did not exchange files: {error}",
             field="socket",
             value=path,
             remedy="the socket lies beside the engine socket: mount the folder of both, not the one file",
         ) from None
-    raise problem_from_proto(reply.problem)
+
+
+def _answer(handing: socket.socket, head: bytes) -> engine_pb2.HandoverReply:
+    length = int.from_bytes(head, "big")
+    if length > MAX_MESSAGE:
+        raise ValueError(f"an answer of {length} bytes")
+    reply = engine_pb2.HandoverReply.FromString(_read(handing, length))
+    if reply.HasField("problem"):
+        raise problem_from_proto(reply.problem)
+    return reply
 
 
 def framed(message: Message) -> bytes:

@@ -36,11 +36,15 @@ class SharedRegion:
     id: int
     kind: str
     nbytes: int
-    path: str
     offset: int
     _map: mmap.mmap = field(repr=False)
-    file: int = -1
-    """A descriptor of it: handed to a daemon instead of a path, which is not there or may be gone."""
+    file: int
+    """A descriptor of it, which can be handed to a daemon. Nobody can make the file smaller."""
+
+    @property
+    def path(self) -> str:
+        """Where a process of the same user and PID namespace can open it, while this region is open."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @property
     def address(self) -> int:
@@ -75,67 +79,48 @@ class SharedRegion:
             self._map.close()
 
 
-def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0, *, keep: bool = False) -> SharedRegion:
-    """Map `nbytes` bytes at `offset` of a shared file (POSIX shm), readable and writable.
-
-    keep: the file stays open with the region, to be handed to the next daemon when the one that made it has gone.
-    Raises KvferryError (`region_unavailable`) when the file is not there, too short, or not ours to open.
-    """
-    page = offset - offset % mmap.PAGESIZE
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise _unavailable(path, error.strerror or str(error)) from None
-    except ValueError as error:  # a null character
-        raise _unavailable(path, str(error)) from None
-    with contextlib.ExitStack() as opened:
-        opened.callback(os.close, fd)
-        try:
-            size = os.fstat(fd).st_size
-            if offset + nbytes > size:
-                raise _unavailable(path, f"the file has {size} bytes, the region ends at {offset + nbytes}")
-            mapped = mmap.mmap(fd, offset - page + nbytes, offset=page)
-        except (OSError, ValueError) as error:
-            raise _unavailable(path, str(error)) from None
-        if keep:
-            opened.pop_all()
-    return SharedRegion(region, "host", nbytes, path, offset, mapped, fd if keep else -1)
-
-
 def memfd_region(nbytes: int, region: int = 0) -> SharedRegion:
-    """New zeroed host memory of this process, to hand over with `EngineClient.adopt`: it needs no folder that both see.
-
-    Raises KvferryError (`out_of_memory`).
-    """
+    """New zeroed host memory, to hand over with `EngineClient.adopt`. Raises KvferryError (`out_of_memory`)."""
     file = sealed_file("kvferry-region", nbytes)
-    return SharedRegion(region, "host", nbytes, "", 0, mmap.mmap(file, nbytes), file)
+    try:
+        return open_region(file, nbytes, region)
+    finally:
+        os.close(file)
 
 
-def open_handed_region(
-    file: int, nbytes: int, region: int = 0, offset: int = 0, *, sealed: bool = True
-) -> SharedRegion:
-    """Map `nbytes` bytes at `offset` of a file that another process handed over, and that nobody can make smaller.
+def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+    """Map the region that another process has as `SharedRegion.path`. Raises KvferryError (`region_unavailable`)."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # the latter: a null character
+        raise _unavailable(str(error), path) from None
+    try:
+        return open_region(file, nbytes, region, offset)
+    finally:
+        os.close(file)
 
-    sealed: False for a file that cannot be sealed and whose holders are trusted with its length. The caller may close
-    the descriptor then. Raises KvferryError (`region_unavailable`).
+
+def open_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+    """Map `nbytes` bytes at `offset` of a file that nobody can make smaller, readable and writable.
+
+    The caller may close the descriptor: the region has its own. Raises KvferryError (`region_unavailable`).
     """
-    if sealed or os.fstat(file).st_size < offset + nbytes:
-        check_sealed(file, offset + nbytes)
+    check_sealed(file, offset + nbytes)
     page = offset - offset % mmap.PAGESIZE
     try:
         mapped = mmap.mmap(file, offset - page + nbytes, offset=page)
+        return SharedRegion(region, "host", nbytes, offset, mapped, os.dup(file))
     except (OSError, ValueError, OverflowError) as error:
-        raise _unavailable("handed over", str(error)) from None
-    return SharedRegion(region, "host", nbytes, "", offset, mapped)
+        raise _unavailable(str(error)) from None
 
 
-def _unavailable(path: str, why: str) -> KvferryError:
+def _unavailable(why: str, path: str = "") -> KvferryError:
     return KvferryError(
         "region_unavailable",
         f"the shared region cannot be mapped: {why}",
-        field="path",
+        field="path" if path else "file",
         value=path,
-        remedy="the engine and its daemon must see the same shm_dir (one volume mounted at the same path in both)",
+        remedy="use the descriptor or path of a region that is open, with offset and nbytes inside it",
     )
 
 

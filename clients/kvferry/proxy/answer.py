@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from starlette.types import Send
 
+from kvferry.asgi import openai_error
 from kvferry.errors import KvferryError
 
 HOP_BY_HOP = frozenset({
@@ -22,7 +22,6 @@ STATUS = {
     "batch_of_prompts": 400,
     "unauthorized": 401,
     "prefiller_not_allowed": 403,
-    "request_in_flight": 409,
     "body_too_large": 413,
     "full": 429,
     "draining": 503,
@@ -42,22 +41,19 @@ class Whole:
     content: bytes
 
 
-def openai_error(error: KvferryError) -> Whole:
-    """The error in the form that OpenAI clients read, with kvferry's code, value and remedy."""
-    status = STATUS.get(error.code, 502)
-    headers = [("content-type", "application/json")]
+def status_of(error: KvferryError) -> int:
+    return STATUS.get(error.code, 502)
+
+
+def refusal(error: KvferryError) -> Whole:
+    """The error as a response of its own."""
+    status, headers = status_of(error), [("content-type", "application/json")]
     if status == 401:
         headers.append(("www-authenticate", "Bearer"))
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:
         headers.append(("retry-after", f"{retry_after_s:.0f}"))
-    return Whole(status, tuple(headers), json.dumps(error_body(error, status)).encode())
-
-
-def error_body(error: KvferryError, status: int) -> Mapping[str, object]:
-    kind = "invalid_request_error" if 400 <= status < 500 else "upstream_error"
-    message = f"{error.message}: {error.remedy}" if error.remedy else error.message
-    return {"error": {"message": message, "type": kind, "param": error.field or None, "code": error.code}}
+    return Whole(status, tuple(headers), json.dumps(openai_error(error, status)).encode())
 
 
 def passed_on(headers: Iterable[tuple[str, str]], *, dropped: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
@@ -106,11 +102,7 @@ class Answer:
         takes the beginning of an answer for the whole.
         """
         if not self.status:
-            await self.whole(openai_error(error))
+            await self.whole(refusal(error))
         elif self._events:
-            event = json.dumps(error_body(error, STATUS.get(error.code, 502)))
+            event = json.dumps(openai_error(error, status_of(error)))
             await self.write(f"\n\ndata: {event}\n\n".encode())
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import re
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,8 +16,9 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from kvferry.asgi import disconnected
 from kvferry.errors import KvferryError
-from kvferry.proxy.answer import HOP_BY_HOP, Answer, Whole, new_request_id, openai_error
+from kvferry.proxy.answer import HOP_BY_HOP, Answer, Whole, refusal
 from kvferry.proxy.daemons import Daemons
 from kvferry.proxy.exchange import Asked, Exchange
 from kvferry.proxy.legs import read_body
@@ -31,19 +32,17 @@ OURS = HOP_BY_HOP | {
     "accept-encoding", "content-length", "content-type", "expect", "host", "x-prefiller-host-port", "x-request-id",
 }  # fmt: skip
 """Request headers that the proxy answers for itself on both legs."""
-ENDING_S = 0.5
-"""How long a request waits for one of the same id that may just be ending."""
+OF_THE_CLIENTS = 128
+"""Characters of a client's X-Request-Id in the id of a handover. Engines add to it, and take 200 (or 256) in all."""
 
 
 class Proxy:
-    """What lives as long as the application: the connection pool, the rings, the requests in flight."""
+    """What lives as long as the application: the connection pool, the rings of engines, the daemons' clients."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.prefills = Ring(options.prefill)
         self.decodes = Ring(options.decode)
-        self._in_flight: dict[str, asyncio.Event] = {}
-        """By request id: set when the request is over."""
         # No proxy of the environment between us and engines; every leg has its own deadline around reads and writes.
         self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=options.connect_timeout_s, pool=options.connect_timeout_s),
@@ -64,79 +63,52 @@ class Proxy:
         """Check a request; the returned response carries it through both legs."""
         try:
             self._authorize(request)
-            request_id = _request_id(request)
+            client_id = _client_id(request)
             body = read_body(await _content(request, self.options.max_body_bytes))
             prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
-            if not await self._over(request_id):
-                raise KvferryError(
-                    "request_in_flight",
-                    f"a request with X-Request-Id {request_id[:80]} is under way",
-                    field="X-Request-Id",
-                    value=request_id,
-                    remedy="an id names one request: send another, or none",
-                )
         except KvferryError as error:
             log.info("refused %s: %s", request.url.path, error.code)
-            return _response(openai_error(error))
-        except ClientDisconnect:  # before its body was complete: nobody reads this
+            return _response(refusal(error))
+        except ClientDisconnect:  # its body is incomplete, and no answer can reach it
             return Response(status_code=499)
-        asked = Asked(request.url.path, body, self._headers(request, request_id), request_id)
-        exchange = Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons)
-        self._in_flight[request_id] = asyncio.Event()
-        return Relay(exchange, self)
-
-    async def _over(self, request_id: str) -> bool:
-        """Whether no request of that id is under way. A client with its whole answer may be a moment ahead."""
-        running = self._in_flight.get(request_id)
-        if running is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(running.wait(), ENDING_S)
-        return request_id not in self._in_flight
+        handover_id = _handover_id(client_id)
+        headers = self._headers(request, handover_id)
+        asked = Asked(request.url.path, body, headers, client_id or handover_id, handover_id)
+        return Relay(Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons), self)
 
     def finish(self, exchange: Exchange, answer: Answer) -> None:
-        """The client has its answer or is gone: say so in the log, free what is left."""
-        outcome = "complete" if answer.complete else "broken" if exchange.error else "client_left"
+        """The client has its answer or is gone: log it, and free what is left."""
+        asked, outcome = (
+            exchange.asked,
+            "complete" if answer.complete else "broken" if exchange.error else "client_left",
+        )
         log.info(
-            "request %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
-            exchange.asked.request_id, exchange.asked.path, outcome, answer.status, answer.nbytes,
+            "request %s as %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
+            asked.request_id, exchange.lease_id, asked.path, outcome, answer.status, answer.nbytes,
             " ".join(endpoint.url for endpoint in exchange.tried), exchange.decode.url, exchange.timings_ms,
             f" error={exchange.error.code}: {exchange.error}" if exchange.error else "",
         )  # fmt: skip
-        if exchange.clean:
-            self._in_flight.pop(exchange.asked.request_id).set()
-        else:
-            self.daemons.in_background(self._clean_up(exchange))
-
-    async def _clean_up(self, exchange: Exchange) -> None:
-        # The id stays taken meanwhile: an abort goes by it, and would end a second request of the same name.
-        try:
-            await exchange.clean_up()
-        finally:
-            self._in_flight.pop(exchange.asked.request_id).set()
+        if not exchange.clean:
+            self.daemons.in_background(exchange.clean_up())
 
     async def models(self, request: Request) -> Response:
         """/v1/models of the first decode engine that answers."""
         try:
             self._authorize(request)
-            headers = self._headers(request, _request_id(request))
-            return _response(await self._first(self.decodes.turn(), "/v1/models", headers))
+            headers = self._headers(request, _client_id(request) or _handover_id(""))
         except KvferryError as error:
-            return _response(openai_error(error))
-
-    async def _first(self, endpoints: tuple[Endpoint, ...], path: str, headers: dict[str, str]) -> Whole:
-        for endpoint in endpoints[:-1]:
+            return _response(refusal(error))
+        for endpoint in self.decodes.turn():
             try:
-                return await self._get(endpoint, path, headers)
-            except KvferryError:
-                continue
-        return await self._get(endpoints[-1], path, headers)
-
-    async def _get(self, endpoint: Endpoint, path: str, headers: dict[str, str]) -> Whole:
-        async with leg("decode", endpoint, MODELS_TIMEOUT_S):
-            return await whole(await self.http.get(endpoint.url + path, headers=headers))
+                async with leg("decode", endpoint, MODELS_TIMEOUT_S):
+                    answer = await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers))
+                    break
+            except KvferryError as error:
+                answer = refusal(error)
+        return _response(answer)
 
     async def health(self) -> Response:
-        """200 when a prefill and a decode engine answer their /health; which do not is named either way."""
+        """200 when a prefill and a decode engine answer their /health. The body has the state of every engine."""
         endpoints = [*self.options.prefill, *self.options.decode]
         up = await asyncio.gather(*(self._healthy(endpoint) for endpoint in endpoints))
         states = {endpoint.url: "ok" if ok else "down" for endpoint, ok in zip(endpoints, up, strict=True)}
@@ -176,38 +148,37 @@ class Relay(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = Answer(send, self._exchange.asked.request_id)
         serving = asyncio.create_task(self._exchange.serve(answer))
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.complete:  # the server says that the client left once it has sent the end, too
+            if answer.complete:  # uvicorn reports a disconnect after a complete answer, too
                 await asyncio.wait({serving}, timeout=1.0)
         finally:
             tasks = {serving, leaving}
             for task in tasks:
                 task.cancel()
-            # Cancelled first, so that decode's connection is closed before the daemons are told.
+            # Cancelled first, so that decode's connection is closed before the daemons abort.
             await asyncio.wait(tasks)
             self._proxy.finish(self._exchange, answer)
         if not serving.cancelled():
             serving.result()
 
 
-async def _left(receive: Receive) -> None:
-    """Returns when the client has gone. Its body has been read: nothing else can come."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _request_id(request: Request) -> str:
+def _client_id(request: Request) -> str:
+    """The client's X-Request-Id; empty where it sent none."""
     request_id = request.headers.get("x-request-id")
-    if request_id is None:
-        return new_request_id()
-    if not re.fullmatch(r"[\x21-\x7e]{1,256}", request_id):
+    if request_id is not None and not re.fullmatch(r"[\x21-\x7e]{1,256}", request_id):
         raise KvferryError(
             "malformed_request_id", "X-Request-Id is not a name", field="X-Request-Id", value=request_id,
             remedy="send 1 to 256 visible ASCII characters, or leave it out",
         )  # fmt: skip
-    return request_id
+    return request_id or ""
+
+
+def _handover_id(client_id: str) -> str:
+    """An id for both legs that no other request has: a client may send one id with several prompts."""
+    unique = secrets.token_hex(16)
+    return f"{client_id[:OF_THE_CLIENTS]}-{unique[:16]}" if client_id else unique
 
 
 async def _content(request: Request, limit: int) -> bytes:
@@ -240,26 +211,13 @@ def build_app(options: Options) -> FastAPI:
         finally:
             await proxy.close()
 
-    app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await proxy.relay(request)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await proxy.relay(request)
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        return await proxy.models(request)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return await proxy.health()
-
-    @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
+    app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.add_api_route(path, proxy.relay, methods=["POST"])
+    app.add_api_route("/v1/models", proxy.models)
+    app.add_api_route("/health", proxy.health)
+    app.add_api_route("/healthz", healthz)
     return app

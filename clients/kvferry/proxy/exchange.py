@@ -1,7 +1,7 @@
-"""One request on its way through both legs, and what is left to free when it came to nothing.
+"""One request on its way through both legs, and what is freed when it fails.
 
 Until decode's first byte has come, every failure has an HTTP status of its own. Whatever ends an exchange early
-(a refusal of decode, a failed order, a client that left) ends in `clean_up`: both sides are told at once, so that
+(a refusal of decode, a failed order, a client that left) ends in `clean_up`: both sides abort at once, so that
 prefill's blocks are not held until the lease's ttl.
 """
 
@@ -15,27 +15,31 @@ from dataclasses import dataclass, field
 import httpx
 
 from kvferry.errors import KvferryError
-from kvferry.proxy.answer import Answer, passed_on
+from kvferry.proxy.answer import Answer, Whole, passed_on
 from kvferry.proxy.daemons import Daemons
 from kvferry.proxy.legs import JsonObject, TransferParams, decode_body, prefill_body
 from kvferry.proxy.options import Endpoint, Options, OrderedBy
-from kvferry.proxy.upstream import Prefilled, leg, opened, prefill, whole
+from kvferry.proxy.upstream import leg, unreachable, whole
 from kvferry.schemas import Ordered
 
 PREFILL_GRACE_S = 2.0
 """A client that leaves during prefill: how long prefill's answer is still awaited for the lease's name in it."""
+RETRIED = (502, 503, 504)
+"""Prefill answers that another prefill engine may cure; all others go to the client unchanged."""
 ORDER_GRACE_S = 2.0
 """An order under way is let through before it is aborted: the abort must not overtake it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the client sent. `headers` go to both legs."""
+    """What the client sent. `headers` go to both legs, with `handover_id` as X-Request-Id."""
 
     path: str
     body: JsonObject
     headers: Mapping[str, str]
     request_id: str
+    """The client's: in its answer and in the log."""
+    handover_id: str
 
 
 @dataclass(slots=True, eq=False)
@@ -55,40 +59,51 @@ class Exchange:
     settled: bool = False
     """Nothing is left to free: decode answered to the end, or prefill published nothing."""
     _began: float = field(default_factory=time.monotonic)
-    _prefilling: asyncio.Task[Prefilled] | None = None
+    _prefilling: asyncio.Task[Whole | None] | None = None
     _ordering: asyncio.Task[Ordered] | None = None
     _decode_asked: bool = False
 
     async def serve(self, answer: Answer) -> None:
         """Answer the client. Raises nothing of what can go wrong behind the proxy."""
         try:
-            prefilled = await self._prefill()
-            if prefilled.refused:
+            # Shielded: clean_up may still want its answer when the client has left.
+            self._prefilling = asyncio.create_task(self._prefill())
+            refused = await asyncio.shield(self._prefilling)
+            self._mark("prefill")
+            if refused:
                 self.settled = True
-                await answer.whole(prefilled.answer)
+                await answer.whole(refused)
             else:
                 await self._decode(answer)
         except KvferryError as error:
             self.error = error
             await answer.fail(error)
 
-    async def _prefill(self) -> Prefilled:
-        self._prefilling = asyncio.create_task(
-            prefill(
-                self.http,
-                self.asked.path,
-                prefill_body(self.asked.body),
-                self.asked.headers,
-                self.prefills[: self.options.prefill_attempts],
-                timeout_s=self.options.prefill_timeout_s,
-                trying=self.tried.append,
-            )
-        )
-        # Shielded: clean_up may still want its answer when the client has left.
-        prefilled = await asyncio.shield(self._prefilling)
-        self.params = prefilled.params
-        self._mark("prefill")
-        return prefilled
+    async def _prefill(self) -> Whole | None:
+        """Ask prefill engines in order until one answers with anything but 502, 503 or 504; the last answer counts.
+
+        Keeps what was published in `params`. Returns a refusal for the client. Raises KvferryError: `malformed_answer`,
+        `malformed_kv_transfer_params`, and what `leg` raises.
+        """
+        endpoints = self.prefills[: self.options.prefill_attempts]
+        async with leg("prefill", endpoints[0], self.options.prefill_timeout_s):
+            for endpoint in endpoints:
+                last = endpoint is endpoints[-1]
+                self.tried.append(endpoint)
+                try:
+                    response = await self.http.post(
+                        endpoint.url + self.asked.path, json=prefill_body(self.asked.body), headers=self.asked.headers
+                    )
+                except httpx.HTTPError as error:
+                    if last:
+                        raise unreachable("prefill", endpoint, error) from error
+                    continue
+                if last or response.status_code not in RETRIED:
+                    break
+            if response.status_code >= 400:
+                return await whole(response)
+            self.params = TransferParams.of(response)
+            return None
 
     async def _decode(self, answer: Answer) -> None:
         ordered = self.params is not None and self.options.order is OrderedBy.ROUTER
@@ -111,7 +126,7 @@ class Exchange:
             relaying.cancel()
             await asyncio.wait({relaying})
         # An order that was not taken by the end of a good answer was not needed, and must not outlive it.
-        self.settled = self.params is None or (answered and (self._ordering is None or _succeeded(self._ordering)))
+        self.settled = self.params is None or (answered and (self._ordering is None or self._ordered))
 
     async def _order_or_first_byte(self, relaying: asyncio.Task[bool], answer: Answer) -> None:
         """Returns when the order was taken or decode has answered; raises the order's error before that."""
@@ -125,16 +140,17 @@ class Exchange:
     async def _relay(self, body: JsonObject, answer: Answer) -> bool:
         """Pass decode's answer on, byte for byte. False when it is a refusal."""
         self._decode_asked = True
-        url = self.decode.url + self.asked.path
         async with (
             leg("decode", self.decode, self.options.decode_timeout_s),
-            opened(self.http, "POST", url, self.asked.headers, body) as response,
+            self.http.stream(
+                "POST", self.decode.url + self.asked.path, json=body, headers=self.asked.headers
+            ) as response,
         ):
             if response.status_code >= 400:
                 self.error = KvferryError("decode_refused", f"decode answered {response.status_code}")
                 await answer.whole(await whole(response))
                 return False
-            headers = passed_on(response.headers.multi_items())
+            headers = (*passed_on(response.headers.multi_items()), ("x-kvferry-request-id", self.lease_id))
             async for chunk in response.aiter_raw():
                 if not answer.status:
                     self._mark("first_byte")
@@ -151,6 +167,17 @@ class Exchange:
         self.timings_ms[phase] = round((time.monotonic() - self._began) * 1e3, 1)
 
     @property
+    def _ordered(self) -> bool:
+        """Whether the order has been taken."""
+        done = self._ordering
+        return done is not None and done.done() and not done.cancelled() and done.exception() is None
+
+    @property
+    def lease_id(self) -> str:
+        """What prefill named the lease; until it has, the id that the request went in with is the best guess."""
+        return (self.params.request_id if self.params else "") or self.asked.handover_id
+
+    @property
     def clean(self) -> bool:
         """Whether `clean_up` would have nothing to do."""
         return self.settled and len(self.tried) == 1
@@ -158,26 +185,18 @@ class Exchange:
     async def clean_up(self) -> None:
         """Free what the request may hold on either side. Bounded; failures are logged."""
         if self.params is None:
-            self.params = await self._late_params()
+            await _let_end(self._prefilling, PREFILL_GRACE_S)
         await _let_end(self._ordering, ORDER_GRACE_S)
-        # Engines name the lease in their answer; without one, the id that the request went in with is the best guess.
-        request_id = (self.params.request_id if self.params else "") or self.asked.request_id
         if not self.settled:
             if self._decode_asked:
-                await self.daemons.free(self.decode, request_id)
+                await self.daemons.free(self.decode, self.lease_id)
             for endpoint in self.tried[-1:]:
-                await self.daemons.free(endpoint, request_id)
+                await self.daemons.free(endpoint, self.lease_id)
         for endpoint in self.tried[:-1]:
-            await self.daemons.free(endpoint, self.asked.request_id)
-
-    async def _late_params(self) -> TransferParams | None:
-        await _let_end(self._prefilling, PREFILL_GRACE_S)
-        if self._prefilling is None or not _succeeded(self._prefilling):
-            return None
-        return self._prefilling.result().params
+            await self.daemons.free(endpoint, self.asked.handover_id)
 
 
-async def _let_end(task: asyncio.Task[Prefilled] | asyncio.Task[Ordered] | None, grace_s: float) -> None:
+async def _let_end(task: asyncio.Task[Whole | None] | asyncio.Task[Ordered] | None, grace_s: float) -> None:
     """Wait for the task, cancel it after `grace_s`, and leave no exception of it unseen."""
     if task is None:
         return
@@ -187,7 +206,3 @@ async def _let_end(task: asyncio.Task[Prefilled] | asyncio.Task[Ordered] | None,
         await asyncio.wait({task}, timeout=1.0)
     if task.done() and not task.cancelled():
         task.exception()
-
-
-def _succeeded(task: asyncio.Task[Prefilled] | asyncio.Task[Ordered]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None

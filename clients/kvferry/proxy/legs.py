@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pydantic import ValidationError
+import httpx
 
 from kvferry.errors import KvferryError
-from kvferry.schemas import OrderBody, SourceBody
+from kvferry.handoff import MALFORMED, PARAMS, Handoff, check_one_prompt
+from kvferry.schemas import OrderBody
 
 JsonObject: TypeAlias = Mapping[str, object]
-PARAMS = "kv_transfer_params"
 EXTRA = "vllm_xargs"
 ASK_TO_PUBLISH: JsonObject = {
     "do_remote_decode": True,
@@ -38,15 +38,7 @@ def read_body(content: bytes) -> JsonObject:
         raise _malformed(f"the body is not JSON: {reason}") from None
     if not isinstance(body, dict):
         raise _malformed(f"the body is a JSON {_json_type(body)}, not an object")
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        raise KvferryError(
-            "batch_of_prompts",
-            f"the body holds {len(prompt)} prompts, and one kv_transfer_params object describes the KV of one",
-            field="prompt",
-            value=len(prompt),
-            remedy="send one request per prompt",
-        )
+    check_one_prompt(body.get("prompt"))
     return body
 
 
@@ -83,13 +75,23 @@ class TransferParams:
     content: JsonObject
 
     @classmethod
-    def of(cls, answer: object) -> TransferParams | None:
-        """Out of prefill's JSON answer; None when it published nothing. Raises KvferryError."""
+    def of(cls, response: httpx.Response) -> TransferParams | None:
+        """Out of prefill's answer; None when it published nothing.
+
+        Raises KvferryError: `malformed_answer`, `malformed_kv_transfer_params`.
+        """
+        try:
+            answer = response.json()
+        except (ValueError, RecursionError) as error:
+            raise KvferryError(
+                "malformed_answer", f"the prefill engine answered with something that is not JSON: {error}",
+                field="prefill", value=str(response.url), remedy="is this an OpenAI-compatible engine?",
+            ) from None  # fmt: skip
         content = answer.get(PARAMS) if isinstance(answer, Mapping) else None
         if content is None:
             return None
         if not isinstance(content, Mapping):
-            raise _bad_params(PARAMS, content, "a JSON object or null")
+            raise _bad_params(PARAMS, content)
         return cls(content)
 
     @property
@@ -100,23 +102,11 @@ class TransferParams:
 
     def order(self) -> OrderBody:
         """The order for the decode side's daemon. Raises KvferryError naming the field that cannot be used."""
-        host, port = self.content.get("remote_host"), self.content.get("remote_port")
-        if isinstance(host, str) and ":" in host and not host.startswith("["):
-            host = f"[{host}]"
-        try:
-            source = SourceBody.model_validate(
-                {
-                    "engine_id": self.content.get("remote_engine_id"),
-                    "address": f"{host}:{port}",
-                    "epoch": self.content.get("remote_epoch"),
-                }
-            )
-            return OrderBody(request_id=self.request_id, source=source)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = str(first["loc"][-1])
-            name = {"address": "remote_host, remote_port"}.get(field, f"remote_{field}")
-            raise _bad_params(f"{PARAMS}.{name}", first.get("input"), first["msg"]) from None
+        handoff = Handoff.parse(self.content)
+        source = handoff.source()
+        if source is None:
+            raise _bad_params(f"{PARAMS}.order", handoff.order)
+        return OrderBody(request_id=self.request_id, source=source)
 
 
 def _no_constant(name: str) -> object:
@@ -132,11 +122,7 @@ def _malformed(message: str) -> KvferryError:
     return KvferryError("malformed_json", message, remedy='send an object such as {"model": "m", "prompt": "Once"}')
 
 
-def _bad_params(field: str, value: object, wanted: str) -> KvferryError:
-    return KvferryError(
-        "malformed_kv_transfer_params",
-        f"prefill answered with kv_transfer_params that cannot be ordered from: {field}: {wanted}",
-        field=field,
-        value=value,
-        remedy="does the prefill engine run a kvferry plug-in that is attached to a daemon?",
-    )
+def _bad_params(field: str, value: object) -> KvferryError:
+    what = f"prefill answered with a {field} that cannot be used"
+    remedy = "does the prefill engine run a kvferry plug-in that is attached to a daemon?"
+    return KvferryError(MALFORMED, what, field=field, value=value, remedy=remedy)

@@ -1,8 +1,9 @@
-"""What `kvferry proxy` is told: flags, checked once, as frozen values."""
+"""The flags of `kvferry proxy`, checked once, as frozen values."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ daemons
   Without daemon= those blocks stay held until the lease's ttl.
 
 requests
-  X-Request-Id             used on both legs; made up where absent
+  X-Request-Id             the first 128 characters, and a random suffix, are the id on both legs; the answer has the id
+                           that the client sent, and in x-kvferry-request-id the lease's
   x-prefiller-host-port    host:port[,host:port]: use one of these prefill engines; 403 for one that is not configured
 
 examples
@@ -45,7 +47,7 @@ examples
 
 
 class OrderedBy(enum.StrEnum):
-    """Who tells the decode side's daemon where the KV is."""
+    """What tells the decode side's daemon where the KV is."""
 
     ENGINE = "engine"
     ROUTER = "router"
@@ -53,7 +55,7 @@ class OrderedBy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An engine's base URL, and the REST URLs of its ranks' daemons, rank 0 first (empty when not told)."""
+    """An engine's base URL, and the REST URLs of its ranks' daemons, rank 0 first (empty where not given)."""
 
     url: str
     daemons: tuple[str, ...] = ()
@@ -89,32 +91,17 @@ class Options:
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Read the flags. Exits with 2 and one line that says what to change, as argparse does."""
     parser = _parser()
-    flags = parser.parse_args(argv)
-    order = OrderedBy(flags.order)
-    if order is OrderedBy.ROUTER:
-        for endpoint in flags.decode:
-            if not endpoint.daemons:
-                parser.error(
-                    f"--order router orders at the decode daemons, and --decode {endpoint.url} names none: "
-                    f"--decode {endpoint.url},daemon=http://HOST:7410"
-                )
-    host, port = flags.listen
-    return Options(
-        prefill=tuple(flags.prefill),
-        decode=tuple(flags.decode),
-        order=order,
-        host=host,
-        port=port,
-        api_token=flags.api_token_file or "",
-        daemon_token=flags.daemon_token_file or "",
-        connect_timeout_s=flags.connect_timeout,
-        prefill_timeout_s=flags.prefill_timeout,
-        decode_timeout_s=flags.decode_timeout,
-        order_timeout_s=flags.order_timeout,
-        prefill_attempts=flags.prefill_attempts,
-        max_body_bytes=flags.max_body_mb << 20,
-        max_connections=flags.max_connections,
-    )
+    flags = vars(parser.parse_args(argv))
+    host, port = flags.pop("listen")
+    flags |= {"prefill": tuple(flags["prefill"]), "decode": tuple(flags["decode"]), "order": OrderedBy(flags["order"])}
+    options = Options(**flags, host=host, port=port)
+    for endpoint in options.decode:
+        if options.order is OrderedBy.ROUTER and not endpoint.daemons:
+            parser.error(
+                f"--order router orders at the decode daemons, and --decode {endpoint.url} names none: "
+                f"--decode {endpoint.url},daemon=http://HOST:7410"
+            )
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,25 +113,34 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    default = {field.name: field.default for field in dataclasses.fields(Options)}
     engine = "URL[,daemon=URL]..."
-    add("--prefill", type=endpoint, action="append", required=True, metavar=engine, help="a prefill engine; repeatable")
-    add("--decode", type=endpoint, action="append", required=True, metavar=engine, help="a decode engine; repeatable")
+    for name in ("prefill", "decode"):
+        add(f"--{name}", type=endpoint, action="append", required=True, metavar=engine,
+            help=f"a {name} engine; repeatable")  # fmt: skip
     add("--order", choices=[who.value for who in OrderedBy], default="engine", help="who orders (default: engine)")
     add("--listen", type=_listen, default=("127.0.0.1", 8000), metavar="HOST:PORT", help="default: 127.0.0.1:8000")
-    add("--api-token-file", type=_token, metavar="FILE",
+    add("--api-token-file", type=_token, default=argparse.SUPPRESS, dest="api_token", metavar="FILE",
         help="clients must send this bearer token; it is not passed on to the engines")  # fmt: skip
-    add("--daemon-token-file", type=_token, metavar="FILE", help="bearer token of the daemons' REST service")
-    for name, default, what in (
-        ("connect", 5.0, "until a connection to an engine stands"),
-        ("prefill", 120.0, "for the prefill leg"),
-        ("decode", 600.0, "for the decode leg, its whole stream included"),
-        ("order", 30.0, "for placing the order, waiting for a full daemon included"),
+    add("--daemon-token-file", type=_token, default=argparse.SUPPRESS, dest="daemon_token", metavar="FILE",
+        help="bearer token of the daemons' REST service")  # fmt: skip
+    for name, what in (
+        ("connect", "until a connection to an engine stands"),
+        ("prefill", "for the prefill leg"),
+        ("decode", "for the decode leg, its whole stream included"),
+        ("order", "for placing the order, waiting for a full daemon included"),
     ):
-        add(f"--{name}-timeout", type=_seconds, default=default, metavar="S", help=f"{what} (default: {default:g})")
-    add("--prefill-attempts", type=_count, default=3, metavar="N",
-        help="prefill engines to try when one is down or answers 502, 503 or 504 (default: 3)")  # fmt: skip
-    add("--max-body-mb", type=_count, default=32, metavar="N", help="largest request body in MiB (default: 32)")
-    add("--max-connections", type=_count, default=4096, metavar="N", help="to all engines (default: 4096)")
+        seconds = default[f"{name}_timeout_s"]
+        add(f"--{name}-timeout", type=_seconds, default=seconds, dest=f"{name}_timeout_s", metavar="S",
+            help=f"{what} (default: {seconds:g})")  # fmt: skip
+    for name, what in (
+        ("prefill-attempts", "prefill engines to try when one is down or answers 502, 503 or 504"),
+        ("max-connections", "to all engines"),
+    ):
+        count = default[name.replace("-", "_")]
+        add(f"--{name}", type=_count, default=count, metavar="N", help=f"{what} (default: {count})")
+    add("--max-body-mb", type=lambda text: _count(text) << 20, default=default["max_body_bytes"],
+        dest="max_body_bytes", metavar="N", help="largest request body in MiB (default: 32)")  # fmt: skip
     add("--version", action="version", version=f"kvferry {__version__}")
     return parser
 

@@ -1,11 +1,10 @@
-"""python -m kvferry.reference: serve a model, print a config, write a checkpoint."""
+"""python -m kvferry.reference serve: a model over HTTP."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import dataclasses
-import json
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ import uvicorn
 
 from kvferry.errors import KvferryError
 from kvferry.reference.cache import LAYOUTS
-from kvferry.reference.config import PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
+from kvferry.reference.config import PRESETS, EngineConfig, ModelSource, read_model_config
 from kvferry.reference.engine import Engine
 from kvferry.reference.server import build_app
 from kvferry.reference.tokenizer import tokenizer_of
@@ -48,21 +47,32 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _model_options(serve)
     serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one; the ready line tells which")
-    serve.add_argument("--engine-id", default="reference", help="names this engine to routers and daemons")
+    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one; the ready line names it")
     serve.add_argument(
         "--daemon", action="append", default=[], metavar="SOCKET", dest="daemons",
         help="engine socket of a rank's daemon; once per rank, in rank order. Without: private memory, no transfers",
     )  # fmt: skip
-    serve.add_argument("--tp", type=int, default=1, help="ranks, one process each; need not divide the KV heads")
-    serve.add_argument(
-        "--layout", default="NHD",
-        help="; ".join(f"{name} = {order}" for name, order in LAYOUTS.items()) + "; or any order of these axes",
-    )  # fmt: skip
-    serve.add_argument("--block-size", type=int, default=16, help="tokens in a block")
-    serve.add_argument("--num-blocks", type=int, default=512)
-    serve.add_argument("--max-tokens-per-step", type=int, default=128, dest="max_step_tokens", help="prefill chunk")
-    serve.add_argument("--max-requests", type=int, default=16, help="requests that run at once")
+    orders = "; ".join(f"{name} = {order}" for name, order in LAYOUTS.items())
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    for name, what in {
+        "engine_id": "names this engine to routers and daemons",
+        "tp": "ranks, one process each; need not divide the KV heads",
+        "layout": f"{orders}; or any order of these axes",
+        "block_size": "tokens in a block",
+        "num_blocks": "blocks in the cache",
+        "max_step_tokens": "prefill chunk",
+        "max_requests": "requests that run at once",
+        "request_timeout_s": "a request's whole life",
+        "load_timeout_s": "until the KV of a request must have arrived",
+        "step_timeout_s": "a worker that takes longer for one step has failed",
+        "start_timeout_s": "until every worker must be ready",
+        "daemon_timeout_s": "a daemon's answer to one call",
+        "lease_ttl_s": "how long published KV waits for a reader; 0: as the daemon is configured",
+    }.items():
+        flag = {"max_step_tokens": "max_tokens_per_step"}.get(name, name).replace("_", "-")
+        default = defaults[name]
+        help = f"{what} (default {default})"
+        serve.add_argument(f"--{flag}", type=type(default), default=default, dest=name, help=help)
     serve.add_argument("--no-prefix-cache", action="store_false", dest="prefix_cache")
     serve.add_argument(
         "--progressive", action=argparse.BooleanOptionalAction, default=True,
@@ -72,28 +82,6 @@ def parser() -> argparse.ArgumentParser:
         "--on-load-failure", choices=("fail", "recompute"), default="fail",
         help="when KV does not arrive: answer 502, or prefill here",
     )  # fmt: skip
-    for name, text in (
-        ("--request-timeout-s", "a request's whole life"),
-        ("--load-timeout-s", "until the KV of a request must have arrived"),
-        ("--step-timeout-s", "a worker that takes longer for one step has failed"),
-        ("--start-timeout-s", "until every worker must be ready"),
-        ("--daemon-timeout-s", "a daemon's answer to one call"),
-        ("--lease-ttl-s", "how long published KV waits for a reader; 0: as the daemon is configured"),
-    ):
-        field = name[2:].replace("-", "_")
-        default = next(f.default for f in dataclasses.fields(EngineConfig) if f.name == field)
-        serve.add_argument(name, type=float, default=default, metavar="S", help=f"{text} (default {default:g})")
-
-    config = commands.add_parser("config", help="print a config.json, for serve --config")
-    _model_options(config)
-    for field in ("layers", "hidden", "intermediate", "heads", "kv-heads", "head-dim", "vocab", "window"):
-        config.add_argument(f"--{field}", type=int)
-    config.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
-
-    checkpoint = commands.add_parser("checkpoint", help="write the model as a Hugging Face folder")
-    _model_options(checkpoint)
-    checkpoint.add_argument("--shards", type=int, default=1, help="safetensors files")
-    checkpoint.add_argument("folder", type=Path)
     return top
 
 
@@ -105,7 +93,7 @@ def _model_options(command: argparse.ArgumentParser) -> None:
         "--checkpoint", type=Path, help="a folder with config.json, safetensors and maybe tokenizer.json"
     )
     command.add_argument("--seed", type=int, default=0, help="of the random weights")
-    command.add_argument("--model-name", help="as /v1/models tells it")
+    command.add_argument("--model-name", help="the name in /v1/models")
 
 
 def model_source(args: argparse.Namespace) -> ModelSource:
@@ -116,23 +104,6 @@ def model_source(args: argparse.Namespace) -> ModelSource:
         )
     config = read_model_config(args.config) if args.config is not None else PRESETS[args.preset]
     return ModelSource(config, seed=args.seed, name=args.model_name or "reference")
-
-
-def print_config(args: argparse.Namespace) -> None:
-    names = {
-        "num_layers": args.layers, "hidden_size": args.hidden, "intermediate_size": args.intermediate,
-        "num_heads": args.heads, "num_kv_heads": args.kv_heads, "head_dim": args.head_dim, "vocab_size": args.vocab,
-        "window": args.window, "dtype": args.dtype,
-    }  # fmt: skip
-    changed = {name: value for name, value in names.items() if value is not None}
-    if args.window is not None:
-        # Every other layer, so that both kinds of KV-cache group occur.
-        layers = changed.get("num_layers", model_source(args).config.num_layers)
-        changed["sliding"] = tuple(layer % 2 == 1 for layer in range(layers))
-    elif args.layers is not None:
-        changed["sliding"] = ()
-    config: ModelConfig = dataclasses.replace(model_source(args).config, **changed)
-    print(json.dumps(config.to_hf(), indent=2))
 
 
 class Server(uvicorn.Server):
@@ -175,19 +146,10 @@ async def serve(args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
-        match args.command:
-            case "serve":
-                return asyncio.run(serve(args))
-            case "config":
-                print_config(args)
-            case "checkpoint":
-                from kvferry.reference.weights import write_checkpoint
-
-                write_checkpoint(model_source(args), args.folder, shards=args.shards)
+        return asyncio.run(serve(args))
     except (KvferryError, OSError) as error:
         print(f"kvferry.reference: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -34,12 +34,9 @@ def axis_order(layout: str) -> tuple[str, ...]:
     order = tuple(LAYOUTS.get(layout, layout).replace(",", " ").split())
     if sorted(order) != sorted(AXES):
         raise KvferryError(
-            "bad_option",
-            "the layout is not an order of the six cache axes",
-            field="layout",
-            value=layout,
+            "bad_option", "the layout is not an order of the six cache axes", field="layout", value=layout,
             remedy=f"one of {', '.join(LAYOUTS)}, or the axes {' '.join(AXES)} in the order you want",
-        )
+        )  # fmt: skip
     return order
 
 
@@ -51,7 +48,7 @@ class ArrayInterface(TypedDict):
 class CacheView:
     """The keys or values of one layer, with axes VIEW_AXES: what numpy would call a strided array, without the bytes.
 
-    offset and strides in bytes from the start of the region, which lies at `address` (0 where nobody asks).
+    offset and strides in bytes from the start of the region, which lies at `address` (0 where it does not matter).
     """
 
     layer: int

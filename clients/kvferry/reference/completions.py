@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvferry.digest import prompt_digest
 from kvferry.errors import KvferryError
 from kvferry.handoff import Handoff
 from kvferry.reference.request import Request
@@ -92,12 +94,16 @@ def requests_of(body: CompletionBody, prompts: list[list[int]], request_id: str,
             max_tokens=body.max_tokens or body.max_completion_tokens or 16,
             min_tokens=body.min_tokens,
             stop_token_ids=frozenset() if body.ignore_eos else frozenset(eos),
-            origin=handoff.origin(request_id, len(prompt)),
+            origin=handoff.origin(request_id, len(prompt), partial(_digest_of, prompt)),
             hold=handoff.do_remote_decode,
             second_turn=handoff.do_remote_decode and handoff.do_remote_prefill,
         )
         for i, prompt in enumerate(prompts)
     ]
+
+
+def _digest_of(prompt: list[int], num_tokens: int) -> bytes:
+    return prompt_digest(prompt[:num_tokens])
 
 
 class Choice(BaseModel):

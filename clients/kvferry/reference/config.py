@@ -74,42 +74,34 @@ class ModelConfig:
                 raise _unsupported(name, True, "false")
         if (act := data.get("hidden_act", "silu")) != "silu":
             raise _unsupported("hidden_act", act, "silu")
-        eos = data.get("eos_token_id")
-        heads = int(data["num_attention_heads"])
-        layer_types = data.get("layer_types") or ()
+        fields = {name: data[theirs] for name, theirs in _NAMES.items() if data.get(theirs) is not None}
+        heads, eos = data["num_attention_heads"], data.get("eos_token_id")
+        derived = {"num_kv_heads": heads, "head_dim": data["hidden_size"] // heads}
+        fields |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        fields |= {name: float(fields[name]) for name in ("rope_theta", "rms_norm_eps") if name in fields}
         return cls(
-            num_layers=int(data["num_hidden_layers"]),
-            hidden_size=int(data["hidden_size"]),
-            intermediate_size=int(data["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=int(data.get("num_key_value_heads") or heads),
-            head_dim=int(data.get("head_dim") or int(data["hidden_size"]) // heads),
-            vocab_size=int(data["vocab_size"]),
-            rms_norm_eps=float(data.get("rms_norm_eps", 1e-5)),
-            rope_theta=float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0),
-            max_positions=int(data.get("max_position_embeddings", 4096)),
-            tied=bool(data.get("tie_word_embeddings", False)),
-            window=data.get("sliding_window") or None,
-            sliding=tuple(kind == "sliding_attention" for kind in layer_types),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
-            dtype=str(data.get("kvferry_dtype", "float32")),
+            **derived | fields | {"window": data.get("sliding_window") or None},
+            sliding=tuple(kind == "sliding_attention" for kind in data.get("layer_types") or ()),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` reads back; other software reads all of it but `kvferry_dtype`."""
-        return {
+        return {name: getattr(self, ours) for ours, name in _NAMES.items()} | {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-            "num_hidden_layers": self.num_layers, "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size, "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads, "head_dim": self.head_dim, "vocab_size": self.vocab_size,
-            "rms_norm_eps": self.rms_norm_eps, "rope_theta": self.rope_theta,
-            "max_position_embeddings": self.max_positions, "tie_word_embeddings": self.tied,
-            "sliding_window": self.window,
             "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in self.sliding],
-            "eos_token_id": list(self.eos_token_ids) or None, "kvferry_dtype": self.dtype,
+            "eos_token_id": list(self.eos_token_ids) or None,
         }  # fmt: skip
 
 
+_NAMES = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "vocab_size": "vocab_size", "rms_norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
+    "max_positions": "max_position_embeddings", "tied": "tie_word_embeddings", "window": "sliding_window",
+    "dtype": "kvferry_dtype",
+}  # fmt: skip
+"""Our names and those of config.json."""
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
 PRESETS = {
@@ -176,19 +168,11 @@ class EngineConfig:
                 raise KvferryError("bad_option", f"{field.name} must be 1 or more", field=field.name, value=value)
         if self.daemons and len(self.daemons) != self.tp:
             raise KvferryError(
-                "bad_option",
-                f"{len(self.daemons)} daemons for {self.tp} ranks",
-                field="daemon",
-                value=self.daemons,
+                "bad_option", f"{len(self.daemons)} daemons for {self.tp} ranks", field="daemon", value=self.daemons,
                 remedy="give --daemon once per rank, in rank order, or not at all",
-            )
+            )  # fmt: skip
 
 
 def _unsupported(field: str, value: object, wanted: str) -> KvferryError:
-    return KvferryError(
-        "unsupported_model",
-        "the reference engine cannot serve this model",
-        field=field,
-        value=value,
-        remedy=f"it takes {wanted}",
-    )
+    what = "the reference engine cannot serve this model"
+    return KvferryError("unsupported_model", what, field=field, value=value, remedy=f"it takes {wanted}")

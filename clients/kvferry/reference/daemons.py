@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
 from kvferry.errors import KvferryError
-from kvferry.handoff import Origin
+from kvferry.handoff import Attempts, Origin
 from kvferry.manifest import ModelInfo
 from kvferry.memory import SharedRegion
 from kvferry.reference.cache import CacheGeometry, describe
@@ -41,6 +41,7 @@ class Daemons:
         self._epoch = epoch
         self._clients = clients
         self._regions: list[SharedRegion] = []
+        self._attempts = Attempts()
 
     @classmethod
     async def connect(cls, engine: EngineConfig, epoch: str) -> Daemons:
@@ -76,12 +77,9 @@ class Daemons:
         region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
         if not isinstance(region, SharedRegion):
             raise KvferryError(
-                "wrong_memory_kind",
-                "the reference engine computes on the CPU, its daemon runs beside a GPU",
-                field="device",
-                value=client.device,
-                remedy="start the daemon with --device cpu",
-            )
+                "wrong_memory_kind", "the reference engine computes on the CPU, its daemon runs beside a GPU",
+                field="device", value=client.device, remedy="start the daemon with --device cpu",
+            )  # fmt: skip
         manifest = describe(
             model, self._engine, rank, epoch=self._epoch, info=info, kind=region.kind, address=region.address
         )
@@ -89,25 +87,28 @@ class Daemons:
         return region
 
     async def publish(
-        self, request_id: str, tables: Tables, num_tokens: int, *, more: bool, metadata: bytes
+        self, request_id: str, tables: Tables, num_tokens: int, *, more: bool, metadata: bytes, digest: bytes
     ) -> list[Lease]:
         ttl_s = self._engine.lease_ttl_s
         return await self._all(
             [
-                client.publish(request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s)
+                client.publish(request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, digest=digest)
                 for client in self._clients
             ]
         )
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
         """Rank 0's result, when every rank has received. Raises LoadFailed with the first rank's reason."""
-        deadline_s = self._engine.load_timeout_s
+        deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
         receives = [
             asyncio.create_task(
-                client.receive(origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s)
+                client.receive(
+                    origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
+                    digest=origin.digest, attempt=attempt,
+                )
             )
             for client in self._clients
-        ]
+        ]  # fmt: skip
         # The daemon keeps the deadline; twice that is for a daemon that does not answer at all.
         await asyncio.wait(receives, timeout=2 * deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         if not all(receive.done() and receive.exception() is None for receive in receives):

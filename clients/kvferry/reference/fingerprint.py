@@ -16,20 +16,13 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder. Raises KvferryError (`malformed_checkpoint`)."""
     index = folder / "model.safetensors.index.json"
     try:
-        names = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if index.exists()
-            else ["model.safetensors"]
-        )
+        held = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+        files = [folder / Path(str(name)).name for name in sorted(set(held))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise KvferryError("malformed_checkpoint", f"{index} is not a safetensors index: {error}") from None
-    files = [folder / Path(str(name)).name for name in names]
     if missing := [file for file in files if not file.is_file()]:
-        raise KvferryError(
-            "malformed_checkpoint",
-            f"{missing[0]} is missing",
-            remedy="a checkpoint folder holds config.json and model.safetensors, or its shards and their index",
-        )
+        remedy = "a checkpoint folder holds config.json and model.safetensors, or its shards and their index"
+        raise KvferryError("malformed_checkpoint", f"{missing[0]} is missing", remedy=remedy)
     return files
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+from kvferry.digest import prompt_digest
 from kvferry.engine import Lease
 from kvferry.errors import KvferryError
 from kvferry.reference.config import EngineConfig, ModelConfig
@@ -30,12 +31,12 @@ def tables_of(
 
 
 def metadata(request: Request) -> bytes:
-    """What the reader is told: the token that follows the published ones."""
+    """For the reader: the token that follows the published ones."""
     return json.dumps({"first_token": request.generated[-1]}).encode()
 
 
 def first_token(data: bytes, vocab_size: int) -> int | None:
-    """The token in another engine's metadata; None when it says nothing that we understand."""
+    """The token in another engine's metadata; None when it is not in our form."""
     try:
         token = json.loads(data)["first_token"]
     except (ValueError, KeyError, TypeError):
@@ -77,10 +78,11 @@ class Publication:
             tables = tables_of(
                 request, self._model, self._engine, start=0, stop=request.computed, window_first=request.window_first
             )
+            tokens = request.tokens[: request.computed] if last else request.prompt
             self._leases = await self._daemons.publish(
-                request.request_id, tables, request.computed, more=not last, metadata=metadata(request) if last else b""
-            )
-
+                request.request_id, tables, request.computed, more=not last, digest=prompt_digest(tokens),
+                metadata=metadata(request) if last else b"",
+            )  # fmt: skip
         self._check()
 
     def _check(self) -> None:

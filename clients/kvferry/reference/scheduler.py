@@ -10,17 +10,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvferry.reference.blocks import BlockPool, prefix_hashes
 from kvferry.reference.config import EngineConfig
 from kvferry.reference.request import Request, RequestState
-from kvferry.reference.wire import StepInput
+from kvferry.reference.wire import Step
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How many requests are in each state before HELD, and how many blocks nobody holds."""
+    """How many requests are in each state before HELD, and how many blocks are free."""
 
     waiting: int
     loading: int
@@ -81,7 +79,7 @@ class Scheduler:
             request.admitted.set()
 
     def loaded(self, request: Request) -> None:
-        """The load has ended, whatever of the prompt arrived; `computed` says how much."""
+        """The load has ended, well or not; `computed` counts what has arrived."""
         assert request.state is RequestState.LOADING
         self._num_loading -= 1
         self._run(request)
@@ -165,17 +163,15 @@ class Scheduler:
         self.pool.release(blocks)
 
 
-def step_input(step: Sequence[Scheduled]) -> StepInput:
-    """What the workers get. The block table of each sequence as far as this step reaches."""
-    tokens: list[int] = []
-    for entry in step:
-        first = entry.request.computed
-        tokens += entry.request.tokens[first : first + entry.count]
-    return StepInput(
-        tokens=np.array(tokens, dtype=np.int64),
-        starts=np.array([entry.request.computed for entry in step], dtype=np.int64),
-        counts=np.array([entry.count for entry in step], dtype=np.int64),
-        blocks=np.concatenate([np.array(entry.request.blocks, dtype=np.int64) for entry in step]),
-        num_blocks=np.array([len(entry.request.blocks) for entry in step], dtype=np.int64),
-        sample=np.array([entry.samples for entry in step], dtype=np.int64),
-    )
+def step_input(scheduled: Sequence[Scheduled]) -> Step:
+    """What the workers get."""
+    step = Step([], [], [], [], [], [])
+    for entry in scheduled:
+        request, start = entry.request, entry.request.computed
+        step.tokens.extend(request.tokens[start : start + entry.count])
+        step.starts.append(start)
+        step.counts.append(entry.count)
+        step.blocks.extend(request.blocks)
+        step.num_blocks.append(len(request.blocks))
+        step.sample.append(entry.samples)
+    return step

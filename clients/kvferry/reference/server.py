@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
+from kvferry.asgi import disconnected, openai_error
 from kvferry.errors import KvferryError
 from kvferry.reference.completions import Choice, Completion, CompletionBody, Usage, requests_of
 from kvferry.reference.daemons import LoadFailed
@@ -25,10 +26,11 @@ from kvferry.reference.tokenizer import TextStream, Tokenizer
 
 T = TypeVar("T")
 CLIENT_GONE = 499
-"""nginx's status for a client that closed the connection; nobody reads it."""
+"""nginx's status for a client that closed the connection; no client sees it."""
 STATUS = {
     "malformed_request": 400,
     "malformed_kv_transfer_params": 400,
+    "other_prompt": 400,
     "unsupported_parameter": 400,
     "prompt_too_long": 400,
     "no_daemon": 400,
@@ -39,19 +41,18 @@ STATUS = {
     "stopping": 503,
     "deadline": 504,
 }
-"""HTTP status by error code; any other is a daemon's refusal, 502, as is every failed load."""
+"""HTTP status by error code. All others are 502, and so is a failed load, unless another prompt's KV was asked for."""
 
 
 def status_of(error: KvferryError) -> int:
-    return 502 if isinstance(error, LoadFailed) else STATUS.get(error.code, 502)
+    if isinstance(error, LoadFailed) and error.code != "other_prompt":
+        return 502
+    return STATUS.get(error.code, 502)
 
 
 def error_answer(error: KvferryError) -> JSONResponse:
-    """OpenAI's error object; `param` names the field."""
     status = status_of(error)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}
-    return JSONResponse({"error": body}, status, {"Retry-After": "1"} if status == 429 else None)
+    return JSONResponse(openai_error(error, status), status, {"Retry-After": "1"} if status == 429 else None)
 
 
 def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
@@ -185,7 +186,7 @@ async def _next(events: AsyncGenerator[Completion, None]) -> Completion:
 async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
     """The result; None, and the work cancelled, when the client goes away first."""
     working = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(http))
+    gone = asyncio.create_task(disconnected(http.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None
@@ -193,11 +194,6 @@ async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) 
         for task in (working, gone):
             task.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _sse(first: Completion, events: AsyncGenerator[Completion, None]) -> AsyncIterator[str]:

@@ -31,12 +31,9 @@ class RankShard:
         per_kv = config.num_heads // config.num_kv_heads
         if tp > min(config.num_heads, config.intermediate_size):
             raise KvferryError(
-                "bad_option",
-                f"{tp} ranks for {config.num_heads} query heads leave a rank without work",
-                field="tp",
-                value=tp,
-                remedy=f"use at most {config.num_heads} ranks",
-            )
+                "bad_option", f"{tp} ranks for {config.num_heads} query heads leave a rank without work",
+                field="tp", value=tp, remedy=f"use at most {config.num_heads} ranks",
+            )  # fmt: skip
         columns = share(config.intermediate_size, rank, tp)
         if tp <= config.num_kv_heads:
             kv = share(config.num_kv_heads, rank, tp)

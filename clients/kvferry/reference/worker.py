@@ -18,13 +18,13 @@ from kvferry.memory import open_file_region
 from kvferry.reference.cache import CacheGeometry
 from kvferry.reference.model import Chunk, Decoder, LayerCache, map_cache
 from kvferry.reference.weights import weights_of
-from kvferry.reference.wire import Ints, Message, StepInput, WorkerStart
+from kvferry.reference.wire import Done, Failed, Start, Step, packed, unpacked
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    def __init__(self, start: WorkerStart) -> None:
+    def __init__(self, start: Start) -> None:
         config, engine = start.source.config, start.engine
         if engine.tp > 1:
             dist.init_process_group(
@@ -38,19 +38,16 @@ class Worker:
         self._caches: list[LayerCache] = map_cache(_region(start, geometry.nbytes), geometry)
         self._decoder = Decoder(config, weights_of(start.source), start.rank, engine.tp)
 
-    def step(self, step: StepInput) -> Ints:
+    def step(self, step: Step) -> list[int]:
         """The sampled tokens, in the order of the sequences that sample; empty on every rank but 0."""
-        tables = torch.split(torch.from_numpy(step.blocks), step.num_blocks.tolist())
-        chunks = [
-            Chunk(start, count, table)
-            for start, count, table in zip(step.starts.tolist(), step.counts.tolist(), tables, strict=True)
-        ]
-        last = (step.counts.cumsum() - 1)[step.sample == 1]
-        logits = self._decoder.step(torch.from_numpy(step.tokens), chunks, self._caches, torch.from_numpy(last))
-        return step.tokens[:0] if logits is None else logits.argmax(-1).numpy()
+        tables = torch.split(torch.tensor(step.blocks), step.num_blocks)
+        chunks = [Chunk(*chunk) for chunk in zip(step.starts, step.counts, tables, strict=True)]
+        last = (torch.tensor(step.counts).cumsum(0) - 1)[torch.tensor(step.sample)]
+        logits = self._decoder.step(torch.tensor(step.tokens), chunks, self._caches, last)
+        return [] if logits is None else [int(token) for token in logits.argmax(-1)]
 
 
-def _region(start: WorkerStart, nbytes: int) -> torch.Tensor:
+def _region(start: Start, nbytes: int) -> torch.Tensor:
     if not start.region_path:
         return torch.zeros(nbytes, dtype=torch.uint8)
     return open_file_region(start.region_path, nbytes, offset=start.region_offset).tensor()
@@ -66,17 +63,21 @@ def _die_with_parent(parent: int) -> None:
 
 
 def serve(pipe: Connection) -> None:
-    """Answer every message until `stop` or until the driver's end of the pipe is gone."""
+    """Answer every message until the driver's end of the pipe is gone."""
     try:
-        worker = Worker(WorkerStart.of(Message.from_bytes(pipe.recv_bytes())))
-        pipe.send_bytes(Message("ready").to_bytes())
-        while (message := Message.from_bytes(pipe.recv_bytes())).op == "step":
-            pipe.send_bytes(Message("done", arrays={"tokens": worker.step(StepInput.of(message))}).to_bytes())
+        start = unpacked(pipe.recv_bytes())
+        assert isinstance(start, Start)
+        worker = Worker(start)
+        pipe.send_bytes(packed(Done()))
+        while True:
+            step = unpacked(pipe.recv_bytes())
+            assert isinstance(step, Step)
+            pipe.send_bytes(packed(Done(worker.step(step))))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the driver has gone, or wants this process to go
     except (RuntimeError, ValueError, OSError, IndexError, KvferryError) as error:
         traceback.print_exc()
-        pipe.send_bytes(Message("failed", text=f"{type(error).__name__}: {error}").to_bytes())
+        pipe.send_bytes(packed(Failed(f"{type(error).__name__}: {error}")))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvferry.errors import KvferryError
 from kvferry.reference.config import EngineConfig, ModelSource
-from kvferry.reference.wire import Ints, Message, StepInput, WorkerStart
+from kvferry.reference.wire import Done, Failed, Message, Start, Step, packed, unpacked
 
 _STOP_S = 5.0
 _SEND_S = 10
@@ -47,12 +47,12 @@ class _Worker:
 
     def send(self, message: Message) -> None:
         try:
-            self._pipe.send_bytes(message.to_bytes())
+            self._pipe.send_bytes(packed(message))
         except OSError as error:
             raise self.failed(f"the pipe broke: {error}") from None
 
-    async def answer(self, op: str, timeout_s: float) -> Message:
-        """The next message, which must be `op`. Raises KvferryError (`worker_failed`)."""
+    async def done(self, timeout_s: float) -> Done:
+        """The next message. Raises KvferryError (`worker_failed`)."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._pipe.fileno(), readable.set)
@@ -64,21 +64,18 @@ class _Worker:
         finally:
             loop.remove_reader(self._pipe.fileno())
         try:
-            message = Message.from_bytes(self._pipe.recv_bytes())
+            message = unpacked(self._pipe.recv_bytes())
         except (EOFError, OSError):
             raise self.failed("it closed its pipe") from None
-        if message.op != op:
-            raise self.failed(message.text or f"it answered {message.op} instead of {op}")
+        if not isinstance(message, Done):
+            raise self.failed(message.why if isinstance(message, Failed) else f"it sent {message.op}")
         return message
 
     def failed(self, why: str) -> KvferryError:
         return KvferryError(
-            "worker_failed",
-            f"the worker of rank {self.rank}, process {self.process.pid}, failed: {why}",
-            field="rank",
-            value=self.rank,
-            remedy="its last words are on stderr; start the engine again",
-        )
+            "worker_failed", f"the worker of rank {self.rank}, process {self.process.pid}, failed: {why}",
+            field="rank", value=self.rank, remedy="its last words are on stderr; start the engine again",
+        )  # fmt: skip
 
     async def ended(self) -> KvferryError:
         """Returns when the process has ended."""
@@ -116,20 +113,19 @@ class Workers:
         rendezvous = str(Path(self._folder) / "rendezvous")
         for worker in self._workers:
             path, offset = regions[worker.rank] if regions else ("", 0)
-            worker.send(WorkerStart(source, self._engine, worker.rank, rendezvous, path, offset).message())
-        await self._answers("ready", self._engine.start_timeout_s)
+            worker.send(Start(source, self._engine, worker.rank, rendezvous, path, offset))
+        await self._all_done(self._engine.start_timeout_s)
         self._forget_folder()  # the ranks have met; a driver that is killed leaves nothing behind
 
-    async def step(self, step: StepInput) -> Ints:
+    async def step(self, step: Step) -> list[int]:
         """Run one step on all ranks; the sampled tokens. When it returns, every rank has written its KV."""
-        message = step.message()
         for worker in self._workers:
-            worker.send(message)
-        return (await self._answers("done", self._engine.step_timeout_s))[0].arrays["tokens"]
+            worker.send(step)
+        return (await self._all_done(self._engine.step_timeout_s))[0].tokens
 
-    async def _answers(self, op: str, timeout_s: float) -> list[Message]:
+    async def _all_done(self, timeout_s: float) -> list[Done]:
         """One message of each rank. Raises KvferryError for the rank that died, else for the first that failed."""
-        waits = [asyncio.create_task(worker.answer(op, timeout_s)) for worker in self._workers]
+        waits = [asyncio.create_task(worker.done(timeout_s)) for worker in self._workers]
         try:
             return await asyncio.gather(*waits)
         except KvferryError as error:

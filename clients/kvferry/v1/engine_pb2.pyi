@@ -256,26 +256,6 @@ class AllocateRequest(google.protobuf.message.Message):
 Global___AllocateRequest: typing_extensions.TypeAlias = AllocateRequest
 
 @typing.final
-class SharedFile(google.protobuf.message.Message):
-    """A file that both processes can map: offset and nbytes are within it."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PATH_FIELD_NUMBER: builtins.int
-    OFFSET_FIELD_NUMBER: builtins.int
-    path: builtins.str
-    offset: builtins.int
-    def __init__(
-        self,
-        *,
-        path: builtins.str = ...,
-        offset: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "path", b"path"]) -> None: ...
-
-Global___SharedFile: typing_extensions.TypeAlias = SharedFile
-
-@typing.final
 class CudaAllocation(google.protobuf.message.Message):
     """A raw driver IPC handle maps the whole allocation at its base."""
 
@@ -304,7 +284,9 @@ Global___CudaAllocation: typing_extensions.TypeAlias = CudaAllocation
 
 @typing.final
 class HandedFile(google.protobuf.message.Message):
-    """A file whose descriptor was handed over under this ticket. It must be sealed against shrinking."""
+    """A file whose descriptor goes over the handover socket under this ticket: to the daemon before Adopt, to the engine
+    after Allocate. It is sealed against shrinking, so that nobody can take its pages from under who has mapped it.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -359,14 +341,11 @@ class Memory(google.protobuf.message.Message):
 
     REGION_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
-    FILE_FIELD_NUMBER: builtins.int
     CUDA_FIELD_NUMBER: builtins.int
     HANDED_FIELD_NUMBER: builtins.int
     VMM_FIELD_NUMBER: builtins.int
     region: builtins.int
     nbytes: builtins.int
-    @property
-    def file(self) -> Global___SharedFile: ...
     @property
     def cuda(self) -> Global___CudaAllocation: ...
     @property
@@ -378,14 +357,13 @@ class Memory(google.protobuf.message.Message):
         *,
         region: builtins.int = ...,
         nbytes: builtins.int = ...,
-        file: Global___SharedFile | None = ...,
         cuda: Global___CudaAllocation | None = ...,
         handed: Global___HandedFile | None = ...,
         vmm: Global___CudaAllocations | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cuda", b"cuda", "file", b"file", "handed", b"handed", "kind", b"kind", "vmm", b"vmm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cuda", b"cuda", "file", b"file", "handed", b"handed", "kind", b"kind", "nbytes", b"nbytes", "region", b"region", "vmm", b"vmm"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["file", "cuda", "handed", "vmm"] | None: ...
+    def HasField(self, field_name: typing.Literal["cuda", b"cuda", "handed", b"handed", "kind", b"kind", "vmm", b"vmm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cuda", b"cuda", "handed", b"handed", "kind", b"kind", "nbytes", b"nbytes", "region", b"region", "vmm", b"vmm"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["cuda", "handed", "vmm"] | None: ...
 
 Global___Memory: typing_extensions.TypeAlias = Memory
 
@@ -401,15 +379,19 @@ class Handover(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     FILES_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
     session: builtins.str
     files: builtins.int
+    ticket: builtins.str
+    """of Allocate: nothing is handed over, the descriptor comes with the first byte of the answer"""
     def __init__(
         self,
         *,
         session: builtins.str = ...,
         files: builtins.int = ...,
+        ticket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["files", b"files", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["files", b"files", "session", b"session", "ticket", b"ticket"]) -> None: ...
 
 Global___Handover: typing_extensions.TypeAlias = Handover
 

@@ -48,13 +48,10 @@ class HandshakeRequest(google.protobuf.message.Message):
     PROTOCOL_MIN_FIELD_NUMBER: builtins.int
     PROTOCOL_MAX_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    INSTANCE_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     version: builtins.str
-    instance: builtins.str
-    """names this start of the calling daemon"""
     engine_id: builtins.str
     def __init__(
         self,
@@ -62,10 +59,9 @@ class HandshakeRequest(google.protobuf.message.Message):
         protocol_min: builtins.int = ...,
         protocol_max: builtins.int = ...,
         version: builtins.str = ...,
-        instance: builtins.str = ...,
         engine_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "instance", b"instance", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "version", b"version"]) -> None: ...
 
 Global___HandshakeRequest: typing_extensions.TypeAlias = HandshakeRequest
 
@@ -103,7 +99,6 @@ class HandshakeReply(google.protobuf.message.Message):
 
     PROTOCOL_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    INSTANCE_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
     MEMBERS_FIELD_NUMBER: builtins.int
     AGENT_NAME_FIELD_NUMBER: builtins.int
@@ -112,7 +107,6 @@ class HandshakeReply(google.protobuf.message.Message):
     STAGING_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     version: builtins.str
-    instance: builtins.str
     agent_name: builtins.str
     agent_metadata: builtins.bytes
     @property
@@ -134,7 +128,6 @@ class HandshakeReply(google.protobuf.message.Message):
         *,
         protocol: builtins.int = ...,
         version: builtins.str = ...,
-        instance: builtins.str = ...,
         manifest: kvferry.v1.layout_pb2.Manifest | None = ...,
         members: collections.abc.Iterable[Global___Member] | None = ...,
         agent_name: builtins.str = ...,
@@ -143,7 +136,7 @@ class HandshakeReply(google.protobuf.message.Message):
         staging: Global___Staging | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "staging", b"staging"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "instance", b"instance", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "staging", b"staging", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "staging", b"staging", "version", b"version"]) -> None: ...
 
 Global___HandshakeReply: typing_extensions.TypeAlias = HandshakeReply
 
@@ -264,13 +257,11 @@ class JoinRequest(google.protobuf.message.Message):
 
     PROTOCOL_MIN_FIELD_NUMBER: builtins.int
     PROTOCOL_MAX_FIELD_NUMBER: builtins.int
-    INSTANCE_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
     MEMBER_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
-    instance: builtins.str
     engine_id: builtins.str
     world_size: builtins.int
     @property
@@ -280,13 +271,12 @@ class JoinRequest(google.protobuf.message.Message):
         *,
         protocol_min: builtins.int = ...,
         protocol_max: builtins.int = ...,
-        instance: builtins.str = ...,
         engine_id: builtins.str = ...,
         member: Global___Member | None = ...,
         world_size: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["member", b"member"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "instance", b"instance", "member", b"member", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "member", b"member", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "world_size", b"world_size"]) -> None: ...
 
 Global___JoinRequest: typing_extensions.TypeAlias = JoinRequest
 
@@ -398,24 +388,29 @@ class LeaseOpen(google.protobuf.message.Message):
 
     READING_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    KNOWN_WORD_FIELD_NUMBER: builtins.int
+    KNOWN_VERSION_FIELD_NUMBER: builtins.int
     reading: builtins.int
     """the reader's number for it, never used again on this stream"""
     request_id: builtins.str
+    known_word: builtins.int
+    """of an announcement that the reader goes by: the lease is not sent again if nothing changed"""
+    known_version: builtins.int
     def __init__(
         self,
         *,
         reading: builtins.int = ...,
         request_id: builtins.str = ...,
+        known_word: builtins.int = ...,
+        known_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reading", b"reading", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["known_version", b"known_version", "known_word", b"known_word", "reading", b"reading", "request_id", b"request_id"]) -> None: ...
 
 Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
 
 @typing.final
 class LeaseClose(google.protobuf.message.Message):
-    """Ends a reading. With a number that was not opened: the reader counts as through without, by an announcement or because
-    it had nothing to read on this rank.
-    """
+    """Ends a reading. With number 0: the reader has finished without opening the lease, since it had nothing to read here."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -425,7 +420,7 @@ class LeaseClose(google.protobuf.message.Message):
     reading: builtins.int
     request_id: builtins.str
     complete: builtins.bool
-    """false: the reader gave up and does not count as one that has read"""
+    """false: the reader gave up, and does not count as one that has read"""
     def __init__(
         self,
         *,
@@ -451,7 +446,7 @@ class ReadReply(google.protobuf.message.Message):
     def update(self) -> Global___LeaseUpdate: ...
     @property
     def problem(self) -> kvferry.v1.layout_pb2.Problem:
-        """the reading is over"""
+        """the reading is over; of reading 0: the stream is"""
 
     @property
     def announced(self) -> Global___Announcement: ...
@@ -474,8 +469,8 @@ Global___ReadReply: typing_extensions.TypeAlias = ReadReply
 
 @typing.final
 class Announcement(google.protobuf.message.Message):
-    """A lease that was published whole. Unasked, and maybe out of date: a reader that goes by it need not open the lease, but
-    has read nothing unless the seal is whole afterwards.
+    """A lease that was published whole. It may be out of date when it arrives: a reader that goes by it opens the lease beside
+    reading, and has read nothing unless the validity word is whole afterwards.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -504,16 +499,17 @@ class LeaseUpdate(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
-    SEAL_ADDRESS_FIELD_NUMBER: builtins.int
-    SEAL_FIELD_NUMBER: builtins.int
+    WORD_ADDRESS_FIELD_NUMBER: builtins.int
+    WORD_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
     more: builtins.bool
     metadata: builtins.bytes
-    seal_address: builtins.int
-    """8 bytes of host memory that hold `seal` for as long as the lease holds"""
-    seal: builtins.int
+    word_address: builtins.int
+    """8 bytes of host memory that hold `word` for as long as the lease holds"""
+    word: builtins.int
+    """the validity word"""
     version: builtins.int
     """counts the publishes of this lease"""
     digest: builtins.bytes
@@ -527,13 +523,13 @@ class LeaseUpdate(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         more: builtins.bool = ...,
         metadata: builtins.bytes = ...,
-        seal_address: builtins.int = ...,
-        seal: builtins.int = ...,
+        word_address: builtins.int = ...,
+        word: builtins.int = ...,
         version: builtins.int = ...,
         digest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "seal", b"seal", "seal_address", b"seal_address", "tables", b"tables", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "tables", b"tables", "version", b"version", "word", b"word", "word_address", b"word_address"]) -> None: ...
 
 Global___LeaseUpdate: typing_extensions.TypeAlias = LeaseUpdate
 
@@ -668,8 +664,7 @@ class PackOpen(google.protobuf.message.Message):
         def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    SEAL_FIELD_NUMBER: builtins.int
+    WORD_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PAIRING_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
@@ -679,9 +674,7 @@ class PackOpen(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
-    request_id: builtins.str
-    """opens the lease first, as LeaseOpen does, where the reader goes by an announcement"""
-    seal: builtins.int
+    word: builtins.int
     """of the LeaseUpdate whose tables the reader uses: no other lease is packed"""
     version: builtins.int
     """of that LeaseUpdate"""
@@ -702,8 +695,7 @@ class PackOpen(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        request_id: builtins.str = ...,
-        seal: builtins.int = ...,
+        word: builtins.int = ...,
         version: builtins.int = ...,
         pairing: builtins.str = ...,
         tokens: kvferry.v1.layout_pb2.TokenRange | None = ...,
@@ -715,7 +707,7 @@ class PackOpen(google.protobuf.message.Message):
         last: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "seal", b"seal", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version", "word", b"word"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 
@@ -789,9 +781,9 @@ class OrderRequest(google.protobuf.message.Message):
     DEADLINE_S_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
-    ATTEMPT_FIELD_NUMBER: builtins.int
     WAY_FIELD_NUMBER: builtins.int
-    AGAIN_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    COUNTED_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
     request_id: builtins.str
@@ -800,12 +792,12 @@ class OrderRequest(google.protobuf.message.Message):
     traceparent: builtins.str
     rank: builtins.int
     """the rank that hands the order on"""
-    attempt: builtins.str
-    """its transfer: a request id may come again after a failure"""
     way: builtins.str
     """empty: as the daemon is configured"""
-    again: builtins.bool
-    """the rank has tried the request before, or insists; absent from older daemons"""
+    attempt: builtins.int
+    """counts the attempts at this request from 1; only the newest goes on"""
+    counted: builtins.bool
+    """the daemon of `rank` counted it: it may have seen fewer attempts than others"""
     @property
     def source(self) -> kvferry.v1.engine_pb2.Source: ...
     @property
@@ -826,13 +818,12 @@ class OrderRequest(google.protobuf.message.Message):
         deadline_s: builtins.float = ...,
         traceparent: builtins.str = ...,
         rank: builtins.int = ...,
-        attempt: builtins.str = ...,
         way: builtins.str = ...,
-        again: builtins.bool | None = ...,
+        attempt: builtins.int = ...,
+        counted: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_again", b"_again", "again", b"again", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_again", b"_again", "again", b"again", "attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_again", b"_again"]) -> typing.Literal["again"] | None: ...
+    def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 
@@ -856,22 +847,6 @@ class RankTransfer(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    @typing.final
-    class EstimateMsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.float
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.float = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     RANK_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
@@ -880,7 +855,6 @@ class RankTransfer(google.protobuf.message.Message):
     TRANSPORT_FIELD_NUMBER: builtins.int
     PHASES_MS_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
-    ESTIMATE_MS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     state: builtins.str
     nbytes: builtins.int
@@ -891,8 +865,6 @@ class RankTransfer(google.protobuf.message.Message):
     def phases_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
     def problem(self) -> kvferry.v1.layout_pb2.Problem: ...
-    @property
-    def estimate_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     def __init__(
         self,
         *,
@@ -904,10 +876,9 @@ class RankTransfer(google.protobuf.message.Message):
         transport: builtins.str = ...,
         phases_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
-        estimate_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "estimate_ms", b"estimate_ms", "nbytes", b"nbytes", "path", b"path", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transport", b"transport"]) -> None: ...
 
 Global___RankTransfer: typing_extensions.TypeAlias = RankTransfer
 
@@ -920,17 +891,18 @@ class AbortRequest(google.protobuf.message.Message):
     FAN_OUT_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
-    ATTEMPT_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
     fan_out: builtins.bool
     reason: builtins.str
     rank: builtins.int
-    """with `attempt`: end only what that attempt of that rank began"""
-    attempt: builtins.str
+    """of the sender, with `attempt`"""
     failed: builtins.bool
     """the rank did not abort but failed"""
+    attempt: builtins.int
+    """end this attempt only, also if its order comes later; 0: whatever is under way"""
     def __init__(
         self,
         *,
@@ -939,8 +911,8 @@ class AbortRequest(google.protobuf.message.Message):
         fan_out: builtins.bool = ...,
         reason: builtins.str = ...,
         rank: builtins.int = ...,
-        attempt: builtins.str = ...,
         failed: builtins.bool = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "rank", b"rank", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
 

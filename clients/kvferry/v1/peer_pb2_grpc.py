@@ -98,8 +98,8 @@ class PeerServicer(object):
 
     def Read(self, request_iterator, context):
         """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
-        pair of ranks, kept open: it is the reader's liveness, and a lease is opened in one message each way. A source with
-        few readers announces what is published, so that a reader need not wait for the answer.
+        pair of ranks, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
+        readers announces its leases when they are published, so that a reader need not wait for the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

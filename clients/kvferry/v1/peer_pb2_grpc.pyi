@@ -215,8 +215,8 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
 
     Read: _PeerReadType
     """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
-    pair of ranks, kept open: it is the reader's liveness, and a lease is opened in one message each way. A source with
-    few readers announces what is published, so that a reader need not wait for the answer.
+    pair of ranks, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
+    readers announces its leases when they are published, so that a reader need not wait for the answer.
     """
 
     Pair: _PeerPairType
@@ -293,8 +293,8 @@ class PeerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.ReadReply], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.ReadReply]]:
         """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
-        pair of ranks, kept open: it is the reader's liveness, and a lease is opened in one message each way. A source with
-        few readers announces what is published, so that a reader need not wait for the answer.
+        pair of ranks, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
+        readers announces its leases when they are published, so that a reader need not wait for the answer.
         """
 
     @abc.abstractmethod

@@ -1,10 +1,10 @@
-"""The connector in vLLM's scheduler: which tokens of which request are read from where, and which are kept for whom."""
+"""The connector in vLLM's scheduler: which requests are read from another engine, and which are kept for one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -12,9 +12,10 @@ from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_l
 from vllm.v1.request import RequestStatus
 
 from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff, Origin, answer
+from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer
 from kvferry.tables import BlockTable
 from kvferry.vllm.options import Options
+from kvferry.vllm.prompt import digest_of
 from kvferry.vllm.step import Address, Load, Publish, Step
 
 if TYPE_CHECKING:
@@ -31,22 +32,24 @@ COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request's part in P/D, until vLLM is done with it."""
+    """A request that is read from another engine, or published for one, until vLLM has finished it."""
 
     request: Request
     handoff: Handoff
     origin: Origin | None = None
-    """Where its KV is to be read from; None once that is under way."""
+    """Where its KV is to be read from; None once the read has begun."""
     problem: KvferryError | None = None
     """Why its kv_transfer_params cannot be followed."""
     loading: bool = False
     published: bool = False
     complete: bool = False
     """All that will ever be published has been."""
+    digest: bytes = b""
+    """Of the prompt, once a part of it has been published."""
 
 
 class SchedulerSide:
-    """`Step` by step: what vLLM asks and tells its scheduler's connector is gathered for the workers."""
+    """Answers vLLM's scheduler, and gathers in a `Step` what the workers have to do."""
 
     def __init__(self, config: VllmConfig, caches: KVCacheConfig, options: Options) -> None:
         self._options = options
@@ -64,6 +67,9 @@ class SchedulerSide:
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
+        self._attempts = Attempts()
+        self._expected: Remembered[bytes] = Remembered()
+        """By remote request id: the digest of the last prompt that came with it."""
         self._step = Step()
 
     def reached_at(self, workers: Mapping[tuple[int, int], Address]) -> None:
@@ -71,14 +77,14 @@ class SchedulerSide:
         self._address = workers[min(workers)].address
 
     def admit(self, request: Request) -> None:
-        """A new request. Its kv_transfer_params come from a public body: nothing in them may harm anyone else."""
+        """A new request. Its kv_transfer_params come from a public body: they must not harm other requests."""
         params = request.kv_transfer_params
         if params is None or params == {} or request.request_id in self._exchanges:
             return
         exchange = self._exchanges[request.request_id] = Exchange(request, Handoff())
         try:
             exchange.handoff = Handoff.parse(params)
-            exchange.origin = exchange.handoff.origin(request.request_id, request.num_prompt_tokens)
+            exchange.origin = self._origin(exchange.handoff, request)
         except KvferryError as error:
             exchange.problem = error
         if not isinstance(params, dict):
@@ -89,6 +95,20 @@ class SchedulerSide:
                 del tokens[-self._behind :]
             request.num_prompt_tokens -= self._behind
             request.max_tokens = 1
+
+    def _origin(self, handoff: Handoff, request: Request) -> Origin | None:
+        """Where to read a first part of the request's KV from. Raises KvferryError."""
+        if not handoff.reads:
+            return None
+        name = handoff.remote_request_id or request.request_id
+        if getattr(request, "abort_immediately", False):
+            # vLLM's server has refused the request, and reports it with a dummy prompt. Its KV will not be read, so its
+            # lease is ended, unless the lease is another prompt's.
+            handoff.remote_num_tokens = 0
+            origin = handoff.origin(request.request_id, 0, bytes)
+            return origin and replace(origin, digest=self._expected.get(name, b""))
+        digest = self._expected[name] = digest_of(request, handoff.remote_num_tokens or request.num_prompt_tokens)
+        return handoff.origin(request.request_id, request.num_prompt_tokens, lambda _: digest)
 
     def loadable(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many tokens after the first `computed` are read from elsewhere, between steps. Asked any number of times.
@@ -115,7 +135,7 @@ class SchedulerSide:
             reach = self._reach(exchange.origin, request)
             tables = self._tables(block_ids, reach - external, reach)
             tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
-            self._step.load.append(Load(request.request_id, exchange.origin, tables, tokens))
+            self._step.load.append(self._load(request, exchange.origin, tables, tokens))
             exchange.origin, exchange.loading = None, True
         else:
             self._release(exchange)
@@ -142,16 +162,20 @@ class SchedulerSide:
         """A step that takes the request to `reached` tokens: publish with it what no later step will add to."""
         request = exchange.request
         prompt = request.num_prompt_tokens
-        last = reached >= prompt and request.max_tokens == 1
-        if not last and not (self._options.progressive and request.num_computed_tokens < prompt):
+        if request.max_tokens > 1:  # what a lease will hold is known when it begins: its digest is that of the whole
+            return
+        last = reached >= prompt
+        if not last and not self._options.progressive:
             return
         end = min(reached, prompt)
         tables = self._tables(block_ids(request.request_id), 0, end)
-        self._step.computed.append(Publish(request.request_id, tables, self._room(end) if last else end, last))
+        exchange.digest = exchange.digest or digest_of(request, prompt)
+        num_tokens = self._room(end) if last else end
+        self._step.computed.append(Publish(request.request_id, tables, num_tokens, last, exchange.digest))
         exchange.published, exchange.complete = True, last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """(whether its blocks wait for readers, what the router is told). vLLM itself waits for loads under way."""
+        """(whether its blocks wait for readers, the answer's kv_transfer_params). vLLM waits for loads under way."""
         exchange = self._exchanges.pop(request.request_id, None)
         if exchange is None:
             return False, None
@@ -159,7 +183,7 @@ class SchedulerSide:
             self._step.cancel.append(request.request_id)
         self._release(exchange)
         handoff = exchange.handoff
-        again = self._options.second_turn and not self._behind  # a state may be some tokens further than what is told
+        again = self._options.second_turn and not self._behind  # a state may be some tokens ahead of num_tokens
         keep = handoff.do_remote_decode or (handoff.do_remote_prefill and again)
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
         if not keep or request.status not in COMPLETE or num_tokens < 1:
@@ -167,9 +191,10 @@ class SchedulerSide:
             return False, None
         room = self._room(num_tokens)
         if not exchange.complete:
-            told = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
+            metadata = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
             tables = self._tables(block_ids, 0, num_tokens)
-            self._step.finished.append(Publish(request.request_id, tables, room, True, told))
+            digest = digest_of(request, num_tokens)
+            self._step.finished.append(Publish(request.request_id, tables, room, True, digest, metadata))
         self._step.hold.append(request.request_id)
         return True, answer(
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
@@ -183,12 +208,15 @@ class SchedulerSide:
             exchange.published = exchange.complete = False
 
     def _release(self, exchange: Exchange) -> None:
-        """Nothing is read: the source need not keep it."""
+        """Nothing will be read: let the source end the lease."""
         if exchange.origin is not None:
             stop = exchange.origin.num_tokens
             nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
-            self._step.release.append(Load(exchange.request.request_id, exchange.origin, nothing, (stop, stop)))
+            self._step.release.append(self._load(exchange.request, exchange.origin, nothing, (stop, stop)))
             exchange.origin = None
+
+    def _load(self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int]) -> Load:
+        return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin))
 
     def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
         """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a

@@ -13,14 +13,14 @@ from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_prot
 from kvferryd import logs
 from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
 from kvferryd.api.handover import Handovers
-from kvferryd.check import check_destination, check_request_id, check_seconds, check_source, check_way
+from kvferryd.check import check_destination, check_digest, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
+from kvferryd.memory.host import HostRegion
 from kvferryd.peers import allow
-from kvferryd.transfer.orders import reservation
-from kvferryd.transfer.transfer import Order
+from kvferryd.transfers.order import Order, reservation
 
 log = logs.get(__name__)
 
@@ -93,7 +93,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
         session = self._session(request.session)
-        return await self._ferry.registry.allocate(session, request.region, request.nbytes)
+        memory = await self._ferry.registry.allocate(session, request.region, request.nbytes)
+        region = session.regions[request.region]
+        if isinstance(region, HostRegion):
+            memory.handed.ticket = self._handovers.hold(request.session, region.files())
+        return memory
 
     @unary
     async def Adopt(self, request: engine_pb2.AdoptRequest, context: Context) -> engine_pb2.Memory:
@@ -129,6 +133,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_request_id(request.request_id)
         tables = tables_from_proto(request.tables)
         check_source(engine.manifest, tables, request.num_tokens, request.metadata)
+        check_digest(request.digest)
         check_seconds("ttl_s", request.ttl_s)
         lease = engine.leases.publish(
             request.request_id,
@@ -138,6 +143,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             metadata=request.metadata,
             ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
             readers=request.readers or 1,
+            digest=request.digest,
             after=self._fence(engine, request.after) if request.HasField("after") else None,
         )
         return engine_pb2.PublishReply(state=lease.state.value)
@@ -147,7 +153,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_seconds("deadline_s", request.deadline_s)
         check_way(request.way)
         wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-        reserved = reservation(tables_from_proto(request.tables), wanted)
+        check_digest(request.digest)
+        reserved = reservation(tables_from_proto(request.tables), wanted, request.digest)
         check_destination(engine.manifest, reserved.tables, reserved.tokens)
         order = None
         if request.HasField("source"):
@@ -155,8 +162,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             allow.check(source.address, self._ferry.config.allow_peers)
             deadline_s = request.deadline_s or None
             order = Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way)
-        job = self._ferry.jobs.receive(engine, request.request_id, reserved, order, request.deadline_s or None)
-        return engine_pb2.ReceiveReply(transfer_id=job.transfer.transfer_id, state=job.transfer.state.value)
+        deadline_s, attempt = request.deadline_s or None, request.attempt
+        transfer = self._ferry.jobs.receive(engine, request.request_id, reserved, order, deadline_s, attempt=attempt)
+        return engine_pb2.ReceiveReply(transfer_id=transfer.transfer_id, state=transfer.state.value)
 
     def _abort(self, session: Session, request: engine_pb2.EngineAbortRequest) -> engine_pb2.EngineAbortReply:
         if session.engine is None:

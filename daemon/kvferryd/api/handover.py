@@ -1,4 +1,6 @@
-"""The handover socket: an engine gives its daemon open files, which gRPC cannot carry, for a ticket that a call names.
+"""The handover socket: open files, which gRPC cannot carry, go from an engine to its daemon or back, for a ticket.
+
+An engine gives files and names their ticket in a call; a call names the ticket of a file that the engine may fetch.
 
 Every file is closed: by who takes its ticket, or after HELD_S when nobody does.
 """
@@ -103,18 +105,22 @@ class Handovers:
         files = Files()
         try:
             async with asyncio.timeout(EXCHANGE_S):
+                giving = Files()
                 try:
-                    reply = engine_pb2.HandoverReply(ticket=await self._take_in(connection, files))
+                    reply, giving = await self._take_in(connection, files)
                 except KvferryError as error:
                     reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))
-                await asyncio.get_running_loop().sock_sendall(connection, framed(reply))
+                with giving as numbers:  # a new connection has room for so few bytes: this does not block
+                    sent = socket.send_fds(connection, [said := framed(reply)], numbers)
+                await asyncio.get_running_loop().sock_sendall(connection, said[sent:])
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
             files.close()  # those that no ticket has
             connection.close()
 
-    async def _take_in(self, connection: socket.socket, files: Files) -> str:
+    async def _take_in(self, connection: socket.socket, files: Files) -> tuple[engine_pb2.HandoverReply, Files]:
+        """(the answer, what goes with it)"""
         _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
             raise KvferryError(
@@ -128,18 +134,25 @@ class Handovers:
             said = engine_pb2.Handover.FromString(await _receive(connection, files))
         except DecodeError:
             raise _malformed("it is no Handover") from None
-        if said.files != len(files.numbers):
+        if said.files != len(files.numbers) or (said.files and said.ticket):
             raise _malformed(f"{len(files.numbers)} files came, {said.files} were announced")
         self._introduce(said.session, Process.at(connection))
+        if said.ticket:
+            return engine_pb2.HandoverReply(), self.take(said.session, said.ticket)
         if not said.files:
-            return ""
+            return engine_pb2.HandoverReply(), Files()
         held = sum(len(each.files.numbers) for each in self._held.values() if each.session == said.session)
         if held + said.files > MAX_FILES:
             raise too_many_files(held + said.files)
+        ticket = self.hold(said.session, Files(files.numbers))
+        files.numbers = []
+        return engine_pb2.HandoverReply(ticket=ticket), Files()
+
+    def hold(self, session: str, files: Files) -> str:
+        """A ticket for files, which are closed if nobody takes them with it."""
         ticket = secrets.token_urlsafe(16)
         expiry = asyncio.get_running_loop().call_later(HELD_S, self._expire, ticket)
-        self._held[ticket] = _Held(said.session, Files(files.numbers), expiry)
-        files.numbers = []
+        self._held[ticket] = _Held(session, files, expiry)
         return ticket
 
     def _expire(self, ticket: str) -> None:

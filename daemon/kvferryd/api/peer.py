@@ -11,21 +11,20 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
-from kvferryd.api.answer import Context, first_of, protocol, said_beside, stream, unary
+from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.check import check_destination, check_request_id, check_seconds, check_way
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
+from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.lease import ReaderId
-from kvferryd.leases.pack import Packer, Packing
-from kvferryd.leases.readings import Readings
+from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.peers import allow
 from kvferryd.staging.ahead import prepare_gather
 from kvferryd.staging.arena import Arena
-from kvferryd.transfer.job import Origin
-from kvferryd.transfer.orders import reservation
-from kvferryd.transfer.transfer import Order, Transfer
+from kvferryd.transfers.order import Order, reservation
+from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
 KINDS = {"host": layout_pb2.MEMORY_KIND_HOST, "cuda": layout_pb2.MEMORY_KIND_CUDA}
@@ -62,7 +61,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return peer_pb2.HandshakeReply(
             protocol=version,
             version=__version__,
-            instance=self._ferry.instance,
             manifest=manifest_to_proto(engine.manifest),
             agent_name=engine.agent.name,
             agent_metadata=engine.agent_metadata,
@@ -122,21 +120,29 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Read(
         self, requests: AsyncIterator[peer_pb2.ReadRequest], context: Context
     ) -> AsyncIterator[peer_pb2.ReadReply]:
+        try:
+            async for reply in self._read(requests):
+                yield reply
+        except KvferryError as error:
+            # As a message: gRPC loses the status of a call whose caller is writing when it ends.
+            yield peer_pb2.ReadReply(problem=problem_to_proto(error))
+
+    async def _read(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncIterator[peer_pb2.ReadReply]:
         first = await first_of(requests, self._ferry.config.connect_timeout_s)
         if not first.HasField("opening"):
             raise KvferryError("malformed_stream", "the first message says who reads from whom", field="opening")
         opening = first.opening
         engine = self._of_epoch(opening.engine_id, opening.epoch)
         regions = {id: region.span.address for id, region in engine.regions.items()}
-        packer = Packer(engine.manifest, regions, engine.arena, engine.pairings)
+        gatherer = Gatherer(engine.manifest, regions, engine.arena, engine.pairings)
         who = _reader(opening.reader)
-        readings = Readings(engine.leases, who, packer, engine.retired, announcing=not engine.strict)
+        served = ServedStream(engine.leases, who, gatherer, engine.retired, announcing=not engine.strict)
+        replies = served.replies(requests)
         try:
-            beside: AsyncIterator[peer_pb2.ReadReply | Packing] = said_beside(readings.said, readings.run(requests))
-            async for said in beside:
-                yield said.take() if isinstance(said, Packing) else said
+            async for reply in replies:
+                yield reply
         finally:
-            readings.close()
+            await replies.aclose()
         self._of_epoch(opening.engine_id, opening.epoch)  # raises when it is over: the reader must shake hands anew
 
     @unary
@@ -174,13 +180,16 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             request.way,
             request.traceparent,
         )
-        origin = Origin(request.rank, request.attempt, request.again if request.HasField("again") else None)
-        job, _ = ferry.jobs.order(engine, request.request_id, order, own, origin=origin)
-        while not job.transfer.ended.is_set():
-            moved = job.transfer.moved
-            yield _share(job.transfer)
-            await moved.wait()
-        yield _share(job.transfer)
+        brought = {engine.rank: own} if own is not None else {}
+        transfer, _ = ferry.jobs.order(
+            engine, request.request_id, order, brought,
+            attempt=request.attempt, counted=request.counted, from_rank=request.rank,
+        )  # fmt: skip
+        while not transfer.ended.is_set():
+            changed = transfer.changed
+            yield _share(transfer)
+            await changed.wait()
+        yield _share(transfer)
 
     @unary
     async def Abort(self, request: peer_pb2.AbortRequest, context: Context) -> peer_pb2.AbortReply:
@@ -188,8 +197,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         engine = self._ferry.registry.get(request.engine_id)
         why = request.reason or "by a peer"
         if request.attempt:
-            origin = Origin(request.rank, request.attempt)
-            ended = self._ferry.jobs.abort(engine, request.request_id, why, origin, failed=request.failed)
+            attempt, failed = request.attempt, request.failed
+            ended = self._ferry.jobs.abort(engine, request.request_id, why, attempt=attempt, failed=failed)
             return peer_pb2.AbortReply(transfers_ended=int(ended))
         transfers, leases = self._ferry.abort_here(engine, request.request_id, why)
         if request.fan_out:
@@ -268,7 +277,6 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
         descriptors=share.descriptors,
         path=share.path,
         transport=share.transport,
-        estimate_ms=share.estimate_ms,
         phases_ms=share.phases_ms,
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
     )

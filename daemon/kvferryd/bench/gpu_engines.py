@@ -19,10 +19,9 @@ from kvferry.errors import KvferryError
 from kvferry.memory import cuda, cuda_memory
 from kvferry.schemas import SourceBody
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
-from kvferryd.config import Config
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
 from kvferryd.memory.host import HostProvider
-from kvferryd.transfer.together import together
+from kvferryd.together import together
 
 CONNECT_S, READY_S = 10.0, 60.0
 SOURCE, READER = "bench-source", "bench-reader"
@@ -126,7 +125,7 @@ async def _adopt(client: EngineClient, nbytes: int, gpu: int | None) -> tuple[An
     import torch
 
     if gpu is None:
-        region = HostProvider(Config().shm_dir).allocate(nbytes)
+        region = HostProvider().allocate(nbytes)
         await client.adopt(region.shared)
         return region.shared.tensor().view(torch.int32), region.close
     pool = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}")

@@ -16,7 +16,7 @@ from kvferry.tables import BlockTable
 from kvferryd.bench.gpu_cases import POISON, Case
 from kvferryd.bench.gpu_engines import Engine, cpu_s
 from kvferryd.bench.gpu_table import Row
-from kvferryd.transfer.together import together
+from kvferryd.together import together
 
 AUTO = "auto"
 

@@ -18,9 +18,13 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """tokens: generated. held: prompt tokens that the engine's prefix cache had. received: those that were moved."""
+    """tokens: generated. held: prompt tokens that the engine's prefix cache had. received: those that were moved.
+
+    transfer: the request id of the transfer, as the proxy tells it; empty from an engine alone.
+    """
 
     prompt: Prompt
+    transfer: str
     tokens: tuple[int, ...]
     held: int
     received: int
@@ -59,7 +63,7 @@ async def _complete(http: httpx.AsyncClient, prompt: Prompt) -> Completed:
         tokens += (token for choice in event["choices"] for token in choice["token_ids"])
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
         held, received = details.get("cached_tokens", held), details.get("received_tokens", received)
-    return Completed(prompt, tuple(tokens), held, received)
+    return Completed(prompt, response.headers.get("x-kvferry-request-id", ""), tuple(tokens), held, received)
 
 
 def _events(text: str) -> Iterator[Any]:

@@ -11,7 +11,7 @@ VOCABULARY = 512
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """request_id: goes with it through proxy, engines and daemons, and finds its transfer again."""
+    """request_id: the client's name for it."""
 
     request_id: str
     tokens: tuple[int, ...]

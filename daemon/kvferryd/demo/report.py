@@ -57,7 +57,7 @@ def transfer_table(completed: Sequence[Completed], records: Sequence[TransferRec
         words = name in ("request", "path", "state")
         table.add_column(name, justify="left" if words else "right", no_wrap=True)
     for answer in completed:
-        record = by_request.get(answer.prompt.request_id)
+        record = by_request.get(answer.transfer)
         row = [answer.prompt.request_id, str(len(answer.prompt.tokens)), str(answer.held)]
         if record is None:
             table.add_row(*row, "", "", "", "", "", "[red]none[/red]")
@@ -87,7 +87,7 @@ def verdict(completed: Sequence[Completed], alone: Sequence[Completed], records:
                 f"{name}: differs from the single engine from token {at} on: "
                 f"{list(answer.tokens[at : at + 4])} instead of {list(expected.tokens[at : at + 4])}"
             )
-        record = by_request.get(name)
+        record = by_request.get(answer.transfer)
         if record is None:
             faults.append(f"{name}: the decode daemon knows of no transfer")
         elif record.state is not TransferState.DONE:

@@ -23,7 +23,7 @@ from kvferryd.staging.pairings import Pairings
 from kvferryd.transport import Agent
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Engine:
     """One rank of an engine in one session. Owns its agent, with which every read ends that could touch the memory."""
 
@@ -183,7 +183,7 @@ async def _registered(
             await agent.register(session.regions[region.id].span)
             if slow := session.regions[region.id].slow_source:
                 notes.append(f"region {region.id}: {slow}")
-        await agent.register(leases.seals.span)
+        await agent.register(leases.words.span)
         metadata = await agent.metadata()
         session.check_open()
     except BaseException:

@@ -1,11 +1,10 @@
-"""`kvferry explain --transfer`: which ways a transfer had, what each was expected to take, and what came of it."""
+"""`kvferry explain --transfer`: which path a transfer took, why the others were not possible, and what it took."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from math import inf
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import PeerRecord, TransferRecord
@@ -53,17 +52,15 @@ def outcome_text(record: TransferRecord, why_not: Mapping[str, str]) -> str:
     tokens = f", tokens {record.tokens[0]} to {record.tokens[1]} (excluded)" if record.tokens else ""
     transport = f" over {record.transport}" if record.transport else ""
     taken = f", {record.path}{transport}, {ask.count(record.descriptors, 'descriptor')}" if record.path else ""
-    cheapest_first = sorted((record.estimate_ms.get(way, inf), way) for way in {*record.estimate_ms, *why_not})
-    rows = [_row(record, way, why_not) for _, way in cheapest_first]
-    heads = ("WAY", "EXPECTED", "TOOK", "")
+    rows = [_row(record, path, why_not) for path in configuration.WAYS if path != "auto"] if record.path else []
+    heads = ("PATH", "TOOK", "")
     phases = ", ".join(f"{name} {ask.duration(ms)}" for name, ms in record.phases_ms.items() if name != "total")
-    ways = ask.table(heads, rows, "nothing was expected: nothing has moved")
+    ways = ask.table(heads, rows, "nothing has moved")
     lines = [ask.printable(head), ask.printable(f"{moved}{tokens}{taken}"), "", ways]
     return "\n".join([*lines, "", ask.printable(f"phases: {phases}")] if phases else lines)
 
 
-def _row(record: TransferRecord, way: str, why_not: Mapping[str, str]) -> tuple[str, str, str, str]:
-    expected = ask.duration(record.estimate_ms[way]) if way in record.estimate_ms else "-"
-    if way == record.path:
-        return way, expected, ask.duration(record.phases_ms.get("moving", 0.0)), "taken"
-    return way, expected, "-", f"cannot: {why_not[way]}" if way in why_not else ""
+def _row(record: TransferRecord, path: str, why_not: Mapping[str, str]) -> tuple[str, str, str]:
+    if path == record.path:
+        return path, ask.duration(record.phases_ms.get("moving", 0.0)), "taken"
+    return path, "-", f"cannot: {why_not[path]}" if path in why_not else "possible"

@@ -12,8 +12,8 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseRecord, LeaseState
 from kvferry.tables import Tables
-from kvferryd.leases.seal import Seal
 from kvferryd.leases.versions import Versions
+from kvferryd.leases.words import Word
 from kvferryd.states import LEASE, Machine
 
 MAX_READERS = 4096
@@ -40,11 +40,13 @@ class Publication:
     num_tokens: int
     metadata: bytes
     more: bool
+    digest: bytes = b""
+    """Names what was computed; equal in every publish of one lease."""
 
 
 @dataclass(slots=True, eq=False)
 class Opened:
-    """What one rank is to a lease. Who opened it holds this very object: nobody else closes it."""
+    """One rank that reads a lease. Only the holder of this very object can close it."""
 
     live: bool = True
     read: bool = False
@@ -53,15 +55,16 @@ class Opened:
 class Lease:
     """One request's published blocks on this rank."""
 
-    def __init__(self, engine_id: str, epoch: str, request_id: str, ttl_s: float, readers: int, seal: Seal) -> None:
+    def __init__(self, engine_id: str, epoch: str, request_id: str, ttl_s: float, readers: int, word: Word) -> None:
         self.engine_id, self.epoch, self.request_id = engine_id, epoch, request_id
         self.ttl_s = ttl_s
-        self.seal = seal
+        self.word = word
         self.published: Publication | None = None
         """The last that was published. Readers see it when its fence, and those before it, are reached."""
         self.tables: Tables = {}
         self.num_tokens = 0
         self.metadata = b""
+        self.digest = b""
         self.expected = readers
         self.awaited = False
         """Whether readers waited for the first publish."""
@@ -88,7 +91,7 @@ class Lease:
         return self.state is LeaseState.PUBLISHING
 
     def over(self) -> KvferryError:
-        """What a reader is told of a lease that has ended."""
+        """Why a reader cannot read it any more."""
         if self.problem is not None:
             return self.problem
         return lease_ended(self.request_id, f"{self.state.value}{f': {self.reason}' if self.reason else ''}")
@@ -136,7 +139,8 @@ class Lease:
     def publish(self, said: Publication, after: asyncio.Future[None] | None) -> bool:
         """Keep it, to be shown after what was said before; False where the same was said already.
 
-        Raises KvferryError: `already_published`, `published_less`, `published_blocks_moved`, `full`.
+        Raises KvferryError: `already_published`, `published_less`, `published_blocks_moved`,
+        `published_other_prompt`, `full`.
         """
         before = self.published
         if before is not None:
@@ -164,6 +168,14 @@ class Lease:
                 value=said.num_tokens,
                 remedy="published tokens cannot be taken back: abort the request",
             )
+        if said.digest != before.digest:
+            raise KvferryError(
+                "published_other_prompt",
+                f"request {self.request_id} had another digest before",
+                field="digest",
+                value=said.digest.hex(),
+                remedy="publish one prompt under one request id",
+            )
         if len(self._fenced) >= MAX_FENCED:
             raise KvferryError(
                 "full",
@@ -178,13 +190,14 @@ class Lease:
         """Let readers see what was published next: its fence is reached."""
         said, _ = self._fenced.popleft()
         self.tables, self.num_tokens, self.metadata = said.tables, said.num_tokens, said.metadata
+        self.digest = said.digest
         self.version = self.versions.add(said.tables)
         if not said.more:
             self.machine.move(LeaseState.PUBLISHED)
         self._wake()
 
     def end(self, state: LeaseState, reason: str) -> None:
-        """Keep no more than a tombstone needs, and tell who waits. Its seal is broken already."""
+        """Keep no more than a tombstone needs, and tell who waits. Its validity word is cleared already."""
         self.machine.move(state)
         self.reason = reason
         self.tables, self.metadata, self.published = {}, b"", None
@@ -209,7 +222,7 @@ class Lease:
         return self._add_reader(who, Opened())
 
     def read_early(self, who: ReaderId) -> None:
-        """A rank with nothing to read here was through before the first publish."""
+        """A rank with nothing to read here finished before the first publish."""
         self._readers[who] = Opened(live=False, read=True)
 
     def packed(self, who: ReaderId) -> None:
@@ -221,7 +234,7 @@ class Lease:
     def close(self, who: ReaderId, opened: Opened | None, complete: bool) -> tuple[bool, str]:
         """A reader has finished: (whether the lease held throughout, why not). Idempotent.
 
-        None is a rank that had nothing to read here, or went by an announcement; it only counts as having read.
+        opened: None of a rank that had nothing to read here; it only counts as having read.
         """
         reader = self._readers.get(who)
         if opened is not None or (reader is not None and reader.live):
@@ -301,7 +314,7 @@ def _not_opened(request_id: str) -> KvferryError:
 
 
 def lease_ended(request_id: str, why: str) -> KvferryError:
-    """What a reader is told of a lease that cannot be read any more, or never."""
+    """The error for a lease that cannot be read any more, or never could."""
     return KvferryError(
         "lease_ended",
         f"the lease of request {request_id} is {why}",

@@ -12,12 +12,12 @@ from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import Tables
 from kvferryd.leases.lease import Lease, Opened, Publication, ReaderId, lease_ended
-from kvferryd.leases.seal import Seals
+from kvferryd.leases.words import Words
 
 ANNOUNCED_TO = 4
-"""A source with more readers than that announces nothing: most would hear of leases that are for others."""
+"""A source with more readers announces nothing: most announcements would concern another reader."""
 TOMBSTONES = 4096
-"""Ended leases remembered, so that a late reader is told at once instead of waiting for a publish."""
+"""Ended leases remembered, so that a late reader fails at once instead of waiting for a publish."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Leases:
     epoch: str
     on_end: Callable[[Lease], None]
     limit: int
-    seals: Seals = field(init=False)
+    words: Words = field(init=False)
     audience: set[Callable[[Lease], None]] = field(default_factory=set)
     """Readers to whom a lease is announced when it is published whole at once."""
     _live: dict[str, Lease] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Leases:
     _closed: str = ""
 
     def __post_init__(self) -> None:
-        self.seals = Seals(self.limit)
+        self.words = Words(self.limit)
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._live.values())
@@ -67,12 +67,13 @@ class Leases:
         ttl_s: float,
         readers: int,
         after: asyncio.Future[None] | None = None,
+        digest: bytes = b"",
     ) -> Lease:
         """A new lease, or more tokens of one that is being published. Idempotent for an equal publish.
 
         after: readers see it when this is done; when it fails the lease ends with its error. Cancelled with the lease.
         """
-        said = Publication(tables, num_tokens, metadata, more)
+        said = Publication(tables, num_tokens, metadata, more, digest)
         lease = self._live.get(request_id)
         if self._closed:
             raise KvferryError("session_closed", self._closed, remedy="attach again with a new epoch")
@@ -86,7 +87,7 @@ class Leases:
                     remedy="wait for readers, shorten lease_ttl_s, or raise max_leases",
                 )
             lease = self._live[request_id] = Lease(
-                self.engine_id, self.epoch, request_id, ttl_s, readers, self.seals.set()
+                self.engine_id, self.epoch, request_id, ttl_s, readers, self.words.set()
             )
             early = self._early.pop(request_id, set())
             self._early_count -= len(early)
@@ -166,7 +167,7 @@ class Leases:
     def close(self, request_id: str, who: ReaderId, opened: Opened | None, complete: bool) -> tuple[bool, str]:
         """A reader has finished: (whether the lease held throughout, why not). Idempotent.
 
-        None is a rank that had nothing to read here, or went by an announcement; it only counts as having read.
+        opened: None of a rank that had nothing to read here; it only counts as having read.
         """
         lease = self._live.get(request_id) or self._ended.get(request_id)
         if lease is None and complete and opened is None and not self._closed:
@@ -179,7 +180,7 @@ class Leases:
         return held
 
     def _remember_early(self, request_id: str, who: ReaderId) -> None:
-        """A rank with nothing to read here was through before this rank published."""
+        """A rank with nothing to read here finished before this rank published."""
         early = self._early.setdefault(request_id, set())
         self._early_count += who not in early
         early.add(who)
@@ -187,7 +188,7 @@ class Leases:
             self._early_count -= len(self._early.popitem(last=False)[1])
 
     def revoke(self, request_id: str, reason: str) -> bool:
-        """End a lease whatever its readers do: they will be told that it did not hold. Idempotent."""
+        """End a lease whatever its readers do; they will find that it did not hold. Idempotent."""
         lease = self._live.get(request_id)
         self._early_count -= len(self._early.pop(request_id, ()))
         if lease is None:
@@ -235,7 +236,7 @@ class Leases:
             self._end(lease, LeaseState.EXPIRED, f"nobody read it within {lease.ttl_s:g} s")
 
     def _end(self, lease: Lease, state: LeaseState, reason: str) -> None:
-        self.seals.break_(lease.seal)  # first of all: who reads on must not find it whole
+        self.words.clear(lease.word)  # first of all: a reader that goes on must not find it whole
         lease.end(state, reason)
         self._cancel_timer(lease)
         del self._live[lease.request_id]

@@ -1,60 +1,136 @@
-"""One gRPC channel per peer address, with or without mutual TLS."""
+"""Connections to other daemons: one gRPC channel per address, open for as long as somebody uses it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import TracebackType
 
 import grpc
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import PEER_OPTIONS, error_of
 from kvferry.v1 import peer_pb2_grpc
+from kvferryd.certificates import Certificates, Identity
 from kvferryd.config import Config
 from kvferryd.peers import allow
 
+MAX_CHANNELS = 2048
+"""Open at once: ranks of peer engines and of our own. Addresses come from request bodies, and each costs a socket."""
 
-class Channels:
-    """Owns the channels to other daemons."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._channels: dict[str, grpc.aio.Channel] = {}
+class Channel:
+    """One user's hold on the channel to an address. `close` it: with the last one the connection ends."""
 
-    def stub(self, address: str) -> peer_pb2_grpc.PeerAsyncStub:
-        """The peer service at `address`. Raises KvferryError (`address_not_allowed`, `malformed_address`)."""
-        allow.check(address, self._config.allow_peers)
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = self._dial(address)
-        return peer_pb2_grpc.PeerStub(channel)
-
-    def _dial(self, address: str) -> grpc.aio.Channel:
-        options = [*PEER_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]
-        if not self._config.tls:
-            return grpc.aio.insecure_channel(address, options=options)
-        cert, key, ca = self._config.tls_cert, self._config.tls_key, self._config.tls_ca
-        assert cert and key and ca
-        credentials = grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), cert.read_bytes())
-        return grpc.aio.secure_channel(address, credentials, options=options)
+    def __init__(self, shared: _Shared, address: str) -> None:
+        self._shared, self.address, self.stub = shared, address, shared.stub
+        self._closed = False
+        shared.users += 1
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        await asyncio.gather(*(channel.close() for channel in channels))
+        """Idempotent. Our calls have ended: where other users are left they would go on."""
+        if not self._closed:
+            self._closed = True
+            await self._shared.leave()
 
 
-@contextlib.asynccontextmanager
-async def asking(address: str, ended: KvferryError | None = None) -> AsyncIterator[None]:
+class Channels:
+    """The channels to other daemons. Those dialled after a change of the tls_* files use the new ones."""
+
+    def __init__(self, config: Config, certificates: Certificates | None = None) -> None:
+        self._config, self._certificates = config, certificates
+        self._open: dict[tuple[str, Identity | None], _Shared] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, address: str) -> Channel:
+        """Raises KvferryError (`address_not_allowed`, `malformed_address`, `too_many_peers`)."""
+        allow.check(address, self._config.allow_peers)
+        identity = self._certificates.current() if self._certificates else None
+        shared = self._open.get((address, identity))
+        if shared is None:
+            if len(self._open) >= MAX_CHANNELS:
+                raise KvferryError(
+                    "too_many_peers",
+                    f"this daemon is connected with {len(self._open)} others",
+                    field="address",
+                    value=address,
+                    remedy="try again; DELETE /v1/peers/ENGINE_ID forgets an engine that is no longer read from",
+                )
+            shared = self._open[address, identity] = _Shared(self._open, (address, identity))
+        return Channel(shared, address)
+
+    @contextlib.asynccontextmanager
+    async def calling(self, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
+        """The peer service at `address` for the calls made inside; what gRPC raises becomes a KvferryError."""
+        channel = self.open(address)
+        try:
+            async with asking(address):
+                yield channel.stub
+        finally:
+            await channel.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(shared.close() for shared in list(self._open.values())))
+
+
+class _Shared:
+    """The channel that all users of an address have in common."""
+
+    def __init__(self, among: dict[tuple[str, Identity | None], _Shared], key: tuple[str, Identity | None]) -> None:
+        self._among, self._key, self.users = among, key, 0
+        self._channel = _dial(*key)
+        self.stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(self._channel)
+
+    async def leave(self) -> None:
+        self.users -= 1
+        if not self.users:
+            await self.close()
+
+    async def close(self) -> None:
+        if self._among.get(self._key) is self:
+            del self._among[self._key]
+        await self._channel.close()
+
+
+def _dial(address: str, identity: Identity | None) -> grpc.aio.Channel:
+    options = [
+        *PEER_OPTIONS,
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits connection and backoff of a closed one
+    ]
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, identity.for_dialling(), options=options)
+
+
+class asking:  # noqa: N801  used like a function
     """Turn what gRPC raises inside into a KvferryError about this peer; `ended` as for `error_of`."""
-    try:
-        yield
-    except grpc.aio.UsageError:  # what a call on a closed channel raises
-        raise KvferryError(
-            "peer_lost", f"the connection to {address} is closed", field="address", value=address
-        ) from None
-    except grpc.aio.AioRpcError as error:
-        raised = error_of(error, f"peer {address}", ended)
-        if raised.code in ("unreachable", "deadline"):
-            raised.code = "peer_unreachable"
-        raise raised from None
+
+    def __init__(self, address: str, ended: KvferryError | None = None) -> None:
+        self._address, self._ended = address, ended
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, (grpc.aio.UsageError, grpc.aio.AioRpcError)):
+            # Its frames hold the call, and as long as the call lives a closed channel goes on dialling: no error that
+            # somebody keeps may hold them.
+            error.__traceback__ = None
+            del traceback
+            raise self._problem(error) from None
+
+    def _problem(self, error: grpc.aio.UsageError | grpc.aio.AioRpcError) -> KvferryError:
+        address = self._address
+        if isinstance(error, grpc.aio.UsageError):  # what a call on a closed channel raises
+            return KvferryError("peer_lost", f"the connection to {address} is closed", field="address", value=address)
+        problem = error_of(error, f"peer {address}", self._ended)
+        if problem.code in ("unreachable", "deadline"):
+            problem.code = "peer_unreachable"
+        return problem

@@ -9,34 +9,19 @@ from dataclasses import dataclass, field
 from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.engine import Engine
-from kvferryd.peers.calibration import Calibration
-from kvferryd.peers.lease_stream import LeaseStream
+from kvferryd.peers.channels import Channel
 from kvferryd.peers.mapping import RankMapping
+from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Plan
 from kvferryd.transport import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """What direct reads cost; until it is measured, what facts say of the worse kind of link.
-
-    descriptor_s: each run. bytes_per_s: of long runs.
-    """
-
-    descriptor_s: float = 4e-6
-    bytes_per_s: float = 2e9
-
-
-@dataclass(frozen=True, slots=True)
 class Staging:
-    """A peer's staging arena, which it packs slot by slot.
-
-    bytes_per_s: of READs from it into our own; until it is measured, as of Link.
-    """
+    """A peer's staging arena, which it packs slot by slot."""
 
     span: Span
     slot_nbytes: int
-    bytes_per_s: float = 2e9
 
 
 @dataclass(slots=True, eq=False)
@@ -50,16 +35,25 @@ class PeerRank:
     agent_name: str
     metadata: bytes
     regions: dict[int, Span]
-    stub: peer_pb2_grpc.PeerAsyncStub
+    channel: Channel
     reader: peer_pb2.Reader
     """We, as this rank is told."""
-    leases: LeaseStream
+    stream: ReaderStream
+    """Its leases, as we read them."""
     staging: Staging | None = None
     pairing: str = ""
-    """What the peer calls the plan between us, once it was told."""
-    link: Link = Link()
+    """The peer's name for the plan between us; empty until it has planned."""
     bytes_read: int = 0
     transfers: int = 0
+
+    @property
+    def stub(self) -> peer_pb2_grpc.PeerAsyncStub:
+        return self.channel.stub
+
+    async def close(self) -> None:
+        """Nothing reads from it any more."""
+        await self.stream.close()
+        await self.channel.close()
 
     @property
     def rank(self) -> int:
@@ -89,12 +83,11 @@ class PeerEngine:
     unmapped: dict[int, str] = field(default_factory=dict)
     """Why the others could not."""
     watches: list[asyncio.Task[None]] = field(default_factory=list)
-    calibration: Calibration = field(default_factory=Calibration)
 
     @property
     def lost(self) -> bool:
         """Whether a daemon of it has gone since the handshake. The engine may be with another, in the same epoch."""
-        return any(rank.leases.lost for rank in self.ranks.values())
+        return any(rank.stream.lost for rank in self.ranks.values())
 
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """Where (rank, region) begins in this process."""

@@ -12,31 +12,37 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd import logs
+from kvferryd.certificates import Certificates
 from kvferryd.config import Config
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
-from kvferryd.peers.channels import Channels, asking
-from kvferryd.peers.lease_stream import LeaseStream
+from kvferryd.peers.channels import Channel, Channels, asking
 from kvferryd.peers.mapping import RankMapping, compile_kernels
-from kvferryd.peers.peer import Link, PeerEngine, PeerRank, Staging
+from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
+from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.peers.staging import stage
 from kvferryd.plan import plan
 from kvferryd.transport import Agent, Span
+from kvferryd.transport.metadata import parse
+from kvferryd.transport.screen import Screen
 
 log = logs.get(__name__)
+UNLOAD_S = 5.0
 IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made."""
 
 
 class Peers:
-    """Handshakes, one per (our engine, peer engine) at a time. Owns the channels."""
+    """Handshakes, one per (our engine, peer engine) at a time. Owns the channels, and the screen for NIXL metadata."""
 
-    def __init__(self, config: Config, instance: str, metrics: Metrics) -> None:
-        self._config, self._instance, self._metrics = config, instance, metrics
-        self.channels = Channels(config)
+    def __init__(self, config: Config, metrics: Metrics, certificates: Certificates | None = None) -> None:
+        self._config, self._metrics = config, metrics
+        self.channels = Channels(config, certificates)
+        self._screen = Screen(config.ucx)
         self._known: dict[tuple[str, str, str], PeerEngine] = {}
         self._shaking: dict[tuple[str, str, str, str], asyncio.Task[PeerEngine]] = {}
+        self._unloading: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[PeerEngine]:
         return iter(list(self._known.values()))
@@ -87,7 +93,7 @@ class Peers:
         try:
             peer = await self._handshake(engine, engine_id, address)
             if engine.retired.is_set():
-                await self._unload(engine, peer)
+                await self._unload(peer)
                 raise KvferryError("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
         except KvferryError as error:
             outcome = error.code
@@ -97,27 +103,41 @@ class Peers:
         key = (engine.engine_id, engine.epoch, engine_id)
         before = self._known.get(key)
         self._known[key] = peer
-        peer.watches += [asyncio.create_task(self._watch(engine, peer, mapping)) for mapping in peer.mappings.values()]
+        peer.watches += [asyncio.create_task(self._watch(peer, mapping)) for mapping in peer.mappings.values()]
         if before is not None:
             if before.epoch == peer.epoch:
                 peer.addresses |= before.addresses
-                peer.calibration = before.calibration
-            await self._let_go(engine, before)
-        await self._forget_idle(engine)
+            self.forget(before)
+        self._forget_idle(engine)
         return peer
 
-    async def _forget_idle(self, engine: Engine) -> None:
+    def _forget_idle(self, engine: Engine) -> None:
         """Peers that are gone for good leave no trace: a fleet replaces its pods for as long as this daemon runs."""
         for (own, epoch, _), peer in list(self._known.items()):
             idle = not peer.users and time.monotonic() - peer.used_at > IDLE_S
             if idle and (own, epoch) == (engine.engine_id, engine.epoch):
-                await self.forget(engine, peer)
+                self.forget(peer)
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
+        asked: list[PeerRank] = []
+        try:
+            return await self._meet(engine, engine_id, address, asked)
+        except BaseException:
+            await asyncio.gather(*(rank.close() for rank in asked))
+            raise
+
+    async def _meet(self, engine: Engine, engine_id: str, address: str, asked: list[PeerRank]) -> PeerEngine:
+        """`asked`: the ranks that have answered, whatever comes of it."""
         first, members = await self._ask(engine, engine_id, address)
-        others = [m for m in members if m.rank != first.rank]
-        found = await asyncio.gather(*(self._ask(engine, engine_id, member.address) for member in others))
-        ranks = {rank.rank: rank for rank in (first, *(rank for rank, _ in found))}
+        asked.append(first)
+        others = [self._ask(engine, engine_id, member.address) for member in members if member.rank != first.rank]
+        # All of them to the end: one that answers after another has failed is closed with the rest.
+        answers = await asyncio.gather(*others, return_exceptions=True)
+        asked += [answer[0] for answer in answers if not isinstance(answer, BaseException)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        ranks = {rank.rank: rank for rank in asked}
         epochs = {rank.manifest.epoch for rank in ranks.values()}
         missing = set(range(first.manifest.world_size)) - set(ranks)
         if len(epochs) > 1 or missing:
@@ -142,22 +162,25 @@ class Peers:
                 own = {id: region.span.address for id, region in engine.regions.items()}
                 await compile_kernels(engine.runner, planned, peer.mapped_addresses(), own)
             if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
-                await stage(peer, engine.agent, engine.arena, self._config.connect_timeout_s)
+                await stage(peer, engine.arena, self._config.connect_timeout_s)
         except BaseException:
-            await self._unload(engine, peer)
+            await self._unload(peer)
             raise
         return peer
 
     async def _load(self, agent: Agent, rank: PeerRank, peer: PeerEngine) -> None:
         """Make the rank readable: load its metadata, and pay for the wire-up now."""
-        await agent.add_peer(rank.agent_name, rank.metadata)
+        metadata = parse(rank.agent_name, rank.metadata)
+        readable = [rank.regions[id] for id in sorted(rank.regions)]
+        if rank.staging:
+            readable.append(rank.staging.span)
+        await self._screen.check(metadata, readable, self._config.connect_timeout_s)
+        await agent.add_peer(metadata)
+        rank.agent_name = metadata.alias
         peer.loaded.append(rank.agent_name)
         if rank.rank in peer.plan.reads_from:
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
-                    readable = [rank.regions[id] for id in sorted(rank.regions)]
-                    if rank.staging:
-                        readable.append(rank.staging.span)
                     await agent.warm(rank.agent_name, readable[0])
             except TimeoutError:
                 raise KvferryError(
@@ -167,11 +190,6 @@ class Peers:
                     value=rank.address,
                     remedy="check the fabric between the two daemons and the ucx settings",
                 ) from None
-
-            # A strict engine reads nothing but slots, and nothing of a peer's cache is to lie in registered scratch.
-            direct = agent.device is not None and not peer.own.strict
-            if direct and rank.regions and rank.regions[min(rank.regions)].kind == "cuda":
-                rank.link = Link(*await agent.trial(rank.agent_name, rank.regions[min(rank.regions)]))
 
     async def _map(self, engine: Engine, rank: PeerRank, peer: PeerEngine) -> None:
         """Map the rank's memory if it can be done; otherwise keep why not."""
@@ -189,23 +207,29 @@ class Peers:
             peer.unmapped[rank.rank] = mapping.refusal
             log.info("peer not mapped", engine_id=peer.engine_id, rank=rank.rank, why=mapping.refusal)
 
-    async def _watch(self, engine: Engine, peer: PeerEngine, mapping: RankMapping) -> None:
+    async def _watch(self, peer: PeerEngine, mapping: RankMapping) -> None:
         await mapping.ended()
         if not peer.stale:
             log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
-            await self.forget(engine, peer)
+            self.forget(peer)
 
     async def _ask(self, engine: Engine, engine_id: str, address: str) -> tuple[PeerRank, list[peer_pb2.Member]]:
-        stub = self.channels.stub(address)
+        channel = self.channels.open(address)
+        try:
+            return await self._ask_over(channel, engine, engine_id)
+        except BaseException:
+            await channel.close()
+            raise
+
+    async def _ask_over(
+        self, channel: Channel, engine: Engine, engine_id: str
+    ) -> tuple[PeerRank, list[peer_pb2.Member]]:
+        address = channel.address
         request = peer_pb2.HandshakeRequest(
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            version=__version__,
-            instance=self._instance,
-            engine_id=engine_id,
+            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id
         )
         async with asking(address):
-            reply = await stub.Handshake(request, timeout=self._config.connect_timeout_s)
+            reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
         if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
             raise KvferryError(
                 "protocol",
@@ -248,39 +272,43 @@ class Peers:
             reply.agent_name,
             reply.agent_metadata,
             regions,
-            stub,
+            channel,
             reader,
-            LeaseStream(stub, address, opening),
+            ReaderStream(channel.stub, address, opening),
             staging,
         )
         return rank, list(reply.members)
 
-    async def forget(self, engine: Engine, peer: PeerEngine) -> None:
-        """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew."""
-        key = (engine.engine_id, engine.epoch, peer.engine_id)
+    def forget(self, peer: PeerEngine) -> None:
+        """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew.
+        Idempotent."""
+        key = (peer.own.engine_id, peer.own.epoch, peer.engine_id)
         if self._known.get(key) is peer:
             del self._known[key]
-        await self._let_go(engine, peer)
+        if not peer.stale:
+            peer.stale = True
+            self._unload_unused(peer)
 
-    async def _let_go(self, engine: Engine, peer: PeerEngine) -> None:
-        peer.stale = True
-        if not peer.users:
-            await self._unload(engine, peer)
-
-    async def leave(self, engine: Engine, peer: PeerEngine) -> None:
-        """A transfer is quiet: removing a NIXL name while one is not would hide its end (facts/nixl.md, 1)."""
+    def leave(self, peer: PeerEngine) -> None:
+        """A transfer is quiet: its use of the peer ends. Its names stay loaded until then (see `PeerEngine.users`)."""
         peer.users -= 1
-        if peer.stale and not peer.users:
-            await self._unload(engine, peer)
+        if peer.stale:
+            self._unload_unused(peer)
 
-    async def _unload(self, engine: Engine, peer: PeerEngine) -> None:
-        await asyncio.gather(*(rank.leases.close() for rank in peer.ranks.values()))
+    def _unload_unused(self, peer: PeerEngine) -> None:
+        if not peer.users:
+            task = asyncio.create_task(self._unload(peer))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, peer: PeerEngine) -> None:
         for mapping in peer.mappings.values():
             await mapping.close()
+        await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         names, peer.loaded = peer.loaded, []
-        if not engine.retired.is_set():
+        if not peer.own.retired.is_set():
             for name in names:
-                await engine.agent.remove_peer(name)
+                await peer.own.agent.remove_peer(name)
 
     async def forget_engine(self, engine: Engine) -> None:
         """Our own engine is retired, its agent with it: nothing to unload."""
@@ -289,7 +317,7 @@ class Peers:
             peer.stale = True
             for watch in peer.watches:
                 watch.cancel()
-            await asyncio.gather(*(rank.leases.close() for rank in peer.ranks.values()))
+            await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
 
     def of_engine(self, engine_id: str) -> list[tuple[str, PeerEngine]]:
         """(our engine's id, peer) of every peer engine with this id."""
@@ -298,6 +326,9 @@ class Peers:
     async def close(self) -> None:
         for task in list(self._shaking.values()):
             task.cancel()
+        if self._unloading:
+            await asyncio.wait(self._unloading, timeout=UNLOAD_S)
+        await self._screen.close()
         await self.channels.close()
 
 

@@ -71,8 +71,8 @@ class Seed:
 class Roster:
     """The member's side: one task per engine of several ranks that keeps its members known."""
 
-    def __init__(self, config: Config, instance: str, channels: Channels, seed: Seed) -> None:
-        self._config, self._instance, self._channels, self.seed = config, instance, channels, seed
+    def __init__(self, config: Config, channels: Channels, seed: Seed) -> None:
+        self._config, self._channels, self.seed = config, channels, seed
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, engine: Engine) -> None:
@@ -103,16 +103,18 @@ class Roster:
         request = peer_pb2.JoinRequest(
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX,
-            instance=self._instance,
             engine_id=engine.engine_id,
             member=peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch),
             world_size=engine.world_size,
         )
+        channel = self._channels.open(seed)
         try:
-            async for roster in self._channels.stub(seed).Join(request):
+            async for roster in channel.stub.Join(request):
                 yield {member.rank: member.address for member in roster.members}
         except grpc.aio.AioRpcError as error:
             raise error_of(error, f"the roster seed {seed}") from None
+        finally:
+            await channel.close()
 
     async def leave(self, engine: Engine) -> None:
         task = self._tasks.pop(engine.session.id, None)

@@ -1,6 +1,7 @@
 """NIXL behind a small interface: an agent that registers memory, knows peers and reads from them."""
 
 from kvferryd.transport.agent import Agent
+from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Read, Span, TransportError
 
-__all__ = ["Agent", "Read", "Span", "TransportError"]
+__all__ = ["Agent", "Metadata", "Read", "Span", "TransportError"]

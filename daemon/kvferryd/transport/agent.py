@@ -22,8 +22,9 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferryd import logs
+from kvferryd.nixl import make_agent
 from kvferryd.settle import settle
-from kvferryd.transport.binding import make_agent
+from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Span, TransportError, typed
 from kvferryd.transport.reads import Reads, post
 
@@ -36,7 +37,6 @@ POLL_LATE_S = 5e-3
 LATE_S = 0.25
 CLOSE_S = 5.0
 FETCH_PRIORITY = 1 << 20
-TRIAL_DESCRIPTORS, TRIAL_NBYTES = 64, 4096
 SCRATCH = 8192
 """Words that can be fetched at once, ahead of all other reads."""
 WORD = 8
@@ -61,14 +61,15 @@ class Agent:
         self._near: set[str] = set()
         """Peers whose last word arrived inside the post."""
         self._registered: dict[Span, Any] = {}
-        self._peers: dict[str, tuple[bytes, int]] = {}
+        self._peers: dict[str, int] = {}
+        """By alias: how often each that is loaded was added. What nobody has added any more is read from still."""
         self._closed = self._gone = False
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._nixl: Any = None
         self._landing: Span | None = None
-        """GPU memory of the agent's own, where trial reads end."""
+        """GPU memory of the agent's own, where the first read from a peer ends."""
 
     async def start(self) -> None:
         """Make the NIXL agent (about 0.4 s, on its thread). Raises KvferryError."""
@@ -96,31 +97,38 @@ class Agent:
         """What a peer needs to read from this agent: a bearer capability, for authenticated peers only."""
         return await self._call(lambda: bytes(self._nixl.get_agent_metadata()))
 
-    async def add_peer(self, name: str, metadata: bytes) -> None:
-        """Load a peer's metadata under its agent name; `remove_peer` as often as this was called."""
-        await self._call(lambda: self._add_peer(name, metadata))
+    async def add_peer(self, peer: Metadata) -> None:
+        """Load a peer, from then on known by its alias; `remove_peer` as often as this was called."""
+        await self._call(lambda: self._add_peer(peer))
 
-    def _add_peer(self, name: str, metadata: bytes) -> None:
-        known, users = self._peers.get(name, (metadata, 0))
-        if known != metadata:
-            raise TransportError("transport_failed", f"agent {name} has other metadata than before", value=name)
-        if not users:
-            loaded = bytes(self._nixl.add_remote_agent(metadata)).decode()
-            if loaded != name:
-                self._nixl.remove_remote_agent(loaded)
-                raise TransportError("transport_failed", f"the metadata is that of agent {loaded}", value=name)
-        self._peers[name] = (metadata, users + 1)
+    def _add_peer(self, peer: Metadata) -> None:
+        if peer.alias not in self._peers:
+            try:
+                self._nixl.add_remote_agent(peer.blob)
+            except Exception:
+                with contextlib.suppress(Exception):  # what was loaded before it failed; often nothing
+                    self._nixl.remove_remote_agent(peer.alias)
+                raise
+        self._peers[peer.alias] = self._peers.get(peer.alias, 0) + 1
 
-    async def remove_peer(self, name: str) -> None:
-        await self._call(lambda: self._remove_peer(name))
+    async def remove_peer(self, alias: str) -> None:
+        """Of who added it last: it is unloaded as soon as all reads from it are quiet."""
+        await self._call(lambda: self._remove_peer(alias))
 
-    def _remove_peer(self, name: str) -> None:
-        metadata, users = self._peers.pop(name)
-        if users > 1:
-            self._peers[name] = (metadata, users - 1)
-        else:
-            self._near.discard(name)
-            self._nixl.remove_remote_agent(name)
+    def _remove_peer(self, alias: str) -> None:
+        self._peers[alias] -= 1
+        self._unload()
+
+    def _unload(self) -> None:
+        """NIXL never says of a read that it is over once its peer has been unloaded."""
+        for alias in [alias for alias, users in self._peers.items() if not users]:
+            if not self._reads.any_from(alias):
+                del self._peers[alias]
+                self._near.discard(alias)
+                try:
+                    self._nixl.remove_remote_agent(alias)
+                except Exception as error:  # noqa: BLE001  nobody waits for it
+                    log.warning("a peer could not be unloaded", agent=self.name, peer=alias, error=str(error))
 
     async def warm(self, peer: str, span: Span) -> None:
         """Read one byte of a peer's memory: the first read to a peer pays 5 to 15 ms of wire-up."""
@@ -134,23 +142,6 @@ class Agent:
         local, remote = (np.array([(each.address, 1, each.device)], dtype=np.uint64) for each in (landing, span))
         read = self.read(peer, local, remote, landing.memory_type, span.memory_type, FETCH_PRIORITY)
         await read.done
-
-    async def trial(self, peer: str, span: Span) -> tuple[float, float]:
-        """(seconds for each further descriptor, bytes per second of a long one), read from a peer's GPU memory."""
-        assert self._landing is not None
-        long = min(span.nbytes, self._landing.nbytes)
-        size = min(TRIAL_NBYTES, long // (2 * TRIAL_DESCRIPTORS))
-        seconds = []
-        scattered = [(2 * i * size, size) for i in range(TRIAL_DESCRIPTORS)] if size else [(0, long)]
-        for rows in ([(0, long)], [(0, long)], scattered):
-            local, remote = (
-                np.array([(each.address + at, nbytes, each.device) for at, nbytes in rows], dtype=np.uint64)
-                for each in (self._landing, span)
-            )
-            read = self.read(peer, local, remote, "VRAM", span.memory_type, FETCH_PRIORITY)
-            await read.done
-            seconds.append(read.seconds)
-        return seconds[-1] / TRIAL_DESCRIPTORS, long / max(1e-6, seconds[1])
 
     async def peek(self, peer: str, address: int) -> int:
         """One word (8 bytes) of a peer's registered host memory. Raises TransportError."""
@@ -262,6 +253,8 @@ class Agent:
 
     def _advance(self) -> None:
         self._reads.advance(self._nixl)
+        if 0 in self._peers.values():
+            self._unload()
 
     def _begin(self, read: Read) -> None:
         if self._nixl is None:

@@ -1,0 +1,106 @@
+"""The daemon's certificate, for every door that speaks TLS and for dialling: read again when the files have changed."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from kvferry.errors import KvferryError
+from kvferryd import logs
+from kvferryd.config import Config
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the three files held at one time, checked to fit together."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+    context: ssl.SSLContext = field(compare=False)
+    """For a server that asks its clients for certificates."""
+
+    def for_dialling(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+
+    def for_serving(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.authority)
+
+
+class Certificates:
+    """Files that do not fit together are logged, and the last ones that did stay in use. Any thread may ask."""
+
+    def __init__(self, certificate: Path, key: Path, authority: Path) -> None:
+        """Raises KvferryError (`bad_config`) when the files cannot be used."""
+        self._files = (certificate, key, authority)
+        try:
+            self._seen = self._stamps()
+            self._current = self._read()
+        except OSError as error:
+            raise KvferryError(
+                "bad_config",
+                f"the tls_* files cannot be used: {error}",
+                field="tls_cert",
+                value=certificate,
+                remedy="name a certificate, its own private key and the authority that signed it, all PEM",
+            ) from None
+
+    @classmethod
+    def of(cls, config: Config) -> Certificates | None:
+        """None where the settings name no certificate."""
+        if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
+            return None
+        return cls(config.tls_cert, config.tls_key, config.tls_ca)
+
+    def current(self) -> Identity:
+        try:
+            stamps = self._stamps()
+            if stamps != self._seen:
+                self._seen = stamps  # first: files that do not fit are reported once
+                self._current = self._read()
+                log.info("certificates were read again", tls_cert=str(self._files[0]))
+        except OSError as error:  # ssl.SSLError is one
+            log.error("new certificates do not fit, the old ones stay", reason=str(error))
+        return self._current
+
+    def _read(self) -> Identity:
+        certificate, key, authority = self._files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return Identity(certificate.read_bytes(), key.read_bytes(), authority.read_bytes(), context)
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        return [(status.st_mtime_ns, status.st_ino) for status in (file.stat() for file in self._files)]
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a gRPC server: mutual TLS. New connections are served with what the files hold by then."""
+        served = self.current()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            current = self.current()
+            if current == served:
+                return None
+            served = current
+            return current.for_serving()
+
+        # The stubs leave out that None keeps the configuration.
+        return grpc.dynamic_ssl_server_credentials(served.for_serving(), renewed, True)  # type: ignore[arg-type]
+
+    def server_context(self) -> ssl.SSLContext:
+        """For asyncio and uvicorn: the same."""
+        front = self._read().context
+
+        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            connection.context = self.current().context
+
+        front.sni_callback = renew
+        return front

@@ -1,0 +1,314 @@
+"""The source's side of a staged transfer: gather the chunks that a reader asks for into slots, and keep them until
+read.
+
+The lease must hold until the last gather has ended, and no longer: a packed slot stays whole whatever becomes of the
+blocks. So a reader that wants nothing later counts as one that has read as soon as all is packed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
+from kvferry.v1 import peer_pb2
+from kvferry.wire import problem_to_proto
+from kvferryd import logs
+from kvferryd.beside import beside
+from kvferryd.copy import Chunk
+from kvferryd.leases.lease import Lease
+from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
+from kvferryd.staging.pairings import Pairings
+from kvferryd.staging.share import Shape, Wanted, packs
+
+log = logs.get(__name__)
+IDLE_S = 30.0
+"""How long slots are kept for a reader that sends nothing: it has a slot of its own to read into."""
+KEPT_S = 0.5
+"""A packed slot keeps its bytes so long, even if the stream breaks or the engine goes. A reader that has read within
+this time of its request need not ask whether they were replaced (a round trip: 0.3 ms and more)."""
+GATHERS = 2
+"""Gathers of one reading at once: the next is launched while one is reported. The first runs alone, since launching
+another would delay its report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gatherer:
+    """What one registered engine gathers from and into. `regions`: addresses."""
+
+    own: Manifest
+    regions: Mapping[int, int]
+    arena: Arena | None
+    pairings: Pairings
+
+    def cutting(self, opening: peer_pb2.PackOpen, lease: Lease) -> Callable[[], list[Chunk]]:
+        """Makes the chunks that the reader expects; that may take long, and may be done on any thread.
+
+        Raises KvferryError, as does what is returned, where the reader may not have them.
+        """
+        if self.arena is None:
+            raise KvferryError("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
+        if lease.state.ended:
+            raise lease.over()
+        if lease.word.value != opening.word:
+            raise KvferryError(
+                "lease_changed",
+                f"request {lease.request_id} has another lease by now",
+                field="word",
+                remedy="open the lease, and go by its update",
+            )
+        share = self.pairings.get(opening.pairing)
+        if not SLOT_ALIGN <= opening.chunk_nbytes <= self.arena.slot_nbytes:
+            raise KvferryError(
+                "malformed_pack",
+                f"chunks of {opening.chunk_nbytes} bytes do not fit",
+                field="chunk_nbytes",
+                value=opening.chunk_nbytes,
+                remedy=f"{SLOT_ALIGN} to {self.arena.slot_nbytes} bytes",
+            )
+        tokens = opening.tokens.start, opening.tokens.stop
+        if tokens[1] > lease.num_tokens or (opening.states and lease.more):
+            raise KvferryError(
+                "tokens_unpublished",
+                f"tokens up to {tokens[1]} are wanted but {lease.num_tokens} were published",
+                field="tokens",
+                value=f"{tokens[0]}:{tokens[1]}",
+                remedy="wait for the publish",
+            )
+        shapes = {name: Shape(shape.first_token, shape.blocks) for name, shape in opening.tables.items()}
+        wanted, tables = Wanted(tokens, opening.states, shapes), lease.versions.tables(opening.version)
+        expected = opening.chunks, opening.nbytes
+        told = share, self.own.rank, tables, wanted, opening.chunk_nbytes
+
+        def cut() -> list[Chunk]:
+            chunks = packs(*told)
+            found = len(chunks), sum(chunk.nbytes for chunk in chunks)
+            if found != expected:
+                raise KvferryError(
+                    "cut_differs",
+                    f"this rank would pack {found[0]} chunks of {found[1]} bytes",
+                    field="chunks, nbytes",
+                    value=f"{expected[0]}, {expected[1]}",
+                    remedy="the two daemons plan differently: use the same version, or way = direct",
+                )
+            return chunks
+
+        return cut
+
+
+class Gather:
+    """The chunks that one reading has packed. It has no task: every message, slot and finished gather moves it on.
+
+    It takes messages at once, and packs from `begin` on. `end` gives its slots back: those that were read at once, the
+    others within KEPT_S. `queue` is called when something is pending; problems are sent to the reader.
+    """
+
+    def __init__(self, gatherer: Gatherer, number: int, opening: peer_pb2.PackOpen, queue: Callable[[], None]):
+        self._gatherer, self._opening, self._queue = gatherer, opening, queue
+        self.number = number
+        self.begun = False
+        self._lease: Lease | None = None
+        self._chunks: Sequence[Chunk] = ()
+        self._on_packed: Callable[[], None] = lambda: None
+        self._left = self._unread = opening.chunks
+        self._wanted: deque[int] = deque()
+        self._begun: set[int] = set()
+        self._awaited: set[asyncio.Future[Slot]] = set()
+        self._gathers = 0
+        self._held: dict[int, Slot] = {}
+        self._idle: asyncio.TimerHandle | None = None
+        self._over = False
+        self._pending: peer_pb2.PackReply | None = None
+
+    @property
+    def last(self) -> bool:
+        """The reader wants nothing of the lease later."""
+        return self._opening.last
+
+    def begin(self, lease: Lease, on_packed: Callable[[], None] = lambda: None) -> None:
+        """Pack what is wanted. `on_packed` is called once, when all has been gathered while the lease held."""
+        if self._over:
+            return
+        self.begun, self._on_packed = True, on_packed
+        try:
+            cutting = self._gatherer.cutting(self._opening, lease)
+            cut = beside(sum(shape.blocks for shape in self._opening.tables.values()), cutting)
+            if cut.done():
+                self._pack(lease, cut.result())
+            else:
+                cut.add_done_callback(functools.partial(self._was_cut, lease))
+        except Exception as error:  # noqa: BLE001  of one packing; the stream has others
+            self._break(error)
+
+    def on_message(self, said: peer_pb2.Pack) -> None:
+        """The chunks that the reader wants, and those that it has read. Ignored once this is over."""
+        if self._over:
+            return
+        try:
+            for chunk in said.want:
+                if chunk in self._begun or chunk >= self._opening.chunks:
+                    raise self._malformed("want", chunk)
+                self._begun.add(chunk)
+                self._wanted.append(chunk)
+            for chunk in said.read:
+                slot = self._held.pop(chunk, None)
+                if slot is None:
+                    raise self._malformed("read", chunk)
+                self._unread -= 1
+                self._arena.give_back(slot)
+            if said.vouch:
+                self._vouch()
+        except KvferryError as error:
+            self.end(error)
+        else:
+            self._restart_idle()
+            self._advance()
+
+    def take(self) -> peer_pb2.PackReply | None:
+        """Everything pending, as one message."""
+        reply, self._pending = self._pending, None
+        return reply
+
+    def end(self, problem: KvferryError | None = None) -> None:
+        """Pack nothing more. Idempotent."""
+        if self._over:
+            return
+        self._over = True
+        self._idle_until(None)
+        for slot in self._held.values():
+            self._arena.give_back_kept(slot)
+        self._held.clear()
+        for awaited in self._awaited:
+            awaited.cancel()
+        if problem is not None:
+            self._reply().problem.CopyFrom(problem_to_proto(problem))
+
+    @property
+    def _arena(self) -> Arena:
+        assert self._gatherer.arena is not None  # or nothing would have been cut
+        return self._gatherer.arena
+
+    def _was_cut(self, lease: Lease, cut: asyncio.Future[list[Chunk]]) -> None:
+        try:
+            chunks = cut.result()
+        except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
+            self._break(error)
+        else:
+            if not self._over:
+                self._pack(lease, chunks)
+
+    def _pack(self, lease: Lease, chunks: Sequence[Chunk]) -> None:
+        self._lease, self._chunks = lease, chunks
+        self._advance()
+
+    def _advance(self) -> None:
+        at_once = GATHERS if self._left < len(self._chunks) else 1
+        while self._wanted and self._lease is not None and self._gathers < at_once and not self._over:
+            try:
+                lent = self._arena.ask(Use.PACKED)
+            except KvferryError as error:
+                self.end(error)
+                return
+            self._gathers += 1
+            index = self._wanted.popleft()
+            if lent.done():
+                self._gather(index, lent.result())
+            else:
+                self._awaited.add(lent)
+                lent.add_done_callback(functools.partial(self._was_lent, index))
+
+    def _was_lent(self, index: int, lent: asyncio.Future[Slot]) -> None:
+        self._awaited.discard(lent)
+        if lent.cancelled():
+            return
+        try:
+            slot = lent.result()
+        except KvferryError as error:
+            self.end(error)
+        else:
+            self._gather(index, slot)
+
+    def _gather(self, index: int, slot: Slot) -> None:
+        chunk = self._chunks[index]
+        try:
+            self._check_held()  # it may have ended while this waited for a slot
+            gather = functools.partial(chunk.gather, self._gatherer.regions, slot.address)
+            gathering = self._arena.copies.start(chunk.nbytes, gather)
+        except KvferryError as error:
+            self._arena.give_back(slot)
+            self.end(error)
+        else:
+            gathering.add_done_callback(functools.partial(self._was_gathered, index, slot))
+
+    def _was_gathered(self, index: int, slot: Slot, gathering: asyncio.Future[None]) -> None:
+        try:
+            gathering.result()
+            self._check_held()
+        except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
+            self._arena.give_back(slot)
+            self._break(error)
+            return
+        self._held[index] = slot
+        self._arena.keep(slot, KEPT_S)
+        self._reply().packed.add(
+            chunk=index, address=slot.address, nbytes=self._chunks[index].nbytes, kept_ms=int(1e3 * KEPT_S)
+        )
+        self._gathers -= 1
+        self._left -= 1
+        self._restart_idle()
+        # After the report: launching takes a while, and another gather is under way.
+        asyncio.get_running_loop().call_soon(self._advance if self._left else self._on_packed)
+
+    def _check_held(self) -> None:
+        """Nothing is gathered, or reported as packed, unless the lease holds and the reader is there."""
+        assert self._lease is not None
+        if self._over:
+            raise KvferryError("abandoned", "the gather is over")
+        if self._lease.state.ended:
+            raise self._lease.over()
+
+    def _vouch(self) -> None:
+        if self._unread or self._lease is None:
+            raise KvferryError("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
+        if self._arena.closed:  # a slot that was read late may have been gone
+            raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")
+        self._reply().vouched = True
+
+    def _break(self, error: Exception) -> None:
+        if isinstance(error, KvferryError):
+            self.end(error)
+        else:
+            log.error("gather broke", exc_info=error)
+            self.end(KvferryError("internal", f"the source failed: {type(error).__name__}"))
+
+    def _reply(self) -> peer_pb2.PackReply:
+        """The next message, to be added to."""
+        if self._pending is None:
+            self._pending = peer_pb2.PackReply(packing=self.number)
+            self._queue()
+        return self._pending
+
+    def _restart_idle(self) -> None:
+        self._idle_until(asyncio.get_running_loop().time() + IDLE_S if self._held else None)
+
+    def _idle_until(self, time: float | None) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = None if time is None else asyncio.get_running_loop().call_at(time, self._on_idle)
+
+    def _on_idle(self) -> None:
+        held = len(self._held)
+        self.end(KvferryError("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
+
+    def _malformed(self, field: str, chunk: int) -> KvferryError:
+        return KvferryError(
+            "malformed_pack",
+            f"chunk {chunk} cannot be named here",
+            field=field,
+            value=chunk,
+            remedy=f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed",
+        )

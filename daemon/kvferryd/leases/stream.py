@@ -1,0 +1,279 @@
+"""The source's end of one reader's stream: the leases that one rank of an engine reads here, and what is packed for it.
+
+Nothing grows for a reader that does not read its replies. A reading waits for its turn at most once, and composes its
+message then; announcements that find too many others waiting are dropped, since a reader can always ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
+
+from kvferry.errors import KvferryError
+from kvferry.v1 import peer_pb2
+from kvferry.wire import problem_to_proto, tables_to_proto
+from kvferryd.check import check_request_id
+from kvferryd.leases.gather import Gather, Gatherer
+from kvferryd.leases.lease import Lease, Opened, ReaderId
+from kvferryd.leases.leases import Leases
+
+ENDED_S = 1.0
+"""How long readers may take to receive the end of their leases, when all of them end."""
+ANNOUNCEMENTS = 64
+"""Announcements that may wait for one reader."""
+
+
+class Speaker(Protocol):
+    """Composes its next message when its turn comes."""
+
+    def take(self) -> peer_pb2.ReadReply | None:
+        """The next message; None if nothing is pending any more."""
+
+
+class Turns:
+    """Speakers with something pending, each at most once, in the order in which they asked."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Speaker, None] = OrderedDict()
+        self._changed = asyncio.Event()
+        self._over = False
+
+    def ask(self, speaker: Speaker) -> None:
+        self._waiting[speaker] = None
+        self._changed.set()
+
+    def leave(self, speaker: Speaker) -> None:
+        self._waiting.pop(speaker, None)
+
+    def end(self) -> None:
+        """`next` returns None after the last that has asked."""
+        self._over = True
+        self._changed.set()
+
+    async def next(self) -> Speaker | None:
+        while not self._waiting:
+            if self._over:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._waiting.popitem(last=False)[0]
+
+
+class _Reading:
+    """One lease as this reader follows it, until it is closed."""
+
+    def __init__(self, stream: ServedStream, number: int, asked: peer_pb2.LeaseOpen) -> None:
+        self._stream, self.number, self.request_id = stream, number, asked.request_id
+        self._known = asked.known_word, asked.known_version
+        self.opened: Opened | None = None
+        self.lease: Lease | None = None
+        """Once the reader has it as it is: told of it, or known from an announcement."""
+        self.gather: Gather | None = None
+        self._update: Lease | None = None
+        self._problem: KvferryError | None = None
+        self.task = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
+        leases, who = self._stream.leases, self._stream.who
+        try:
+            check_request_id(self.request_id)
+            lease = await leases.find(self.request_id)
+            with leases.reading(lease, who) as self.opened:
+                async for _ in lease.follow():
+                    if not self._knows(lease):
+                        self._update = lease
+                        self._queue()
+                    self._told(lease)
+                await lease.ended()
+        except KvferryError as error:
+            if self.gather is not None:
+                self.gather.end()
+            self._problem = error
+            self._queue()
+
+    def _knows(self, lease: Lease) -> bool:
+        """Whether the reader goes by the lease as it is, from an announcement."""
+        return self.lease is None and self._known == (lease.word.value, lease.version)
+
+    def _told(self, lease: Lease) -> None:
+        self.lease = lease
+        if self.gather is not None and not self.gather.begun:
+            self._begin(self.gather, lease)
+
+    def pack(self, said: peer_pb2.Pack) -> None:
+        if said.HasField("open"):
+            if self.gather is not None:
+                self.gather.end()
+            stream = self._stream
+            self.gather = Gather(stream.gatherer, said.packing, said.open, self._queue)
+            # A lease known from an announcement is opened at the loop's next turn, long before anything is packed.
+            lease = self.lease or stream.leases.get(self.request_id)
+            if lease is not None and (self.lease is not None or self._knows(lease)):
+                self._begin(self.gather, lease)
+        if self.gather is not None and self.gather.number == said.packing:
+            self.gather.on_message(said)
+
+    def _begin(self, gather: Gather, lease: Lease) -> None:
+        leases, who = self._stream.leases, self._stream.who
+        gather.begin(lease, functools.partial(leases.packed, lease, who) if gather.last else lambda: None)
+
+    def close(self) -> None:
+        self.task.cancel()
+        if self.gather is not None:
+            self.gather.end()
+
+    def _queue(self) -> None:
+        self._stream.turns.ask(self)
+
+    def take(self) -> peer_pb2.ReadReply | None:
+        update, self._update = self._update, None
+        if update is not None and not update.state.ended:
+            self._queue()  # for what else is pending
+            return peer_pb2.ReadReply(reading=self.number, update=_update_of(update))
+        packed = self.gather.take() if self.gather is not None else None
+        if packed is not None:
+            self._queue()
+            return peer_pb2.ReadReply(reading=self.number, pack=packed)
+        if self._problem is None:
+            return None
+        self._stream.forget(self)
+        return peer_pb2.ReadReply(reading=self.number, problem=problem_to_proto(self._problem))
+
+
+class ServedStream:
+    """`replies` serves one reader until its stream ends; then nothing is read any more."""
+
+    def __init__(
+        self, leases: Leases, who: ReaderId, gatherer: Gatherer, retired: asyncio.Event, *, announcing: bool
+    ) -> None:
+        """retired: set when the engine is. announcing: the reader may get leases that it did not ask for."""
+        self.leases, self.who, self.gatherer = leases, who, gatherer
+        self._retired, self._announcing = retired, announcing
+        self._readings: dict[int, _Reading] = {}
+        self.turns = Turns()
+        self._announcements = _Announcements(self.turns)
+
+    async def replies(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncGenerator[peer_pb2.ReadReply]:
+        """Until the reader ends the stream, or the engine is retired and readers have been sent the end of their
+        leases.
+
+        Raises KvferryError for a message that no reader of ours sends.
+        """
+        running = asyncio.create_task(self._run(requests))
+        running.add_done_callback(lambda _: self.turns.end())
+        if self._announcing:
+            self.leases.audience.add(self._announcements.add)
+        try:
+            while (speaker := await self.turns.next()) is not None:
+                if (reply := speaker.take()) is not None:
+                    yield reply
+            running.result()
+        finally:
+            self.leases.audience.discard(self._announcements.add)
+            running.cancel()
+            for reading in self._readings.values():
+                reading.close()
+            self._readings.clear()
+            await asyncio.wait([running])
+
+    async def _run(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
+        listening = asyncio.create_task(self._listen(requests))
+        retiring = asyncio.create_task(self._retired.wait())
+        try:
+            await asyncio.wait([listening, retiring], return_when=asyncio.FIRST_COMPLETED)
+            if self._retired.is_set():
+                await self._all_ended()
+            else:
+                listening.result()
+        finally:
+            listening.cancel()
+            retiring.cancel()
+
+    async def _listen(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
+        async for request in requests:
+            if self._retired.is_set():
+                return  # not "the lease has ended": the end of the stream says that the engine may have started anew
+            match request.WhichOneof("kind"):
+                case "pack":
+                    if (reading := self._readings.get(request.pack.reading)) is not None:
+                        reading.pack(request.pack)
+                case "open":
+                    self._open(request.open)
+                case "close":
+                    self._close(request.close)
+                case kind:
+                    raise KvferryError(
+                        "malformed_read", "a message has no open, pack or close", field="kind", value=kind
+                    )
+
+    def _open(self, asked: peer_pb2.LeaseOpen) -> None:
+        if asked.reading in self._readings or len(self._readings) >= self.leases.limit:
+            raise KvferryError(
+                "malformed_read",
+                f"reading {asked.reading} is open already, or {len(self._readings)} readings are too many",
+                field="open.reading",
+                value=asked.reading,
+                remedy="number readings from 1, and close those that are over",
+            )
+        self._readings[asked.reading] = _Reading(self, asked.reading, asked)
+
+    def _close(self, asked: peer_pb2.LeaseClose) -> None:
+        """Nobody waits for an answer: of a reading that is over or refused there is nothing to close."""
+        reading = self._readings.pop(asked.reading, None)
+        if reading is None:
+            check_request_id(asked.request_id)
+            self.leases.close(asked.request_id, self.who, None, asked.complete)
+        else:
+            if reading.opened is not None:
+                self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
+            reading.close()
+            self.turns.leave(reading)
+
+    def forget(self, reading: _Reading) -> None:
+        """Its end has been sent."""
+        if self._readings.get(reading.number) is reading:
+            del self._readings[reading.number]
+
+    async def _all_ended(self) -> None:
+        running = [reading.task for reading in self._readings.values()]
+        if running:
+            await asyncio.wait(running, timeout=ENDED_S)
+
+
+class _Announcements:
+    """Leases that the reader may want next."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._waiting: deque[Lease] = deque()
+
+    def add(self, lease: Lease) -> None:
+        if len(self._waiting) < ANNOUNCEMENTS:
+            self._waiting.append(lease)
+            self._turns.ask(self)
+
+    def take(self) -> peer_pb2.ReadReply | None:
+        lease = self._waiting.popleft()
+        if self._waiting:
+            self._turns.ask(self)
+        if lease.state.ended:
+            return None
+        announced = peer_pb2.Announcement(request_id=lease.request_id, update=_update_of(lease))
+        return peer_pb2.ReadReply(announced=announced)
+
+
+def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:
+    return peer_pb2.LeaseUpdate(
+        tables=tables_to_proto(lease.tables),
+        num_tokens=lease.num_tokens,
+        more=lease.more,
+        metadata=lease.metadata,
+        word_address=lease.word.address,
+        word=lease.word.value,
+        version=lease.version,
+        digest=lease.digest,
+    )

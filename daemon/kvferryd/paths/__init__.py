@@ -1,0 +1,73 @@
+"""The three ways of moving runs, and the rule by which one is chosen."""
+
+from __future__ import annotations
+
+from kvferry.errors import KvferryError
+from kvferryd.engine import Engine
+from kvferryd.paths.direct import Direct
+from kvferryd.paths.mapped import Mapped
+from kvferryd.paths.move import Flight, Move, Moved, Path, PathName, packed_whole
+from kvferryd.paths.staged import Staged
+from kvferryd.peers.peer import PeerEngine
+from kvferryd.plan import Bound
+
+__all__ = ["Flight", "Move", "Moved", "PathName", "choose", "packed_whole", "refusals"]
+
+PATHS: dict[PathName, Path] = {path.name: path for path in (Mapped(), Staged(), Direct())}
+"""In the order in which `auto` prefers them."""
+DIRECT_FROM = {"host": 4 << 10, "cuda": 1 << 20}
+"""Mean bytes of a run from which direct beats staged, by kind of the destination's memory (docs/benchmarks.md): over
+cuda_ipc a descriptor costs 4 to 8 us, in which staging moves about a megabyte; on host memory 4 KiB runs take the same
+time both ways, 1 KiB runs take four times as long direct."""
+
+
+def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
+    """Every path: empty when the pair can take it, otherwise why not."""
+    return {path.name.value: path.refusal(engine, peer) for path in PATHS.values()}
+
+
+def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
+    """The path for these bytes. `way`: auto, or the path to take.
+
+    auto: mapped where it can be had; otherwise staged for short runs and direct for long ones. A forced staged falls
+    back to the others where the pair cannot stage and nothing is strict. Raises KvferryError: `way_unavailable`;
+    `cannot_stage` where one side is strict and the pair cannot stage.
+    """
+    why = {name: path.refusal(engine, peer) for name, path in PATHS.items()}
+    able = [name for name in PATHS if not why[name]]
+    if way in able:
+        return PATHS[PathName(way)]
+    if way == PathName.MAPPED:
+        raise KvferryError(
+            "way_unavailable",
+            f"way = mapped is forced, and engine {peer.engine_id} cannot be read so: {why[PathName.MAPPED]}",
+            field="way",
+            value=way,
+            remedy="set way = auto, or see GET /v1/peers for what each pair can do",
+        )
+    if not able or way == PathName.DIRECT:
+        reason = why[PathName.STAGED] or f"way = {way} was requested"
+        raise KvferryError(
+            "cannot_stage",
+            f"strict requires staging ({why[PathName.DIRECT]}), but {reason}",
+            field="strict",
+            value=engine.strict,
+            remedy="set way = staged (or strict) on both sides, or strict on neither",
+        )
+    both = PathName.STAGED in able and PathName.DIRECT in able
+    if both and PathName.MAPPED not in able and _mean_run(bound) >= DIRECT_FROM[_kind(engine)]:
+        return PATHS[PathName.DIRECT]
+    return PATHS[able[0]]
+
+
+def _mean_run(bound: Bound) -> float:
+    """Bytes of a run, as if all segments were as long as the longest."""
+    runs = 0
+    for copy, segments in bound.pairs:
+        if number := len(segments.tokens):
+            runs += number * sum(len(each.source_offsets) for each in copy.patterns(int(segments.tokens.max())))
+    return bound.nbytes / max(1, runs)
+
+
+def _kind(engine: Engine) -> str:
+    return next(iter(engine.regions.values())).span.kind

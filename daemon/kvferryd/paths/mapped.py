@@ -1,0 +1,31 @@
+"""Mapped: one kernel on this GPU reads the peer's memory and writes ours, in a single pass."""
+
+from __future__ import annotations
+
+from kvferryd.copy import mapped, moves
+from kvferryd.engine import Engine
+from kvferryd.paths.move import Move, Moved, PathName
+from kvferryd.peers.peer import PeerEngine
+
+
+class Mapped:
+    name = PathName.MAPPED
+
+    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
+        if engine.strict:
+            return "this daemon is strict"
+        return next((f"rank {rank}: {why}" for rank, why in peer.unmapped.items()), "")
+
+    async def move(self, move: Move) -> Moved:
+        runner = move.engine.runner
+        assert runner is not None
+        sources = move.peer.mapped_addresses()
+        own = {id: span.address for id, span in move.regions.items()}
+        copy = runner.copy(move.bound.nbytes, lambda: mapped(moves(move.bound), sources, own), move.priority)
+        move.flights.append(copy)
+        try:
+            await copy.done
+        finally:
+            if not copy.done.done() or copy.done.cancelled():
+                copy.abandon()
+        return Moved(move.ranks)

@@ -1,0 +1,107 @@
+"""What every path shares: what it is asked to move, and what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvferryd.engine import Engine
+from kvferryd.peers.peer import PeerEngine
+from kvferryd.plan import Bound
+from kvferryd.staging.share import Wanted
+from kvferryd.transport import Span
+
+if TYPE_CHECKING:
+    from kvferryd.transfers.source import SourceReader
+
+
+class PathName(enum.StrEnum):
+    """How runs are moved. The setting and the order's field are called `way`."""
+
+    MAPPED = "mapped"
+    STAGED = "staged"
+    DIRECT = "direct"
+
+    @property
+    def transport(self) -> str:
+        """What carries the bytes, as records say it."""
+        return "cuda_ipc" if self is PathName.MAPPED else "UCX"
+
+
+class Flight(Protocol):
+    """Something that may write to a transfer's blocks.
+
+    `quiet`: it writes nothing any more. `nbytes`: of the blocks it writes. `seconds` counts for `phase`.
+    """
+
+    @property
+    def quiet(self) -> asyncio.Future[None]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def phase(self) -> str: ...
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one move did. The bytes of `packed` ranks are proven: the source packed all of them while its lease held,
+    and kept them until they were read. The bytes of the other ranks are proven by the lease's validity word alone.
+    """
+
+    ranks: frozenset[int]
+    """Source ranks that bytes were read from."""
+    descriptors: int = 0
+    packed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes to be moved for one transfer.
+
+    `flights`: a path adds everything that may write to the blocks as soon as it exists, so that the transfer knows of
+    it if the move fails or is cancelled. `deadline`: on the loop's clock. `before`: the transfer's earlier moves.
+    """
+
+    bound: Bound
+    wanted: Wanted
+    engine: Engine
+    peer: PeerEngine
+    readers: Sequence[SourceReader]
+    priority: int
+    deadline: float
+    flights: list[Flight]
+    before: Sequence[Moved]
+
+    @property
+    def regions(self) -> Mapping[int, Span]:
+        """The engine's own, by id."""
+        return {id: region.span for id, region in self.engine.regions.items()}
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Source ranks that bytes are read from."""
+        return frozenset(rank for rank, nbytes in self.bound.nbytes_by_rank.items() if nbytes)
+
+
+class Path(Protocol):
+    """One way of moving runs. Implementations hold no state."""
+
+    name: PathName
+
+    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
+        """Why this pair cannot take it; empty where it can."""
+
+    async def move(self, move: Move) -> Moved:
+        """Move everything. Raises KvferryError; then what may still write is among the flights."""
+
+
+def packed_whole(rank: int, moves: Iterable[Moved]) -> bool:
+    """Whether every byte that was read from the rank is proven by packing. A rank of which nothing was read is not."""
+    reads = [move for move in moves if rank in move.ranks]
+    return bool(reads) and all(rank in move.packed for move in reads)

@@ -1,0 +1,194 @@
+"""Staged: the source gathers into a slot, one NIXL READ fetches the slot whole, and it is scattered here.
+
+    source                       gather k+2, packed | gather k+3, packed | ...
+    reader  want k, k+1, k+2 ... | READ k, k+1      | read k, want k+3   | scatter k | READ k+2 ...
+
+Every slot of the reader has a carrier that takes chunk after chunk through it. The first message wants as many chunks
+as there are carriers. Each later "chunk read" message also asks for that slot's next chunk, while the one just read is
+being scattered. So the source gathers ahead, READs run back to back, and no READ waits for a round trip. The source may
+reuse its blocks as soon as all chunks are gathered: a chunk is reported as packed only while the lease held, and
+`ChunkStream.vouched` makes sure that no slot was taken back before it was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.errors import KvferryError
+from kvferry.v1 import layout_pb2, peer_pb2
+from kvferryd.beside import beside
+from kvferryd.copy import Chunk, cut, moves
+from kvferryd.engine import Engine
+from kvferryd.paths.chunk_stream import ChunkStream
+from kvferryd.paths.move import Flight, Move, Moved, PathName, packed_whole
+from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
+from kvferryd.peers.staging import pair
+from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
+from kvferryd.staging.copies import over
+from kvferryd.staging.share import Wanted
+from kvferryd.together import together
+from kvferryd.transport import Agent, Read
+
+if TYPE_CHECKING:
+    pass
+
+IN_FLIGHT = 8
+"""Slots that one transfer may have at once."""
+LEAST_NBYTES, DEPTH = {"host": 8 << 20, "cuda": 64 << 20}, 5
+"""A transfer is cut into about DEPTH chunks, so that the gather of one, the READ of another and the scatter of a third
+overlap; but into chunks of at least LEAST_NBYTES, by kind of memory, and at most a slot. The first of several chunks is
+smaller (`copy.chunks.FIRST`), and so is the last: the ends overlap with nothing."""
+GRACE_S = 1.0
+"""Calls may take so much longer than the transfer: its own deadline then says what it waited for."""
+
+
+class Staged:
+    name = PathName.STAGED
+
+    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
+        if engine.arena is None:
+            return "this daemon has no staging arena"
+        for rank in peer.plan.reads_from:
+            if peer.ranks[rank].staging is None:
+                return f"the daemon of rank {rank} of engine {peer.engine_id} has no staging arena"
+        return ""
+
+    async def move(self, move: Move) -> Moved:
+        """One descriptor for each chunk. When this returns or raises, nothing is being scattered any more.
+
+        Raises TransportError of the first read that fails, KvferryError of a source that gives up.
+        """
+        try:
+            return await _move(move)
+        except KvferryError as error:
+            if error.code != "unknown_pairing":
+                raise
+            for rank in move.peer.ranks.values():
+                rank.pairing = ""
+        return await _move(move)
+
+
+def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: int) -> int:
+    """`own`: bytes of a slot here."""
+    part = -(-2 * nbytes // (2 * DEPTH - 1) // SLOT_ALIGN) * SLOT_ALIGN  # a quarter more at either end
+    least = min(LEAST_NBYTES[staging.span.kind] for staging in stagings)
+    return min([own, *(staging.slot_nbytes for staging in stagings), max(least, part)])
+
+
+async def _move(move: Move) -> Moved:
+    engine, peer, bound = move.engine, move.peer, move.bound
+    assert engine.agent is not None and engine.arena is not None
+    addresses = {id: span.address for id, span in move.regions.items()}
+    journey = _Journey(engine.agent, engine.arena, addresses, move.priority, move.flights)
+    stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
+    chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, engine.arena.slot_nbytes)
+    readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
+    timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
+    for reader in readers:
+        if not reader.source.pairing:
+            await pair(reader.source, peer.plan, timeout_s)
+    segments = sum(len(segments.tokens) for _, segments in bound.pairs)
+    by_rank: dict[int, list[Chunk]] = defaultdict(list)
+    for chunk in await beside(segments, lambda: cut(moves(bound), chunk_nbytes)):
+        by_rank[chunk.source_rank].append(chunk)
+    streams = []
+    for reader in readers:
+        chunks = by_rank[reader.source.rank]
+        assert chunks, "segments have bytes"
+        opening = _opening(reader.source, move.wanted, chunk_nbytes, chunks)
+        # The source may release the lease once all is packed, unless other bytes need its validity word.
+        earlier = [one for one in move.before if reader.source.rank in one.ranks]
+        opening.last = move.wanted.states and (not earlier or packed_whole(reader.source.rank, earlier))
+        streams.append(ChunkStream(reader, opening, chunks))
+    turns = _turns(streams)
+    chunks_in_all = sum(map(len, by_rank.values()))
+    await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, journey.arena.most, chunks_in_all)))
+    await together(stream.vouched() for stream in streams)
+    return Moved(move.ranks, chunks_in_all, packed=move.ranks)
+
+
+Turn = tuple[ChunkStream, int]
+"""The next chunk: its stream and its index there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Journey:
+    """Where chunks go."""
+
+    agent: Agent
+    arena: Arena
+    addresses: Mapping[int, int]
+    priority: int
+    reads: list[Flight]
+
+    async def carry(self, turns: Iterator[Turn]) -> None:
+        """Carry chunk after chunk, until none is left; each time in a slot of its own."""
+        turn = next(turns, None)
+        while turn is not None:
+            turn = await self._through(await self.arena.take(Use.READ), turn, turns)
+
+    async def _through(self, slot: Slot, turn: Turn, turns: Iterator[Turn]) -> Turn | None:
+        """Chunk after chunk through this slot, until there is none left or somebody else is to have it: the next."""
+        read: Read | None = None
+        try:
+            stream, index = turn
+            coming = stream.want(index)
+            while True:
+                packed, chunk = await coming, stream.chunks[index]
+                read = self._read(slot, stream, chunk, packed)
+                await read.done
+                scatter = functools.partial(chunk.scatter, slot.address, self.addresses)
+                scattering = self.arena.copies.start(chunk.nbytes, scatter, self.priority)
+                stream.was_read(index)
+                following = next(turns, None)
+                onward = following is not None and not self.arena.sought(Use.READ)
+                if following is not None and onward:
+                    # Into this very slot, which waits for nothing but the copy that has begun.
+                    stream, index = following
+                    coming = stream.want(index)
+                await over(scattering)
+                if not onward:
+                    return following
+        finally:
+            if read is not None and (not read.done.done() or read.done.cancelled()):
+                read.abandon()
+            # Not before it is quiet: a read that was given up may still write to the slot.
+            self.arena.give_back(slot, read.quiet if read is not None else None)
+
+    def _read(self, slot: Slot, stream: ChunkStream, chunk: Chunk, packed: peer_pb2.Packed) -> Read:
+        own, far = self.arena.span, stream.span
+        read = self.agent.read(
+            stream.agent_name,
+            np.array([(slot.address, chunk.nbytes, own.device)], dtype=np.uint64),
+            np.array([(packed.address, chunk.nbytes, far.device)], dtype=np.uint64),
+            own.memory_type,
+            far.memory_type,
+            self.priority,
+        )
+        self.reads.append(read)
+        return read
+
+
+def _turns(streams: Sequence[ChunkStream]) -> Iterator[Turn]:
+    """All chunks, ranks by turns, so that all sources work at once."""
+    for index in range(max(len(stream.chunks) for stream in streams)):
+        for stream in streams:
+            if index < len(stream.chunks):
+                yield stream, index
+
+
+def _opening(source: PeerRank, wanted: Wanted, chunk_nbytes: int, chunks: Sequence[Chunk]) -> peer_pb2.PackOpen:
+    opening = peer_pb2.PackOpen(pairing=source.pairing, states=wanted.states)
+    opening.tokens.CopyFrom(layout_pb2.TokenRange(start=wanted.tokens[0], stop=wanted.tokens[1]))
+    for group, shape in wanted.shapes.items():
+        opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
+    opening.chunk_nbytes, opening.chunks = chunk_nbytes, len(chunks)
+    opening.nbytes = sum(chunk.nbytes for chunk in chunks)
+    return opening

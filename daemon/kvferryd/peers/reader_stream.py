@@ -1,0 +1,157 @@
+"""The reader's end of the stream to one source rank. It is opened with the first lease and stays open for the next
+ones.
+
+A reader whose messages can be merged (`Outbox`) is queued at most once; `take` then returns everything that is pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from typing import Protocol, TypeAlias
+
+import grpc
+from cachetools import LRUCache
+
+from kvferry.errors import KvferryError
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto
+from kvferryd.peers.channels import asking
+
+CLOSE_S = 1.0
+ANNOUNCED = 1024
+"""Announced leases kept until a transfer asks for them. The least recent go first."""
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
+
+
+class Outbox(Protocol):
+    """Messages that are merged until the stream takes them."""
+
+    def take(self) -> peer_pb2.ReadRequest:
+        """Everything pending, as one message."""
+
+
+class Listener(Protocol):
+    """One lease on the stream, as its reader follows it."""
+
+    def on_reply(self, reply: peer_pb2.ReadReply) -> None: ...
+
+    def on_lost(self, why: KvferryError) -> None:
+        """The stream is over: no reply will come."""
+
+
+class ReaderStream:
+    """One of our ranks as the reader of one source rank. A stream that has ended is followed by another."""
+
+    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
+        self._stub, self._address, self._opening = stub, address, opening
+        self._stream: OpenStream | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the source has ended it. Another daemon, with other memory, may answer at its address now."""
+        return self._stream is not None and self._stream.over
+
+    def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
+        """The lease as the source announced it before it was asked. Each announcement is given out once."""
+        update: peer_pb2.LeaseUpdate | None = self._current().announced.pop(request_id, None)
+        return update
+
+    def follow(self, listener: Listener) -> tuple[int, OpenStream]:
+        """The number of a new reading, and the stream to speak on; replies of that number go to `listener`."""
+        stream = self._current()
+        return stream.follow(listener), stream
+
+    def finished(self, request_id: str) -> None:
+        """This rank has finished with the lease although it never opened it: it had nothing to read there."""
+        self._current().close_reading(0, request_id, complete=True)
+
+    def _current(self) -> OpenStream:
+        if self._stream is None or self._stream.over:
+            self._stream = OpenStream(self._stub, self._address, self._opening)
+        return self._stream
+
+    async def close(self) -> None:
+        """Send what is pending, then end the stream. Takes at most CLOSE_S."""
+        if self._stream is not None:
+            await self._stream.close()
+
+
+class OpenStream:
+    """One gRPC stream and its two tasks. Both end when it is over, in this object and nowhere else."""
+
+    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
+        self._address = address
+        self._pending: asyncio.Queue[peer_pb2.ReadRequest | Outbox | None] = asyncio.Queue()
+        self._pending.put_nowait(peer_pb2.ReadRequest(opening=opening))
+        self._numbers = itertools.count(1)
+        self._listeners: dict[int, Listener] = {}
+        self.announced: LRUCache[str, peer_pb2.LeaseUpdate] = LRUCache(ANNOUNCED)
+        self._why: KvferryError | None = None
+        self._call: _Call = stub.Read()
+        self._writing = asyncio.create_task(self._write(), name=f"to-{address}")
+        self._reading = asyncio.create_task(self._read(), name=f"leases-of-{address}")
+
+    @property
+    def over(self) -> bool:
+        return self._why is not None
+
+    def check(self) -> None:
+        """Raises KvferryError when it is over."""
+        if self._why is not None:
+            raise self._why
+
+    def follow(self, listener: Listener) -> int:
+        number = next(self._numbers)
+        self._listeners[number] = listener
+        return number
+
+    def send(self, message: peer_pb2.ReadRequest | Outbox) -> None:
+        self._pending.put_nowait(message)
+
+    def close_reading(self, number: int, request_id: str, *, complete: bool) -> None:
+        """A source that does not get this has its time to live."""
+        self._listeners.pop(number, None)
+        closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete)
+        self.send(peer_pb2.ReadRequest(close=closing))
+
+    async def close(self) -> None:
+        self._pending.put_nowait(None)
+        await asyncio.wait([self._reading], timeout=CLOSE_S)
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+
+    async def _write(self) -> None:
+        """Why a write fails is known to `_read`, which ends this task."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            while (message := await self._pending.get()) is not None:
+                await self._call.write(message if isinstance(message, peer_pb2.ReadRequest) else message.take())
+            await self._call.done_writing()
+
+    async def _read(self) -> None:
+        why = KvferryError("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
+        refusal: KvferryError | None = None
+        try:
+            async with asking(self._address, ended=why):
+                async for reply in self._call:
+                    if not reply.reading and reply.HasField("problem"):
+                        refusal = problem_from_proto(reply.problem)
+                    else:
+                        self._dispatch(reply)
+        except KvferryError as error:
+            why = error
+        finally:
+            why = refusal or why
+            self._why = why
+            self._writing.cancel()
+            self._call.cancel()
+            for listener in self._listeners.values():
+                listener.on_lost(why)
+            self._listeners.clear()
+
+    def _dispatch(self, reply: peer_pb2.ReadReply) -> None:
+        if reply.HasField("announced"):
+            self.announced[reply.announced.request_id] = reply.announced.update
+        elif (listener := self._listeners.get(reply.reading)) is not None:
+            listener.on_reply(reply)

@@ -1,0 +1,93 @@
+"""Orders and reservations: the two halves of a transfer, as values, and how they are read from requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import DestinationBody, OrderBody, SourceBody
+from kvferry.tables import Tables, tables_from_json
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where to read from.
+
+    `epoch`: the source engine must be in it; empty for any. `deadline_s`: seconds from acceptance; None for the
+    daemon's
+    default. `way`: auto, direct, staged or mapped; empty for the daemon's setting.
+    """
+
+    engine_id: str
+    address: str
+    epoch: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    way: str = ""
+    traceparent: str = field(default="", compare=False)
+
+    @property
+    def source(self) -> SourceBody:
+        return SourceBody(engine_id=self.engine_id, address=self.address, epoch=self.epoch or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Where to write on this rank.
+
+    `tokens`: global [first, last); None for all that is published. `digest`: what the lease must have been published
+    with; empty is not checked.
+    """
+
+    tables: Tables
+    tokens: tuple[int, int] | None
+    digest: bytes = b""
+
+
+def order_of(body: OrderBody, traceparent: str) -> Order:
+    return Order(
+        body.source.engine_id,
+        body.source.address,
+        body.source.epoch or "",
+        body.priority,
+        body.deadline_ms / 1e3 if body.deadline_ms else None,
+        body.way or "",
+        traceparent,
+    )
+
+
+def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int, Reservation]:
+    """The tables of an order by rank: given by rank, or one set for all. Empty where the engine reserves its blocks."""
+    if wanted is None or wanted.tables is None:
+        return {}
+    given, ranks = wanted.tables, range(world_size)
+    if given and all(
+        key.isdigit() and isinstance(value, Mapping) and "block_ids" not in value for key, value in given.items()
+    ):
+        missing = [rank for rank in ranks if str(rank) not in given]
+        if missing:
+            raise KvferryError(
+                "malformed_tables",
+                f"ranks {missing} have no tables",
+                field="destination.tables",
+                value=sorted(given),
+                remedy="give tables for every rank, or one set for all",
+            )
+        tables = {rank: tables_from_json(given[str(rank)], f"destination.tables.{rank}") for rank in ranks}
+    else:
+        tables = dict.fromkeys(ranks, tables_from_json(given, "destination.tables"))
+    return {rank: reservation(tables[rank], wanted.token_range) for rank in ranks}
+
+
+def reservation(tables: Tables, tokens: tuple[int, int] | None, digest: bytes = b"") -> Reservation:
+    """Checked. Raises KvferryError (`malformed_tables`)."""
+    if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
+        raise KvferryError(
+            "malformed_tables",
+            f"the token range {tokens[0]}:{tokens[1]} is not a range",
+            field="token_range",
+            value=tokens,
+            remedy="0 <= first <= last, global tokens, last exclusive",
+        )
+    return Reservation(tables, tokens, digest)

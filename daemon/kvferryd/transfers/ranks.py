@@ -1,0 +1,235 @@
+"""The other ranks of the same engine: an order that reached one rank is handed to all, and they fail together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import ErrorBody, RankTransfer, TransferState
+from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.wire import problem_from_proto, tables_to_proto
+from kvferryd.config import Config
+from kvferryd.engine import Engine
+from kvferryd.peers.channels import Channel, Channels, asking
+from kvferryd.together import together
+from kvferryd.transfers.transfer import Transfer, error_body
+
+STALE_ATTEMPT = "stale_attempt"
+GRACE_S = 0.5
+"""How long after the deadline another rank may still say why it failed."""
+
+
+class Ranks:
+    """Speaks to the daemons of the other ranks, within the deadline of the transfer. Owns its tasks: `close` it."""
+
+    def __init__(self, config: Config, channels: Channels) -> None:
+        self._config, self._channels = config, channels
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: dict[Engine, dict[str, Channel]] = {}
+        """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
+
+    def hand_on(self, transfer: Transfer) -> None:
+        """Hand the transfer's order to all other ranks, and keep how far they are until they have ended."""
+        engine = transfer.engine
+        if engine.world_size > 1:
+            for rank in range(engine.world_size):
+                if rank != engine.rank:
+                    transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
+            self._spawn(self._follow_all(transfer))
+
+    def abort(self, transfer: Transfer) -> None:
+        """This rank has not got its KV: the others need not go on."""
+        engine = transfer.engine
+        why = transfer.problem.code if transfer.problem else transfer.state.value
+        for rank, share in transfer.ranks.items():
+            if not share.state.ended and rank in engine.members:
+                self._spawn(self._abort(transfer, rank, engine.members[rank], why))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for engine in list(self._open):
+            await self.leave(engine)
+
+    async def leave(self, engine: Engine) -> None:
+        """The engine is retired: no order of it is handed on any more."""
+        for channel in self._open.pop(engine, {}).values():
+            await channel.close()
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, engine: Engine, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
+        """The peer service of one rank. Its channel is dialled anew once the certificates have changed."""
+        channel = self._channels.open(address)
+        held = self._open.setdefault(engine, {})
+        before, held[address] = held.get(address), channel
+        if before is not None:
+            await before.close()
+        async with asking(address):
+            yield channel.stub
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow_all(self, transfer: Transfer) -> None:
+        engine = transfer.engine
+        try:
+            async with asyncio.timeout_at(transfer.deadline + GRACE_S):
+                if not await self._whole(transfer):
+                    return
+                if transfer.ended.is_set() and transfer.state is not TransferState.DONE:
+                    for rank in transfer.ranks:  # no other rank has the order: there is nothing to end
+                        transfer.set_rank(RankTransfer(rank=rank, state=TransferState.ABORTED))
+                    return
+                await together(self._follow(transfer, rank, engine.members[rank]) for rank in transfer.ranks)
+        except TimeoutError:
+            self.abort(transfer)
+            for rank, share in list(transfer.ranks.items()):
+                if not share.state.ended:
+                    self._failed(transfer, rank, _silent(rank, engine.members.get(rank, ""), share.state))
+
+    async def _whole(self, transfer: Transfer) -> bool:
+        """Wait until the daemons of all ranks are known."""
+        engine = transfer.engine
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await engine.until_whole()
+        except TimeoutError:
+            why = KvferryError(
+                "roster_incomplete",
+                f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
+                field="roster",
+                value=self._config.roster or "",
+                remedy="start their daemons with the same roster",
+            )
+            for rank in list(transfer.ranks):
+                self._failed(transfer, rank, why)
+            return False
+        return True
+
+    async def _follow(self, transfer: Transfer, rank: int, address: str) -> None:
+        """Hand the order to one rank and keep what it says, until its part has ended."""
+        try:
+            async with self._asking(transfer.engine, address) as stub:
+                await self._hand_to(stub, transfer, rank, address)
+        except KvferryError as error:
+            ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
+            if transfer.counted and ahead > transfer.attempt and not transfer.ended.is_set():
+                transfer.attempt = ahead  # that rank has seen more attempts than we have; this one is still under way
+                await self._follow(transfer, rank, address)
+                return
+            self._failed(transfer, rank, error)
+            return
+        share = transfer.ranks[rank]
+        if not share.state.ended:
+            self._failed(transfer, rank, KvferryError("peer_lost", f"rank {rank} at {address} stopped answering"))
+        elif share.state is not TransferState.DONE:
+            self._stop_own(transfer, share)
+
+    @staticmethod
+    async def _hand_to(stub: peer_pb2_grpc.PeerAsyncStub, transfer: Transfer, rank: int, address: str) -> None:
+        call = stub.Order(_request(transfer, rank))
+        try:
+            async for reply in call:
+                transfer.set_rank(_rank_transfer(reply, rank, address))
+        finally:
+            call.cancel()
+
+    def _failed(self, transfer: Transfer, rank: int, why: KvferryError) -> None:
+        state = TransferState.ABORTED if why.code == "aborted" else TransferState.FAILED
+        share = RankTransfer(rank=rank, state=state, error=error_body(why))
+        transfer.set_rank(share)
+        self._stop_own(transfer, share)
+
+    @staticmethod
+    def _stop_own(transfer: Transfer, share: RankTransfer) -> None:
+        """One rank without its KV makes the others' useless: tell this rank's engine now, not at the deadline."""
+        if share.state is TransferState.ABORTED:
+            why = KvferryError("aborted", f"rank {share.rank} of the same engine was aborted")
+        else:
+            code = share.error.code if share.error else share.state.value
+            why = KvferryError(
+                "rank_failed",
+                f"rank {share.rank} of the same engine failed: {code}",
+                field="rank",
+                value=share.rank,
+                remedy="see that rank's part of the transfer record",
+            )
+        transfer.stop(share.state, why)
+
+    async def _abort(self, transfer: Transfer, rank: int, address: str, why: str) -> None:
+        engine = transfer.engine
+        request = peer_pb2.AbortRequest(
+            engine_id=engine.engine_id,
+            request_id=transfer.request_id,
+            reason=f"rank {engine.rank}: {why}",
+            rank=engine.rank,
+            attempt=transfer.attempt,
+            failed=transfer.state is TransferState.FAILED,
+        )
+        with contextlib.suppress(KvferryError):  # best effort: the other rank has the same deadline
+            async with self._asking(engine, address) as stub:
+                await stub.Abort(request, timeout=self._config.connect_timeout_s)
+
+
+def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
+    order = transfer.order
+    assert order is not None
+    left_s = transfer.deadline - asyncio.get_running_loop().time()
+    request = peer_pb2.OrderRequest(
+        engine_id=transfer.engine.engine_id,
+        request_id=transfer.request_id,
+        priority=order.priority,
+        source=engine_pb2.Source(engine_id=order.engine_id, address=order.address, epoch=order.epoch),
+        deadline_s=max(1e-3, left_s),
+        traceparent=order.traceparent,
+        rank=transfer.engine.rank,
+        attempt=transfer.attempt,
+        counted=transfer.counted,
+        way=order.way,
+    )
+    reservation = transfer.brought.get(rank)
+    if reservation is not None:
+        request.tables.CopyFrom(tables_to_proto(reservation.tables))
+        if reservation.tokens is not None:
+            start, stop = reservation.tokens
+            request.tokens.CopyFrom(layout_pb2.TokenRange(start=start, stop=stop))
+    return request
+
+
+def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> RankTransfer:
+    if reply.state not in {state.value for state in TransferState} or reply.rank != rank:
+        raise KvferryError(
+            "protocol",
+            f"peer {address} answered with state {reply.state} of rank {reply.rank}",
+            field="state",
+            value=reply.state,
+        )
+    error: ErrorBody | None = None
+    if reply.HasField("problem"):
+        error = error_body(problem_from_proto(reply.problem))
+    return RankTransfer(
+        rank=reply.rank,
+        state=TransferState(reply.state),
+        bytes=reply.nbytes,
+        descriptors=reply.descriptors,
+        path=reply.path,
+        transport=reply.transport,
+        phases_ms=dict(reply.phases_ms),
+        error=error,
+    )
+
+
+def _silent(rank: int, address: str, state: TransferState) -> KvferryError:
+    return KvferryError(
+        "deadline",
+        f"the deadline passed while rank {rank} at {address or 'an unknown address'} was {state.value}",
+        field="rank",
+        value=rank,
+        remedy="see whether that rank's daemon is alive, or raise deadline_ms",
+    )

@@ -1,0 +1,36 @@
+"""What the tests of several folders share."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # processes are started beside gRPC's threads; none forks to use gRPC
+
+import pytest
+
+from kvferryd.demo import fleet
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+fleet.PORTS = fleet.PORTS[WORKER::WORKERS]
+"""A port is found free before a daemon takes it: workers beside each other must not find the same one."""
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def request_id(request: pytest.FixtureRequest) -> str:
+    """A new one for every test."""
+    return f"{request.node.name}-{uuid.uuid4().hex[:8]}"[-200:]
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack

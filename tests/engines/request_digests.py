@@ -1,0 +1,52 @@
+"""Print the digests of vLLM requests that differ in one thing each. Run by the Python that vLLM is installed for.
+
+.venv-engines/bin/python tests/engines/request_digests.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from kvferry.vllm.prompt import digest_of
+
+TOKENS = list(range(100, 120))
+
+
+def image(identifier: str, offset: int = 4, length: int = 6) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, length))
+
+
+def request(tokens: list[int] | None = TOKENS, **more: object) -> Request:
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, **more)
+
+
+def main() -> None:
+    rows = torch.arange(20 * 8, dtype=torch.float32).view(20, 8)
+    other_rows = rows.clone()
+    other_rows[3, 0] += 1
+    requests = {
+        "text": request(),
+        "another name": request(cache_salt="another tenant"),
+        "image": request(mm_features=[image("cat")]),
+        "another image": request(mm_features=[image("dog")]),
+        "an image elsewhere": request(mm_features=[image("cat", 5)]),
+        "a longer image": request(mm_features=[image("cat", length=7)]),
+        "an image after these tokens": request(mm_features=[image("cat", 15, 5)]),
+        "two images": request(mm_features=[image("cat"), image("dog", 11, 3)]),
+        "adapter": request(lora_request=LoRARequest("one", 1, "/adapters/one")),
+        "another adapter": request(lora_request=LoRARequest("two", 2, "/adapters/two")),
+        "the adapter from elsewhere": request(lora_request=LoRARequest("one", 7, "/copies/one")),
+        "embeddings": request(None, prompt_embeds=rows),
+        "other embeddings": request(None, prompt_embeds=other_rows),
+    }
+    print(json.dumps({name: digest_of(one, 15).hex() for name, one in requests.items()}))
+
+
+if __name__ == "__main__":
+    main()

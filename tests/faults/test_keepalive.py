@@ -1,0 +1,60 @@
+"""A daemon that falls silent, while its connections stay open, is noticed by the daemons at their other ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+
+import pytest
+from fleet import Daemons, until
+from lives import engine_on
+from pair import is_in
+from ranks import Kv, TestEngine
+
+from kvferry.engine import Lease, TransferFailed
+from kvferry.schemas import LeaseState, TransferState
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+NOTICED_S = 40.0
+"""Twice what the keepalive of the channels amounts to; by gRPC's defaults it is 70 s."""
+HALF, ALL = 16, 32
+
+
+async def half_read(
+    daemons: Daemons, stack: AsyncExitStack, name: str
+) -> tuple[TestEngine, Lease, TestEngine, asyncio.Task[object]]:
+    """(source, its lease, reader, its transfer that waits for the second half)"""
+    (theirs,), (ours,) = await daemons.start(f"{name}-source"), await daemons.start(f"{name}-reader")
+    source, _ = await engine_on(stack, f"{name}-source", theirs)
+    reader, router = await engine_on(stack, f"{name}-reader", ours)
+    blocks = source.take(ALL)
+    source.write(Kv.random(ALL), blocks)
+    (lease,) = await source.publish("r", blocks, HALF, more=True, ttl_s=0.5)
+    receiving = asyncio.create_task(
+        reader.ranks[0].client.receive("r", reader.take(ALL).tables(), source=source.source(), deadline_s=300)
+    )
+    await until(lambda: is_in(router, "r", TransferState.READING), "it reads")
+    return source, lease, reader, receiving
+
+
+async def test_a_silent_reader_holds_no_lease_and_a_silent_source_no_transfer(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    (_, held, mute, aborted), (deaf, _, _, reading) = await asyncio.gather(
+        half_read(daemons, stack, "one"), half_read(daemons, stack, "two")
+    )
+    silent = [mute.daemons[0], deaf.daemons[0]]
+    for daemon in silent:
+        daemon.signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(NOTICED_S):
+            assert await held.ended() is LeaseState.EXPIRED
+            with pytest.raises(TransferFailed) as failed:
+                await reading
+        assert failed.value.code in ("peer_lost", "peer_unreachable")
+    finally:
+        for daemon in silent:
+            daemon.signal(signal.SIGCONT)
+    with pytest.raises(TransferFailed):
+        await aborted

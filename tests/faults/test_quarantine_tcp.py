@@ -1,0 +1,114 @@
+"""Blocks that an abandoned read may still write belong to nobody else, until it is known that it cannot.
+
+Over TCP, with a source that stands still in the middle of a read: NIXL cannot abort, so the READ goes on when the
+source does, whatever has become of its request by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, under_way, until
+from pair import is_in
+from ranks import Blocks, Kv
+from remote import Remote, remote
+from wire import BIG, NBYTES, TOKENS, TcpPair, tcp_pair
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import TransferState
+
+pytestmark = pytest.mark.anyio
+COUNT = TOKENS // BIG.block_size
+BLOCKS = Blocks(tuple(range(COUNT)), 0)
+"""The reader's, of the old request, and then of the new one."""
+OLD, NEW = 1, 2
+"""Seeds of their KV."""
+OVERLAPS = (BLOCKS, Blocks((2 * COUNT, COUNT - 1), 1), Blocks((2 * COUNT,), 0))
+"""All of them; one block of many; the block of the state."""
+
+
+@pytest.fixture
+async def pair(daemons: Daemons, request_id: str) -> AsyncIterator[TcpPair]:
+    async with tcp_pair(daemons, request_id[-8:]) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def reader(pair: TcpPair, request_id: str) -> AsyncIterator[Remote]:
+    """The engine that receives: a process of its own, beside the pair's. It has read from the source once."""
+    async with remote(pair.reader_daemon, "decode", BIG) as reader:
+        await publish(pair, f"{request_id}-warm", 0)
+        await reader.receive(f"{request_id}-warm", BLOCKS, pair.source.source())
+        yield reader
+
+
+async def test_blocks_of_a_cancelled_receive_are_given_to_nobody_until_they_are_quiet(
+    pair: TcpPair, reader: Remote, stack: AsyncExitStack, request_id: str
+) -> None:
+    async with abandoned(pair, reader, request_id) as (old, _):
+        cancelling = await stack.enter_async_context(under_way(reader.cancel(old)))
+        await until(lambda: is_in(pair.reader_router, old, TransferState.ABORTED), "the transfer is aborted")
+        assert await pair.quarantined() >= NBYTES
+        await refuses(reader, request_id)
+        with pytest.raises(KvferryError) as free:  # others are free: it is taken, and nobody orders it
+            await reader.receive(f"{request_id}-free", Blocks((2 * COUNT,), 1), deadline_s=0.1)
+        assert free.value.code == "deadline"
+
+    async def quiet() -> bool:
+        return await pair.quarantined() == 0
+
+    await until(quiet, "the abandoned read has ended")
+    await asyncio.wait_for(cancelling, TIMEOUT_S)
+    await receives_the_new(pair, reader, request_id)
+
+
+async def test_an_engine_learns_when_the_blocks_of_an_aborted_receive_are_safe(
+    pair: TcpPair, reader: Remote, stack: AsyncExitStack, request_id: str
+) -> None:
+    async with abandoned(pair, reader, request_id) as (old, failing):
+        await pair.reader_router.abort_request(old)
+        with pytest.raises(KvferryError):
+            await asyncio.wait_for(asyncio.shield(failing), TIMEOUT_S)
+        quiesced = await stack.enter_async_context(under_way(reader.quiesced(old)))
+        await refuses(reader, request_id)
+        assert not quiesced.done()
+    await asyncio.wait_for(quiesced, TIMEOUT_S)
+    await receives_the_new(pair, reader, request_id)  # with no further wait: safe is safe
+    assert await pair.quarantined() == 0
+
+
+@asynccontextmanager
+async def abandoned(pair: TcpPair, reader: Remote, request_id: str) -> AsyncIterator[tuple[str, asyncio.Task[int]]]:
+    """A request that is read into BLOCKS while its source stands still, and its receive."""
+    old = f"{request_id}-old"
+    await publish(pair, old, OLD)
+    receive = reader.receive(old, BLOCKS, pair.source.source())
+    async with pair.stopped_in_mid_read(old, receive) as receiving:
+        yield old, receiving
+
+
+async def refuses(reader: Remote, request_id: str) -> None:
+    """Every reservation that has a block in common with those of the abandoned read."""
+    codes = []
+    for number, blocks in enumerate(OVERLAPS):
+        try:
+            await reader.receive(f"{request_id}-{number}", blocks, deadline_s=0.1)
+        except KvferryError as refused:
+            codes.append(refused.code)
+    assert codes == ["blocks_not_quiet"] * len(OVERLAPS)
+
+
+async def receives_the_new(pair: TcpPair, reader: Remote, request_id: str) -> None:
+    """The same blocks are reserved again, and hold what was read last."""
+    await publish(pair, f"{request_id}-new", NEW)
+    await reader.receive(f"{request_id}-new", BLOCKS, pair.source.source())
+    assert await reader.differs(BLOCKS, TOKENS, NEW) == ""
+
+
+async def publish(pair: TcpPair, request_id: str, seed: int) -> None:
+    kv, blocks = Kv.random(TOKENS, seed), pair.source.take(TOKENS)
+    pair.source.write(kv, blocks)
+    await pair.source.publish(request_id, blocks, TOKENS)

@@ -1,0 +1,65 @@
+"""The digest of a prompt is a contract: other engines compute it from docs/engines.md alone."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+
+from kvferry.digest import prompt_digest
+from kvferry.errors import KvferryError
+from kvferry.handoff import REMEMBERED, Attempts, Handoff, Origin
+from kvferry.schemas import SourceBody
+
+
+def test_the_digest_is_the_documented_bytes() -> None:
+    said = b"kvferry/prompt/1\0" + struct.pack("<Qqqq", 3, 7, 0, 151_643)
+    assert prompt_digest([7, 0, 151_643]) == hashlib.sha256(said).digest()
+    extra = b"lora=summaries \xc3\xa4"
+    assert prompt_digest([7, 0, 151_643], ["lora=summaries ä"]) == (
+        hashlib.sha256(said + struct.pack("<Q", len(extra)) + extra).digest()
+    )
+    assert prompt_digest([1, 2]).hex() == "861fa0ad5ca7311e4ece4ab9d8a269e427a221e5db0a3d432ad547de74a39fcc"
+
+
+def test_no_two_of_these_share_a_digest() -> None:
+    several = [
+        prompt_digest([]), prompt_digest([0]), prompt_digest([0, 0]), prompt_digest([1, 2]), prompt_digest([2, 1]),
+        prompt_digest([1 | 2 << 32]), prompt_digest([1, 2], [""]), prompt_digest([1, 2], ["a", "b"]),
+        prompt_digest([1, 2], ["b", "a"]), prompt_digest([1, 2], ["ab"]), prompt_digest([1], ["\2"]),
+    ]  # fmt: skip
+    assert len(set(several)) == len(several)
+
+
+def test_more_tokens_than_the_prompt_has_are_those_of_another() -> None:
+    handoff = Handoff.parse({"do_remote_prefill": True, "order": "router", "remote_num_tokens": 9})
+    with pytest.raises(KvferryError) as refused:
+        handoff.origin("r", 8, lambda num_tokens: pytest.fail("there is nothing to compare"))
+    assert (refused.value.code, refused.value.field) == ("other_prompt", "kv_transfer_params.remote_num_tokens")
+
+
+def test_the_digest_is_of_the_tokens_that_are_named() -> None:
+    tokens = [5, 6, 7, 8]
+    handoff = Handoff.parse({"do_remote_prefill": True, "order": "router", "remote_num_tokens": 3})
+    origin = handoff.origin("r", len(tokens), lambda num_tokens: prompt_digest(tokens[:num_tokens]))
+    assert origin is not None
+    assert origin.digest == prompt_digest([5, 6, 7])
+
+
+def test_attempts_are_counted_by_request_and_forgotten_in_order() -> None:
+    attempts, source = Attempts(), SourceBody(engine_id="p", address="127.0.0.1:1")
+
+    def attempt(request_id: str) -> int:
+        return attempts.next(Origin(request_id, 1, source))
+
+    assert [attempt("a"), attempt("b"), attempt("a")] == [1, 1, 2]
+    for i in range(REMEMBERED - 1):
+        attempt(f"other-{i}")
+    assert attempt("a") == 3
+    assert attempt("b") == 1
+
+
+def test_attempts_that_a_router_orders_are_counted_by_the_daemons() -> None:
+    attempts = Attempts()
+    assert [attempts.next(Origin("a", 1, None)) for _ in range(2)] == [0, 0]

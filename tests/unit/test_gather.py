@@ -1,0 +1,328 @@
+"""The source's side of a staged transfer, without a daemon: what it holds for a reader, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+from caches import HND, attention, cache, table
+from test_arena import Gate, Memory
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import LeaseState
+from kvferry.v1 import layout_pb2, peer_pb2
+from kvferryd import beside
+from kvferryd.copy import Chunk
+from kvferryd.leases import gather
+from kvferryd.leases.gather import Gather, Gatherer
+from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.leases import Leases
+from kvferryd.plan import PlanRefused
+from kvferryd.staging.arena import Arena, Use
+from kvferryd.staging.copies import HostCopies
+from kvferryd.staging.pairings import PAIRINGS, Pairings
+from kvferryd.staging.share import Wanted, packs, shapes, share_of
+
+pytestmark = pytest.mark.anyio
+CHUNK = 4096
+SOURCE, READER = cache(*attention(dim=64)), cache(*attention(dim=64, order=HND), engine="decode")
+TABLES = {"full": table(2, 0, 3, 1)}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "KEPT_S", 0.0)
+
+
+@pytest.fixture
+async def arena() -> AsyncIterator[Arena]:
+    arena = Arena(Memory(), HostCopies())  # type: ignore[arg-type]
+    yield arena
+    await arena.close()
+
+
+@pytest.fixture
+async def leases() -> Leases:
+    return Leases("prefill", "1", lambda lease: None, 8)
+
+
+@pytest.fixture
+async def lease(leases: Leases) -> Lease:
+    return leases.publish("r", TABLES, 16, more=False, metadata=b"", ttl_s=60, readers=1)
+
+
+@pytest.fixture
+def chunks() -> list[Chunk]:
+    return packs(share_of([SOURCE], READER, 0), 0, TABLES, Wanted((0, 16), True, shapes(TABLES)), CHUNK)
+
+
+class Reader:
+    """One gather of the whole lease, and its replies."""
+
+    def __init__(self, gatherer: Gatherer, opening: peer_pb2.PackOpen) -> None:
+        self.gather = Gather(gatherer, 1, opening, self._on_pending)
+        self.packed: list[peer_pb2.Packed] = []
+        self.vouched = False
+        self.problem = ""
+        self._heard = asyncio.Event()
+
+    def says(self, **said: object) -> None:
+        self.gather.on_message(peer_pb2.Pack(**said))  # type: ignore[arg-type]
+
+    def _on_pending(self) -> None:
+        asyncio.get_running_loop().call_soon(self._take)  # as the stream does, when there is room
+
+    def _take(self) -> None:
+        said = self.gather.take()
+        assert said is not None
+        self.packed += said.packed
+        self.vouched = self.vouched or said.vouched
+        self.problem = said.problem.code
+        self._heard.set()
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(5):
+            while not holds():
+                self._heard.clear()
+                await self._heard.wait()
+
+    async def has(self, chunks: int) -> None:
+        await self.until(lambda: len(self.packed) >= chunks)
+
+    async def refused(self) -> str:
+        await self.until(lambda: self.problem)
+        return self.problem
+
+
+@pytest.fixture
+def pool() -> np.ndarray:
+    return np.zeros(SOURCE.regions[0].nbytes, dtype=np.uint8)
+
+
+@pytest.fixture
+async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Callable[[Arena], Reader]:
+    """Of the lease, all of it; whose packing has not begun."""
+    said = b"a plan"
+    pairings = Pairings()
+    opening = peer_pb2.PackOpen(
+        word=lease.word.value,
+        version=1,
+        pairing=await pairings.add(SOURCE, [SOURCE], READER, said),
+        tokens=layout_pb2.TokenRange(start=0, stop=16),
+        states=True,
+        chunk_nbytes=CHUNK,
+        chunks=len(chunks),
+        nbytes=sum(chunk.nbytes for chunk in chunks),
+    )
+    for group, shape in shapes(TABLES).items():
+        opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
+    return lambda arena: Reader(Gatherer(SOURCE, {0: pool.ctypes.data}, arena, pairings), opening)
+
+
+Readers = Callable[[Arena], Reader]
+
+
+@pytest.fixture
+async def reader(readers: Readers, arena: Arena, lease: Lease) -> Reader:
+    reader = readers(arena)
+    reader.gather.begin(lease)
+    return reader
+
+
+async def test_a_slot_is_held_until_its_chunk_was_read(arena: Arena, reader: Reader, chunks: list[Chunk]) -> None:
+    assert len(chunks) > 1
+    reader.says(want=[0])
+    await reader.has(1)
+    assert reader.packed[0].nbytes == chunks[0].nbytes
+    assert arena.used_nbytes == arena.slot_nbytes
+    reader.says(read=[0])
+    assert arena.used_nbytes == 0
+
+
+async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
+    arena: Arena, readers: Readers, lease: Lease
+) -> None:
+    reader = readers(arena)
+    reader.says(want=[0])
+    reader.says(want=[1])
+    assert arena.used_nbytes == 0
+    reader.gather.begin(lease)
+    await reader.has(2)
+    assert [packed.chunk for packed in reader.packed] == [0, 1]
+
+
+async def test_a_large_table_is_bound_beside_the_loop(
+    arena: Arena, readers: Readers, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "FEW", 0)
+    reader = readers(arena)
+    reader.gather.begin(lease)
+    reader.says(want=[0])
+    assert arena.used_nbytes == 0
+    await reader.has(1)
+
+
+async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
+    arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "KEPT_S", 0.2)
+    began = asyncio.get_running_loop().time()
+    reader.says(want=[0])
+    await reader.has(1)
+    assert reader.packed[0].kept_ms == 200
+    reader.gather.end()
+    assert arena.used_nbytes == arena.slot_nbytes
+    await arena.close()
+    assert asyncio.get_running_loop().time() - began >= 0.2, "nor does its memory go"
+
+
+async def test_the_source_vouches_for_slots_that_were_read_late_but_not_after_its_arena_was_closed(
+    arena: Arena, readers: Readers, lease: Lease, chunks: list[Chunk]
+) -> None:
+    every = range(len(chunks))
+    for closed in (False, True):
+        reader = readers(arena)
+        reader.gather.begin(lease)
+        for chunk in every:
+            reader.says(want=[chunk], read=range(chunk - 1, chunk) if chunk else ())
+            await reader.has(chunk + 1)
+        if closed:
+            await arena.close()
+        reader.says(read=[every[-1]], vouch=True)
+        await reader.until(lambda reader=reader: reader.vouched or reader.problem)
+        assert (reader.vouched, reader.problem) == ((False, "arena_closed") if closed else (True, ""))
+
+
+async def test_a_reader_that_holds_slots_and_says_nothing_loses_them(
+    arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "IDLE_S", 0.05)
+    reader.says(want=[0, 1])
+    assert await reader.refused() == "deadline"
+    assert len(reader.packed) == 2
+    assert arena.used_nbytes == 0
+
+
+async def test_slots_are_back_when_the_reader_goes_without_a_word(arena: Arena, reader: Reader) -> None:
+    reader.says(want=[0, 1])
+    await reader.has(2)
+    reader.gather.end()
+    assert arena.used_nbytes == 0
+
+
+async def test_a_packing_that_waits_for_a_slot_waits_no_longer_when_it_ends(
+    arena: Arena, readers: Readers, lease: Lease
+) -> None:
+    lent = [await arena.take(Use.PACKED) for _ in range(arena.most)]
+    one, other = readers(arena), readers(arena)
+    for reader in (one, other):
+        reader.gather.begin(lease)
+        reader.says(want=[0])
+    assert arena.waiting == 2
+    one.gather.end()
+    arena.give_back(lent.pop())
+    await other.has(1)
+    assert (one.packed, arena.waiting) == ([], 0)
+    other.gather.end()
+    for slot in lent:
+        arena.give_back(slot)
+    assert arena.used_nbytes == 0
+
+
+async def test_nothing_is_packed_of_a_lease_that_has_ended(arena: Arena, leases: Leases, reader: Reader) -> None:
+    leases.revoke("r", "for a test")
+    reader.says(want=[0])
+    assert await reader.refused() == "lease_ended"
+    assert (reader.packed, arena.used_nbytes) == ([], 0)
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["all is packed", "one chunk is not"])
+async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
+    arena: Arena, leases: Leases, lease: Lease, chunks: list[Chunk], readers: Readers, more: bool
+) -> None:
+    reader, who = readers(arena), ReaderId("decode", "1", 0, 1)
+    wanted = range(len(chunks) - more)
+    with leases.reading(lease, who):
+        reader.gather.begin(lease, lambda: leases.packed(lease, who))
+        reader.says(want=wanted)
+        await reader.has(len(wanted))
+        assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"
+        if not more:
+            async with asyncio.timeout(5):
+                await lease.ended()
+        assert lease.state is (LeaseState.PUBLISHED if more else LeaseState.RELEASED)
+        reader.gather.end()
+    assert arena.used_nbytes == 0
+
+
+async def test_a_lease_that_ends_during_the_last_gather_is_not_packed(
+    leases: Leases, lease: Lease, readers: Readers
+) -> None:
+    gate, packed = Gate(), []
+    arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
+    reader = readers(arena)
+    reader.gather.begin(lease, lambda: packed.append(1))
+    reader.says(want=[0])
+    await asyncio.to_thread(gate.begun.wait, 5)
+    leases.revoke("r", "for a test")
+    gate.let_go.set()
+    assert await reader.refused() == "lease_ended"
+    assert (reader.packed, packed, arena.used_nbytes) == ([], [], 0)
+    await arena.close()
+
+
+async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(lease: Lease, readers: Readers) -> None:
+    gate = Gate()
+    arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
+    reader = readers(arena)
+    reader.gather.begin(lease)
+    reader.says(want=[0])
+    await asyncio.to_thread(gate.begun.wait, 5)
+    reader.gather.end()
+    assert arena.used_nbytes == arena.slot_nbytes
+    gate.let_go.set()
+    async with asyncio.timeout(5):
+        slots = [await arena.take(Use.PACKED) for _ in range(arena.most)]
+    assert (len(slots), reader.packed) == (arena.most, [])
+    await arena.close()
+
+
+async def test_a_gather_that_breaks_is_told_to_the_reader(lease: Lease, readers: Readers) -> None:
+    def breaks(batches: object) -> None:
+        raise ValueError
+
+    arena = Arena(Memory(), HostCopies(breaks))  # type: ignore[arg-type]
+    reader = readers(arena)
+    reader.gather.begin(lease)
+    reader.says(want=[0])
+    assert await reader.refused() == "internal"
+    assert arena.used_nbytes == 0
+    await arena.close()
+
+
+async def test_pairings_are_named_alike_planned_once_and_bounded() -> None:
+    pairings = Pairings()
+    first = await pairings.add(SOURCE, [SOURCE], READER, b"first")
+    assert await pairings.add(SOURCE, [SOURCE], READER, b"first") == first
+    for n in range(PAIRINGS):
+        await pairings.add(SOURCE, [SOURCE], READER, b"%d" % n)
+    with pytest.raises(KvferryError) as caught:
+        pairings.get(first)
+    assert caught.value.code == "unknown_pairing"
+
+
+async def test_a_reader_that_sees_another_cache_than_there_is_is_refused() -> None:
+    other = cache(*attention(dim=64, block=9))
+    for sources in ([other], [], [SOURCE, SOURCE]):
+        with pytest.raises(KvferryError) as caught:
+            await Pairings().add(SOURCE, sources, READER, b"")
+        assert caught.value.code == "protocol"
+    with pytest.raises(PlanRefused):
+        await Pairings().add(SOURCE, [SOURCE], cache(*attention(layers=[7]), engine="decode"), b"")
