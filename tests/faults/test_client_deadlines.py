@@ -17,18 +17,24 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import EngineClient, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
-from kvferry.schemas import OrderBody
+from kvferry.schemas import DestinationBody, OrderBody
 from kvferry.session import Said
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 CALL_S = 0.5
 BLOCKS = Blocks((3, 1, 4, 15), 9)
 
 
+@pytest.fixture(scope="module")
+async def daemon(daemons: Daemons) -> DaemonService:
+    """It stands still in every test, and goes on after it."""
+    return (await daemons.start("still"))[0]
+
+
 @pytest.fixture
-async def engine(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> TestEngine:
-    (daemon,) = await daemons.start(f"d-{request_id[-8:]}")
-    engine = await TestEngine.start("impatient", [daemon], TP1)
+async def engine(daemon: DaemonService, stack: AsyncExitStack, request_id: str) -> TestEngine:
+    engine = await TestEngine.start(f"impatient-{request_id[-8:]}", [daemon], TP1)
     stack.push_async_callback(engine.close)
     engine.ranks[0].client._session.call_timeout_s = CALL_S  # not before: starting takes a while on a busy machine
     return engine
@@ -88,7 +94,7 @@ async def test_a_receive_whose_deadline_an_order_has_moved_is_not_given_up(
 ) -> None:
     """The daemon keeps the deadline: while it answers, the client waits for its word."""
     client, daemon = engine.ranks[0].client, engine.daemons[0]
-    (other_daemon,) = await daemons.start(f"o-{request_id[-8:]}")
+    (other_daemon,) = await daemons.start("other")
     other, _ = await engine_on(stack, "other", other_daemon)
     probed = asyncio.Event()
     monkeypatch.setattr(client, "_deadline_s", 0.2)  # the daemon's own is 60 s
@@ -105,7 +111,8 @@ async def test_a_receive_whose_deadline_an_order_has_moved_is_not_given_up(
     assert not receiving.done()
     await published(other, request_id)
     async with RouterClient(daemon.url) as router:
-        await router.order(OrderBody(request_id=request_id, source=other.source()))
+        destination = DestinationBody(engine_id=engine.engine_id)
+        await router.order(OrderBody(request_id=request_id, source=other.source(), destination=destination))
     assert (await asyncio.wait_for(receiving, TIMEOUT_S)).tokens == (0, 50)
 
 

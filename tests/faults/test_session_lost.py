@@ -24,19 +24,24 @@ from kvferry.memory import SharedRegion
 from kvferry.router import RouterClient
 from kvferry.rpc import MAX_MESSAGE
 from kvferry.schemas import SourceBody
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 ENDED = {"lease_ended", "unknown_engine", "stale_epoch", "peer_lost", "torn"}
 
 
+@pytest.fixture(scope="module")
+async def two(daemons: Daemons) -> list[DaemonService]:
+    """A source's daemon and a reader's: the sessions of their engines end, they go on."""
+    (source,), (reader,) = await asyncio.gather(daemons.start("source"), daemons.start("reader"))
+    return [source, reader]
+
+
 @pytest.fixture
-async def both(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> tuple[TestEngine, TestEngine]:
-    """A source and a reader, each with its daemon, in this process."""
-    (source_daemon,), (reader_daemon,) = await asyncio.gather(
-        daemons.start(f"s-{request_id[-8:]}"), daemons.start(f"r-{request_id[-8:]}")
-    )
-    source, _ = await engine_on(stack, "source", source_daemon)
-    reader, _ = await engine_on(stack, "reader", reader_daemon)
+async def both(two: list[DaemonService], stack: AsyncExitStack, request_id: str) -> tuple[TestEngine, TestEngine]:
+    """An engine at each, in this process."""
+    source, _ = await engine_on(stack, f"source-{request_id[-8:]}", two[0])
+    reader, _ = await engine_on(stack, f"reader-{request_id[-8:]}", two[1])
     return source, reader
 
 
@@ -75,10 +80,11 @@ async def test_a_publish_whose_session_ends_before_its_answer_may_be_read_until_
 
 
 async def test_a_silent_daemon_confirms_nothing_and_a_dead_one_everything(
-    both: tuple[TestEngine, TestEngine], request_id: str
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
-    source, _ = both
-    client, daemon = source.ranks[0].client, source.daemons[0]
+    (daemon,) = await daemons.start("mortal")
+    source, _ = await engine_on(stack, "source", daemon)
+    client = source.ranks[0].client
     _, (lease,) = await published(source, request_id)
     ended = asyncio.create_task(lease.ended())
     with stopped(daemon.process.pid):
@@ -116,11 +122,10 @@ async def test_a_read_under_way_when_the_session_ends_is_over_when_the_engine_is
 
 
 async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start(f"s-{request_id[-8:]}")
-    (reader_daemon,) = await daemons.start(f"r-{request_id[-8:]}")
-    reader, _ = await engine_on(stack, "reader", reader_daemon)
+    (daemon,) = await daemons.start("again")
+    reader, _ = await engine_on(stack, "reader", two[1])
     said: queue.Queue[str] = queue.Queue()
 
     def start() -> tuple[BlockingEngineClient, SharedRegion]:
@@ -155,7 +160,7 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
 async def test_memory_that_waits_for_its_engine_goes_with_the_engines_process(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start(f"s-{request_id[-8:]}")
+    (daemon,) = await daemons.start("waiting")
     router = await stack.enter_async_context(RouterClient(daemon.url))
     async with killable(daemon, "lost", "lose-session", request_id) as process:
 
