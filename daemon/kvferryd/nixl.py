@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.cuda_driver import driver_version
-from kvferry.errors import KvferryError
+from kvferry.errors import Unavailable
 
 # The meta package `nixl` imports torch to choose a build (1.6 s, 220 MB); the builds themselves take 0.06 s.
 BUILDS = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
@@ -39,7 +39,7 @@ def load() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise KvferryError(
+    raise Unavailable(
         "nixl_missing",
         "NIXL is not installed",
         field="nixl",
