@@ -199,6 +199,8 @@ class ServedStream:
                 return  # not "the lease has ended": the end of the stream says that the engine may have started anew
             match request.WhichOneof("kind"):
                 case "pack":
+                    if request.pack.open.request_id:
+                        self._open(_opening(request.pack))
                     if (reading := self._readings.get(request.pack.reading)) is not None:
                         reading.pack(request.pack)
                 case "open":
@@ -226,7 +228,9 @@ class ServedStream:
         reading = self._readings.pop(asked.reading, None)
         if reading is None:
             check_request_id(asked.request_id)
-            self.leases.close(asked.request_id, self.who, None, asked.complete)
+            lease = self.leases.get(asked.request_id)
+            if not asked.word or (lease is not None and lease.word.value == asked.word):
+                self.leases.close(asked.request_id, self.who, None, asked.complete)
         else:
             if reading.opened is not None:
                 self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
@@ -264,6 +268,13 @@ class _Announcements:
             return None
         announced = peer_pb2.Announcement(request_id=lease.request_id, update=_update_of(lease))
         return peer_pb2.ReadReply(announced=announced)
+
+
+def _opening(said: peer_pb2.Pack) -> peer_pb2.LeaseOpen:
+    opening = said.open
+    return peer_pb2.LeaseOpen(
+        reading=said.reading, request_id=opening.request_id, known_word=opening.word, known_version=opening.version
+    )
 
 
 def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:

@@ -63,9 +63,10 @@ class ReaderStream:
         stream = self._current()
         return stream.follow(listener), stream
 
-    def finished(self, request_id: str) -> None:
-        """This rank has finished with the lease although it never opened it: it had nothing to read there."""
-        self._current().close_reading(0, request_id, complete=True)
+    def finished(self, request_id: str, word: int) -> None:
+        """This rank has finished with a lease that it never opened. word: of the announcement that it went by, or 0."""
+        closing = peer_pb2.LeaseClose(request_id=request_id, complete=True, word=word)
+        self._current().send(peer_pb2.ReadRequest(close=closing))
 
     def _current(self) -> OpenStream:
         if self._stream is None or self._stream.over:
