@@ -34,8 +34,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_cancelled_receive_that_is_not_quiet_says_so(pair: TcpPair, request_id: str) -> None:
     await pair.published(request_id)
     client, tables = pair.reader.ranks[0].client, pair.reader.take(TOKENS).tables()
-    receiving = asyncio.create_task(client.receive(request_id, tables, source=pair.source.source()))
-    with await pair.stopped_in_mid_read(request_id):
+    receive = client.receive(request_id, tables, source=pair.source.source())
+    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
         receiving.cancel()
         with pytest.raises(ReceiveCancelled) as cancelled:
             await asyncio.wait_for(receiving, TIMEOUT_S)
@@ -75,13 +75,14 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
     tables = pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
     receiving = client.receive(request_id, tables, source=pair.source.source())
-    with await reader.stopped_in_mid_read(request_id):
+    waiting = asyncio.to_thread(receiving.exception, TIMEOUT_S)
+    async with reader.stopped_in_mid_read(request_id, waiting) as ended:
         receiving.cancel()
         assert not receiving.done(), "nobody knows yet"
-        with pytest.raises(TransferFailed) as failed:
-            await asyncio.to_thread(receiving.result, TIMEOUT_S)
-        assert failed.value.state == "aborted"
-        assert not failed.value.blocks_safe
-        quiesced = client.start(failed.value.quiesced())
+        failed = await ended
+        assert isinstance(failed, TransferFailed)
+        assert failed.state == "aborted"
+        assert not failed.blocks_safe
+        quiesced = client.start(failed.quiesced())
         assert not quiesced.done()
     await asyncio.to_thread(quiesced.result, TIMEOUT_S)

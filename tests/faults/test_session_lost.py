@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import signal
 from contextlib import AsyncExitStack
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_process import lose_session
-from fleet import TIMEOUT_S, Daemons, until
+from fleet import TIMEOUT_S, Daemons, owned_regions, until
 from lives import TP1, engine_on, killable, published
 from ranks import Kv, TestEngine, describe
 from stopping import stopped
@@ -106,10 +105,8 @@ async def test_a_read_under_way_when_the_session_ends_is_over_when_the_engine_is
 ) -> None:
     pair = await stack.enter_async_context(tcp_pair(daemons, "lost"))
     await pair.published(request_id)
-    receiving = asyncio.create_task(
-        pair.reader.receive(request_id, pair.reader.take(TOKENS), source=pair.source.source())
-    )
-    with await pair.stopped_in_mid_read(request_id):
+    receive = pair.reader.receive(request_id, pair.reader.take(TOKENS), source=pair.source.source())
+    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
         await asyncio.wait_for(lose_session(pair.reader.ranks[0].client), TIMEOUT_S)
         with pytest.raises(TransferFailed) as failed:
             await asyncio.wait_for(receiving, TIMEOUT_S)
@@ -127,7 +124,7 @@ async def test_a_read_under_way_when_the_session_ends_is_over_when_the_engine_is
 async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
     daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,), regions = await daemons.start("again"), daemons.memory_of("again")
+    (daemon,) = await daemons.start("again")
     reader, _ = await engine_on(stack, "reader", two[1])
     said: queue.Queue[str] = queue.Queue()
 
@@ -140,7 +137,7 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
 
     client, region = await asyncio.to_thread(start)
     stack.push_async_callback(asyncio.to_thread, client.close)
-    files = os.listdir(regions)
+    files = owned_regions(daemon)
     source = SourceBody(engine_id="again", address=daemon.peer, epoch="1")
     for attempt in range(3):
         kv, blocks, reserved = Kv.random(50), reader.take(50), reader.take(50)
@@ -157,13 +154,13 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
         assert "there again" in await asyncio.to_thread(said.get, timeout=TIMEOUT_S)
         assert client.client.resumed
         assert lost.over.is_set()
-        assert os.listdir(regions) == files
+        assert owned_regions(daemon) == files
 
 
 async def test_memory_that_waits_for_its_engine_goes_with_the_engines_process(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,), regions = await daemons.start("waiting"), daemons.memory_of("waiting")
+    (daemon,) = await daemons.start("waiting")
     router = await stack.enter_async_context(RouterClient(daemon.url))
     async with killable(daemon, "lost", "lose-session", request_id) as process:
 
@@ -172,11 +169,11 @@ async def test_memory_that_waits_for_its_engine_goes_with_the_engines_process(
 
         await until(withdrawn, "the session is over")
         assert await router.leases() == []
-        assert os.listdir(regions), "the engine lives, and may attach again"
+        assert owned_regions(daemon), "the engine lives, and may attach again"
         process.kill()
 
         async def gone() -> bool:
-            return not os.listdir(regions)
+            return not owned_regions(daemon)
 
         await until(gone, "the memory is given back")
 
