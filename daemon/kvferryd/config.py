@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferryd import settings
 from kvferryd.settings import Kind, LogFormat, LogLevel, Wrong
 
@@ -130,7 +130,7 @@ class BadSetting:
         return f"{self.field} = {self.value!r} ({self.origin}) {self.wrong} -> {self.remedy}"
 
 
-class ConfigError(KvferryError):
+class ConfigError(Malformed):
     """`bad_config`: every wrong setting at once, in `settings`; field, value and remedy are those of a single one."""
 
     def __init__(self, wrong: list[BadSetting]) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Unavailable
 from kvferry.memory.cuda_driver import driver_version
 
 # The meta package `nixl` imports torch to choose a build (1.6 s, 220 MB); the builds themselves take 0.06 s.
@@ -39,7 +39,7 @@ def load() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise KvferryError(
+    raise Unavailable(
         "nixl_missing",
         "NIXL is not installed",
         field="nixl",

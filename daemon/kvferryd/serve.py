@@ -18,7 +18,7 @@ import grpc
 import uvicorn
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
@@ -120,7 +120,7 @@ async def _serve(config: Config) -> int:
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             stopped.cancel()
-            raise KvferryError(
+            raise Malformed(
                 "bad_config",
                 f"REST cannot listen on {config.rest}",
                 field="rest",
@@ -172,7 +172,7 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
         else:
             server.add_insecure_port(config.peer)
     except RuntimeError:
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             f"the peer service cannot listen on {config.peer}",
             field="peer",
@@ -214,7 +214,7 @@ def _claim(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             f"the folder of engine_socket cannot be made: {error.strerror}",
             field="engine_socket",
@@ -226,7 +226,7 @@ def _claim(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             "what is at engine_socket is no socket",
             field="engine_socket",
@@ -244,7 +244,7 @@ def _claim(path: Path) -> None:
             why = f"the socket at engine_socket may be in use: {error.strerror or error}"
         else:
             why = "another daemon serves this engine socket"
-    raise KvferryError(
+    raise Malformed(
         "bad_config",
         why,
         field="engine_socket",

@@ -75,14 +75,13 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
     tables = pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
     receiving = client.receive(request_id, tables, source=pair.source.source())
-    waiting = asyncio.to_thread(receiving.exception, TIMEOUT_S)
-    async with reader.stopped_in_mid_read(request_id, waiting) as ended:
+    async with reader.stopped_in_mid_read(request_id, asyncio.wait([asyncio.wrap_future(receiving)])):
         receiving.cancel()
         assert not receiving.done(), "nobody knows yet"
-        failed = await ended
-        assert isinstance(failed, TransferFailed)
-        assert failed.state == "aborted"
-        assert not failed.blocks_safe
-        quiesced = client.start(failed.quiesced())
+        with pytest.raises(TransferFailed) as failed:
+            await asyncio.to_thread(receiving.result, TIMEOUT_S)
+        assert failed.value.state == "aborted"
+        assert not failed.value.blocks_safe
+        quiesced = client.start(failed.value.quiesced())
         assert not quiesced.done()
     await asyncio.to_thread(quiesced.result, TIMEOUT_S)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_process import lose_session
-from fleet import TIMEOUT_S, Daemons, owned_regions, until
+from fleet import TIMEOUT_S, Daemons, memory_files, until
 from lives import TP1, engine_on, killable, published
 from ranks import Kv, TestEngine, describe
 from stopping import stopped
@@ -137,7 +137,7 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
 
     client, region = await asyncio.to_thread(start)
     stack.push_async_callback(asyncio.to_thread, client.close)
-    files = owned_regions(daemon)
+    files = memory_files(daemon)
     source = SourceBody(engine_id="again", address=daemon.peer, epoch="1")
     for attempt in range(3):
         kv, blocks, reserved = Kv.random(50), reader.take(50), reader.take(50)
@@ -154,7 +154,7 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
         assert "there again" in await asyncio.to_thread(said.get, timeout=TIMEOUT_S)
         assert client.client.resumed
         assert lost.over.is_set()
-        assert owned_regions(daemon) == files
+        assert memory_files(daemon) == files
 
 
 async def test_memory_that_waits_for_its_engine_goes_with_the_engines_process(
@@ -169,11 +169,11 @@ async def test_memory_that_waits_for_its_engine_goes_with_the_engines_process(
 
         await until(withdrawn, "the session is over")
         assert await router.leases() == []
-        assert owned_regions(daemon), "the engine lives, and may attach again"
+        assert memory_files(daemon), "the engine lives, and may attach again"
         process.kill()
 
         async def gone() -> bool:
-            return not owned_regions(daemon)
+            return not memory_files(daemon)
 
         await until(gone, "the memory is given back")
 

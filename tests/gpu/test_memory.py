@@ -180,7 +180,7 @@ def test_what_is_not_inside_the_engines_allocation_is_not_adopted(
 
 def test_host_memory_is_not_adopted_beside_a_gpu(provider: CudaProvider) -> None:
     with pytest.raises(KvferryError, match="adopts CUDA memory only"):
-        provider.adopt(engine_pb2.Memory(nbytes=1, file=engine_pb2.SharedFile(path="/x")))
+        provider.adopt(engine_pb2.Memory(nbytes=1, handed=engine_pb2.HandedFile(ticket="t")))
 
 
 def test_adopted_memory_is_the_engines_own_and_said_to_be_slow(

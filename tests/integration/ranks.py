@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from fleet import TIMEOUT_S
 
 from kvferry.engine import EngineClient, Lease, Received
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo, Shard
@@ -242,7 +243,13 @@ async def start_rank(
     engine_id: str, socket: Path, shape: Shape, rank: int, epoch: str, fingerprint: str = "f", **more: Any
 ) -> Rank:
     client = await EngineClient.connect(
-        str(socket), engine_id=engine_id, epoch=epoch, rank=rank, world_size=len(shape.heads), timeout_s=20, **more
+        str(socket),
+        engine_id=engine_id,
+        epoch=epoch,
+        rank=rank,
+        world_size=len(shape.heads),
+        timeout_s=TIMEOUT_S,
+        **more,
     )
     try:
         region = await client.allocate(shape.nbytes(rank))

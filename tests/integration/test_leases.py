@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet import ByHand, peer_stub, until
+from fleet import TIMEOUT_S, ByHand, peer_stub, until
 from pair import MANY, TOKENS, Pair, half_published, is_in, order, prefilled
 
 from kvferry.engine import Received, TransferFailed
@@ -52,7 +52,7 @@ async def test_a_reader_whose_publish_never_comes_says_so_at_its_deadline(pair: 
 
 async def test_a_lease_that_nobody_reads_expires_and_its_engine_is_told(pair: Pair, request_id: str) -> None:
     _, leases = await prefilled(pair, request_id, ttl_s=0.2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         assert [await lease.ended() for lease in leases] == [LeaseState.EXPIRED] * 2
 
 
@@ -67,7 +67,7 @@ async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id
         (record,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
         assert (record.readers_open, record.expires_in_ms) == (1, None)
         reader.call.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         assert await leases[0].ended() is LeaseState.EXPIRED
 
 

@@ -16,7 +16,7 @@ from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import LeaseState, OrderBody, TransferState
 from kvferryd.demo.fleet import DaemonService
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.anyio
 AT_ONCE = 64
 SHAPES = {
     "prefill-a": Shape.tp(1, block_size=16, num_blocks=600),

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from fleet import until
+from fleet import TIMEOUT_S, until
 from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled
 from victim import Victim
 
@@ -147,7 +147,7 @@ async def all_told(outcomes: list[Received | BaseException]) -> None:
     for outcome in outcomes:
         assert isinstance(outcome, TransferFailed), outcome
         assert outcome.code == "aborted", outcome
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             await outcome.quiesced()
         assert outcome.blocks_safe
 

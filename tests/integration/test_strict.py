@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet import Daemons, peer_stub
+from fleet import TIMEOUT_S, Daemons, peer_stub
 from ranks import HND, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
@@ -94,7 +94,7 @@ async def read(agent: Agent, peer: str, span: Span) -> np.ndarray:
     await agent.register(Span(here.ctypes.data, here.nbytes, "host"))
     own, far = (np.array([(at, here.nbytes, 0)], dtype=np.uint64) for at in (here.ctypes.data, span.address))
     reading = agent.read(peer, own, far, "DRAM", "DRAM")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         await reading.done
     return here
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN, error_of
 from kvferry.v1 import peer_pb2
 from kvferryd.config import Config
@@ -41,7 +41,7 @@ class Seed:
         key = (engine_id, epoch)
         members = self._members.setdefault(key, {})
         if rank in members and members[rank].address != address:
-            raise KvferryError(
+            raise Conflict(
                 "rank_taken",
                 f"rank {rank} of engine {engine_id} has joined from {members[rank].address}",
                 field="rank",

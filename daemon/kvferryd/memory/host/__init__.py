@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, Malformed
 from kvferry.memory import SharedRegion, open_region
 from kvferry.memory.handover import sealed_file
 from kvferry.v1 import engine_pb2
@@ -71,7 +71,7 @@ class HostProvider:
     def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> HostRegion:
         """Map a file that the engine handed over. Raises KvferryError."""
         if memory.WhichOneof("kind") != "handed" or len(files) != 1:
-            raise KvferryError(
+            raise Malformed(
                 "wrong_memory_kind",
                 "a daemon with device = cpu adopts one file at a time",
                 field="memory.kind",
@@ -88,7 +88,7 @@ def _check_room(nbytes: int) -> None:
     """Linux ends a process that takes more than there is, this daemon first, instead of refusing."""
     room = min(_available(), _left_in_group())
     if nbytes > room:
-        raise KvferryError(
+        raise Full(
             "out_of_memory",
             f"there is no room for {nbytes} bytes: {room} are left",
             field="nbytes",
