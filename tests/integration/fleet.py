@@ -100,7 +100,12 @@ def owned_regions(daemon: DaemonService) -> int:
 def memory_files(daemon: DaemonService) -> set[int]:
     """The host memory regions that the daemon holds, by inode."""
     files = Path(f"/proc/{daemon.process.pid}/fd")
-    return {file.stat().st_ino for file in files.iterdir() if str(file.readlink()).startswith("/memfd:kvferry")}
+    found = set()
+    for file in files.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if str(file.readlink()).startswith("/memfd:kvferry"):
+                found.add(file.stat().st_ino)
+    return found
 
 
 def resident_mb(daemon: DaemonService) -> float:
