@@ -316,15 +316,15 @@ class Runner:
         except KvferryError:
             pass  # a broken context: nothing runs any more, and the process keeps what it holds until it ends
         for copy in self._in_flight:
-            settle(copy.done, error=_closed())
             settle(copy.quiet)
+            settle(copy.done, error=_closed())
 
 
 def _end(copy: GpuCopy, problem: KvferryError | None) -> None:
     if copy.launched_at:
         copy.seconds = time.monotonic() - copy.launched_at
-    settle(copy.done, error=problem)
     settle(copy.quiet)
+    settle(copy.done, error=problem)
 
 
 def _closed() -> KvferryError:

@@ -297,5 +297,5 @@ class Agent:
 
     def _end(self, read: Read) -> None:
         closed = TransportError("agent_closed", f"the NIXL agent {self.name} was closed")
-        settle(read.done, error=closed)
         settle(read.quiet)
+        settle(read.done, error=closed)

@@ -121,8 +121,8 @@ def _finish(read: Read) -> None:
     """NIXL has nothing of it any more."""
     if read.abandoned and read.problem is None:
         read.problem = TransportError("abandoned", "the read was given up")
+    settle(read.quiet)  # first: a thread can be held up between the two, and what is done is quiet
     settle(read.done, error=read.problem)
-    settle(read.quiet)
 
 
 def _poll(nixl: Any, read: Read) -> None:
