@@ -19,7 +19,7 @@ import uvicorn
 
 from kvferry import __version__
 from kvferry.errors import KvferryError, Malformed
-from kvferry.handover import SUFFIX
+from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import garbage, logs
@@ -192,7 +192,7 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     handing = path.with_name(f"{path.name}{SUFFIX}")
     _claim(path)
     _claim(handing)
-    handovers = Handovers(ferry.registry.of_session)
+    handovers = Handovers(ferry.registry.introduce)
     server = grpc.aio.server(options=MESSAGE_OPTIONS)
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 from needs import GPUS
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.memory import CudaRegion, open_cuda_region, torch_pool
-from kvferry.torch_pool import segment_nbytes
+from kvferry.memory import CudaRegion, cuda, open_cuda_region, torch_pool
+from kvferry.memory.pools import segment_nbytes
 from kvferry.v1 import engine_pb2
 from kvferryd.memory.cuda import CudaProvider, OwnedRegion
 

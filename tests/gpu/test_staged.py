@@ -22,7 +22,7 @@ from hog import hog
 from ranks import HND, NHD, Kv, Shape
 from slots import Outcomes, failed, idle, reading
 
-from kvferry import cuda
+from kvferry.memory import cuda
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, TransferRecord
 from kvferry.v1 import peer_pb2

@@ -122,6 +122,10 @@ class ByHand:
 
     async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:
         await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))
+        return await self.heard()
+
+    async def heard(self) -> peer_pb2.ReadReply:
+        """The source's next message."""
         reply = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
         assert isinstance(reply, peer_pb2.ReadReply)
         return reply

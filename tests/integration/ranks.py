@@ -143,12 +143,20 @@ class TestEngine:
 
     @classmethod
     async def start(
-        cls, engine_id: str, daemons: Sequence[DaemonService], shape: Shape, *, epoch: str = "", fingerprint: str = "f"
+        cls,
+        engine_id: str,
+        daemons: Sequence[DaemonService],
+        shape: Shape,
+        *,
+        epoch: str = "",
+        fingerprint: str = "f",
+        **more: Any,
     ) -> TestEngine:
+        """more: for `EngineClient.connect`."""
         epoch = epoch or uuid.uuid4().hex
         ranks = await asyncio.gather(
             *(
-                start_rank(engine_id, daemon.socket, shape, rank, epoch, fingerprint)
+                start_rank(engine_id, daemon.socket, shape, rank, epoch, fingerprint, **more)
                 for rank, daemon in enumerate(daemons)
             )
         )
@@ -230,9 +238,11 @@ class TestEngine:
         )
 
 
-async def start_rank(engine_id: str, socket: Path, shape: Shape, rank: int, epoch: str, fingerprint: str = "f") -> Rank:
+async def start_rank(
+    engine_id: str, socket: Path, shape: Shape, rank: int, epoch: str, fingerprint: str = "f", **more: Any
+) -> Rank:
     client = await EngineClient.connect(
-        str(socket), engine_id=engine_id, epoch=epoch, rank=rank, world_size=len(shape.heads), timeout_s=20
+        str(socket), engine_id=engine_id, epoch=epoch, rank=rank, world_size=len(shape.heads), timeout_s=20, **more
     )
     try:
         region = await client.allocate(shape.nbytes(rank))

@@ -19,9 +19,9 @@ from victim import Victim
 
 from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence, Fences
-from kvferry.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
 from kvferry.memory import memfd_region
+from kvferry.memory.fences import Fence, Fences
+from kvferry.memory.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
 from kvferry.schemas import SourceBody
 from kvferry.v1 import engine_pb2
 from kvferryd.api.handover import HELD_S
@@ -39,7 +39,10 @@ def own(victim: Victim) -> str:
 
 
 async def given(victim: Victim, files: list[int], session: str = "") -> str:
-    return await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
+    ticket, process = await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
+    assert process is not None
+    process.close()
+    return ticket
 
 
 async def files_are_closed(victim: Victim, before: int, timeout_s: float = HELD_S + TIMEOUT_S) -> None:
@@ -94,7 +97,7 @@ async def test_what_is_no_handover_is_refused_and_its_files_closed(victim: Victi
         "malformed_handover": [
             b"\xff" * 64,
             framed(engine_pb2.Handover(session=own(victim), files=2)),
-            framed(engine_pb2.Handover(session=own(victim))),
+            framed(engine_pb2.Handover(session=own(victim))),  # and a file that it does not name
             framed(handover) + b"more",
             (6).to_bytes(4, "big") + b"\xff" * 6,
         ],
@@ -161,7 +164,7 @@ def ends(idler: socket.socket) -> None:
 async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim) -> None:
     before = open_files(victim.daemon)
     script = (
-        "import sys, time; from kvferry.handover import hand_over, sealed_file;"
+        "import sys, time; from kvferry.memory.handover import hand_over, sealed_file;"
         "print(hand_over(sys.argv[1], sys.argv[2], [sealed_file('x', 4096)] * 5), flush=True); time.sleep(60)"
     )
     process = await asyncio.create_subprocess_exec(

@@ -12,7 +12,7 @@ import pytest
 from fleet import Daemons, open_files, owned_regions, resident_mb, until
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 
-from kvferry.router import RouterClient
+from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import LeaseState, OrderBody, TransferState
 from kvferryd.demo.fleet import DaemonService
 
@@ -143,10 +143,12 @@ async def test_sixty_four_transfers_at_once_arrive_whole_and_leave_nothing_behin
 
 async def test_more_orders_than_the_daemon_takes_are_told_to_come_again(crowd: Crowd) -> None:
     router, source = crowd.routers["decode-a"], crowd.engines["prefill-a"].source()
-    orders = [OrderBody(request_id=f"too-many-{n}", source=source) for n in range(65)]
-    answers = await asyncio.gather(*(router.order(body) for body in orders), return_exceptions=True)
-    refused = [answer for answer in answers if isinstance(answer, Exception)]
-    assert [(error.code, error.status, error.retry_after_s) for error in refused] == [("full", 429, 1.0)]
-    for body in orders:
+    *taken, one_more = (OrderBody(request_id=f"too-many-{n}", source=source) for n in range(65))
+    for body in taken:
+        await router.order(body)
+    with pytest.raises(DaemonError) as refused:
+        await router.order(one_more)
+    assert (refused.value.code, refused.value.status, refused.value.retry_after_s) == ("full", 429, 1.0)
+    for body in taken:
         await router.abort_request(body.request_id)
     await at_rest(crowd)

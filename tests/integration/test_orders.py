@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import Any
 
 import pytest
@@ -97,9 +96,7 @@ async def test_a_long_poll_answers_with_the_end(pair: Pair, request_id: str) -> 
 
 
 async def test_a_long_poll_waits_for_a_request_that_is_yet_to_come(pair: Pair, request_id: str) -> None:
-    began = time.monotonic()
     assert await pair.routers[0].transfers(request_id, wait_s=0.3) == []
-    assert time.monotonic() - began > 0.25
     poll = asyncio.create_task(pair.routers[0].transfers(request_id, wait_s=20))
     other = f"{request_id}-other"
     await pair.decode.outcomes(other, pair.decode.take(TOKENS), deadline_s=0.1)

@@ -11,7 +11,6 @@ import asyncio
 import os
 import secrets
 import socket
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import KvferryError
-from kvferry.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
+from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
+from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
@@ -29,8 +29,6 @@ from kvferryd.memory import Files
 log = logs.get(__name__)
 EXCHANGE_S, HELD_S, BREATH_S = 2.0, 5.0, 0.1
 MAX_CONNECTIONS, BACKLOG = 16, 128
-CREDENTIALS = struct.Struct("3i")
-"""pid, uid and gid of SO_PEERCRED."""
 
 
 @dataclass(slots=True)
@@ -41,10 +39,10 @@ class _Held:
 
 
 class Handovers:
-    """`check_session` raises KvferryError for a session that is not open."""
+    """`introduce` takes the process that holds a session; it raises KvferryError for a session that is not open."""
 
-    def __init__(self, check_session: Callable[[str], object]) -> None:
-        self._check_session = check_session
+    def __init__(self, introduce: Callable[[str, Process | None], None]) -> None:
+        self._introduce = introduce
         self._held: dict[str, _Held] = {}
         self._exchanges: set[asyncio.Task[None]] = set()
 
@@ -123,7 +121,7 @@ class Handovers:
 
     async def _take_in(self, connection: socket.socket, files: Files) -> tuple[engine_pb2.HandoverReply, Files]:
         """(the answer, what goes with it)"""
-        _, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
             raise KvferryError(
                 "wrong_user",
@@ -136,11 +134,13 @@ class Handovers:
             said = engine_pb2.Handover.FromString(await _receive(connection, files))
         except DecodeError:
             raise _malformed("it is no Handover") from None
-        if said.files != len(files.numbers) or bool(said.files) == bool(said.ticket):
+        if said.files != len(files.numbers) or (said.files and said.ticket):
             raise _malformed(f"{len(files.numbers)} files came, {said.files} were announced")
-        self._check_session(said.session)
+        self._introduce(said.session, Process.at(connection))
         if said.ticket:
             return engine_pb2.HandoverReply(), self.take(said.session, said.ticket)
+        if not said.files:
+            return engine_pb2.HandoverReply(), Files()
         held = sum(len(each.files.numbers) for each in self._held.values() if each.session == said.session)
         if held + said.files > MAX_FILES:
             raise too_many_files(held + said.files)

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry import cuda
 from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
-from kvferry.memory import cuda_memory
+from kvferry.memory import cuda, cuda_memory
 from kvferry.schemas import SourceBody
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError

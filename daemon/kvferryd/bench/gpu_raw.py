@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry import cuda
+from kvferry.memory import cuda
 from kvferryd.bench.gpu_cases import Case
 from kvferryd.bench.gpu_table import Row, Table
 from kvferryd.bench.raw import RawPair, connected, target

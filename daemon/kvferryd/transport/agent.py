@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferryd import logs
 from kvferryd.nixl import make_agent
 from kvferryd.settle import settle

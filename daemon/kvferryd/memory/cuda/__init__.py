@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry import cuda
 from kvferry.errors import Full, KvferryError, Malformed
-from kvferry.memory import CudaRegion, open_cuda_region
+from kvferry.memory import CudaRegion, cuda, open_cuda_region
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import vmm

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import Full, Malformed
-from kvferry.handover import sealed_file
 from kvferry.memory import SharedRegion, open_region
+from kvferry.memory.handover import sealed_file
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Files
 from kvferryd.transport import Span
