@@ -1,4 +1,4 @@
-"""The NIXL binding itself: which build, and an agent made the way facts/nixl.md found best."""
+"""The NIXL binding itself: which build, and an agent made with the options that were measured to be best."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
     """A nixl_agent with the UCX backend, no listen thread, and a progress thread that sleeps.
 
     The Python wrapper fixes pthrDelay to 0, which spins one core per agent and halves the rate of scattered reads
-    (facts/nixl.md, 5); so its binding is wrapped for the moment of construction.
+    (docs/decisions.md); so its binding is wrapped for the moment of construction.
     """
     api = load()
     binding = api.nixlBind
