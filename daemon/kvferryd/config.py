@@ -188,7 +188,7 @@ def resolve(flags: Mapping[str, object] | None = None, environment: Mapping[str,
 def _read(
     names: Set[str], flags: Mapping[str, object] | None, environment: Mapping[str, str] | None, wrong: list[BadSetting]
 ) -> dict[str, tuple[object, str]]:
-    """(value, origin) of these settings, as far as somebody said. Faults are added to `wrong`."""
+    """(value, origin) of those settings that were given. Faults are added to `wrong`."""
     read: dict[str, tuple[object, str]] = {}
     for name, raw, origin in _raw_settings(flags or {}, os.environ if environment is None else environment, wrong):
         try:

@@ -116,15 +116,6 @@ def _functions() -> dict[str, Any]:
     return functions
 
 
-def driver_version() -> int:
-    """1000 times the major and 10 times the minor number of CUDA that the driver knows; 0 where there is no driver."""
-    try:
-        library, version = ctypes.CDLL("libcuda.so.1"), c_int()
-    except OSError:
-        return 0
-    return version.value if library.cuDriverGetVersion(byref(version)) == 0 else 0
-
-
 def missing(why: str) -> KvferryError:
     return KvferryError(
         "cuda_missing",
