@@ -65,7 +65,7 @@ class KvferryError(Exception):
     value: what was wrong, where one field was. remedy: what to do. refusals: the reasons, when a pair was refused.
     """
 
-    kind: Kind = Kind.MALFORMED
+    kind: Kind = Kind.INTERNAL
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from pathlib import Path
 
 import pytest
 from needs import GPUS
@@ -305,7 +306,13 @@ async def test_everything_is_given_back(near: DaemonService, far: DaemonService)
             return fits and open_files(near) <= opened
 
         if n:
-            await until(back, "memory and files are as after the first")
+            try:
+                await until(back, "memory and files are as after the first")
+            except AssertionError as never:
+                files = sorted(str(file.readlink()) for file in Path(f"/proc/{near.process.pid}/fd").iterdir())
+                raise AssertionError(
+                    f"free {free()} was {before}, files {len(files)} were {opened}: {files}"
+                ) from never
         else:
             await asyncio.sleep(2)
             before[:] = free()

@@ -7,7 +7,7 @@ import functools
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, KvferryError, Unavailable
 
 HANDLE_NBYTES = 64
 NOT_READY = 600
@@ -117,7 +117,7 @@ def _functions() -> dict[str, Any]:
 
 
 def missing(why: str) -> KvferryError:
-    return KvferryError(
+    return Unavailable(
         "cuda_missing",
         "no CUDA device can be used here",
         field="libcuda.so.1",
@@ -144,7 +144,7 @@ def call(function: str, *arguments: object) -> bool:
         return bool(status == 0)
     name, sentence = _words(functions, status)
     ipc, memory = function.startswith("cuIpc"), name == "CUDA_ERROR_OUT_OF_MEMORY"
-    raise KvferryError(
+    raise Full(
         "out_of_memory" if memory else "cuda_ipc_failed" if ipc else "cuda_failed",
         f"{function} failed: {sentence}",
         field="cuda",

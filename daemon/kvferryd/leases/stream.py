@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.check import check_request_id
@@ -208,13 +208,11 @@ class ServedStream:
                 case "close":
                     self._close(request.close)
                 case kind:
-                    raise KvferryError(
-                        "malformed_read", "a message has no open, pack or close", field="kind", value=kind
-                    )
+                    raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
     def _open(self, asked: peer_pb2.LeaseOpen) -> None:
         if asked.reading in self._readings or len(self._readings) >= self.leases.limit:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_read",
                 f"reading {asked.reading} is open already, or {len(self._readings)} readings are too many",
                 field="open.reading",

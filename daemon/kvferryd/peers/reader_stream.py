@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import grpc
 from cachetools import LRUCache
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, PeerFailed
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.peers.channels import asking
@@ -131,7 +131,7 @@ class OpenStream:
             await self._call.done_writing()
 
     async def _read(self) -> None:
-        why = KvferryError("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
+        why: KvferryError = PeerFailed("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
         refusal: KvferryError | None = None
         try:
             async with asking(self._address, ended=why):

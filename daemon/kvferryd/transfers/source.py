@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
@@ -105,7 +105,7 @@ class SourceReader:
 
     def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
         if self._digest and update.digest != self._digest:
-            raise KvferryError(
+            raise Conflict(
                 "other_prompt",
                 f"request {self.request_id} was published for another prompt than the one it is to be read for"
                 if update.digest
@@ -166,7 +166,7 @@ class SourceReader:
         """The lease held while its blocks were read: its validity word is whole. Raises KvferryError (`torn`)."""
         address, word = self._word
         if await agent.peek(self.source.agent_name, address) != word:
-            raise KvferryError(
+            raise Conflict(
                 "torn",
                 f"the lease of request {self.request_id} did not hold while it was read",
                 field="request_id",
