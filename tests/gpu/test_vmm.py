@@ -289,6 +289,10 @@ async def test_it_is_read_and_says_what_it_cannot(near: DaemonService, far: Daem
     await end(source, memory)
 
 
+def files_of(daemon: DaemonService) -> list[str]:
+    return sorted(str(file.readlink()) for file in Path(f"/proc/{daemon.process.pid}/fd").iterdir())
+
+
 async def test_everything_is_given_back(near: DaemonService, far: DaemonService) -> None:
     before: list[int] = []
     opened = 0
