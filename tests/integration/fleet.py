@@ -136,7 +136,10 @@ class ByHand:
         return await self.heard()
 
     async def heard(self) -> peer_pb2.ReadReply:
-        """The source's next message."""
-        reply = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
-        assert isinstance(reply, peer_pb2.ReadReply)
-        return reply
+        """The source's next message about what it was asked: leases are announced beside that."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                reply = await self.call.read()
+                assert isinstance(reply, peer_pb2.ReadReply)
+                if not reply.HasField("announced"):
+                    return reply
