@@ -69,7 +69,9 @@ class Config:
         "staging arena of an engine, MiB; on a GPU made unless way is direct or mapped, on host memory only where "
         "staging is forced; 0: none",
     )
-    way: str = _option("auto", WAY, "how to move runs; auto: mapped if possible, else staged for short runs, direct for long ones")
+    way: str = _option(
+        "auto", WAY, "how to move runs; auto: mapped if possible, else staged for short runs, direct for long"
+    )
     programs: int = _option(
         16,
         settings.whole(1, 1024),

@@ -313,10 +313,7 @@ async def test_everything_is_given_back(near: DaemonService, far: DaemonService)
             try:
                 await until(back, "memory and files are as after the first")
             except AssertionError as never:
-                files = sorted(str(file.readlink()) for file in Path(f"/proc/{near.process.pid}/fd").iterdir())
-                raise AssertionError(
-                    f"free {free()} was {before}, files {len(files)} were {opened}: {files}"
-                ) from never
+                raise AssertionError(f"free {free()}, was {before}; {opened} files were {files_of(near)}") from never
         else:
             await asyncio.sleep(2)
             before[:] = free()

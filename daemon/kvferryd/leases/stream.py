@@ -10,9 +10,10 @@ import asyncio
 import functools
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from typing import Protocol
 
-from kvferry.errors import KvferryError, Malformed
+from kvferry.errors import Conflict, Full, KvferryError, Malformed
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.check import check_request_id
@@ -223,13 +224,13 @@ class ServedStream:
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
         """Nobody waits for an answer: of a reading that is over or refused there is nothing to close."""
-        reading = self._readings.pop(asked.reading, None)
-        if reading is None:
+        if not asked.reading:
             check_request_id(asked.request_id)
             lease = self.leases.get(asked.request_id)
             if not asked.word or (lease is not None and lease.word.value == asked.word):
-                self.leases.close(asked.request_id, self.who, None, asked.complete)
-        else:
+                with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
+                    self.leases.close(asked.request_id, self.who, None, asked.complete)
+        elif (reading := self._readings.pop(asked.reading, None)) is not None:
             if reading.opened is not None:
                 self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
             reading.close()
