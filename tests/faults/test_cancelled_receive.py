@@ -75,7 +75,11 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
     tables = pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
     receiving = client.receive(request_id, tables, source=pair.source.source())
-    async with reader.stopped_in_mid_read(request_id, asyncio.wait([asyncio.wrap_future(receiving)])):
+
+    async def ended() -> None:
+        await asyncio.gather(asyncio.wrap_future(receiving), return_exceptions=True)
+
+    async with reader.stopped_in_mid_read(request_id, ended()):
         receiving.cancel()
         assert not receiving.done(), "nobody knows yet"
         with pytest.raises(TransferFailed) as failed:
