@@ -34,7 +34,7 @@ def _vllm_options() -> Any:
 Options = _vllm_options()
 Check = Callable[[Cluster], Iterator[str]]
 Loss = Callable[[Cluster], object]
-FILES = {"token_file", "tls_cert", "tls_key", "tls_ca", "shm_dir"}
+FILES = {"token_file", "tls_cert", "tls_key", "tls_ca"}
 """Settings whose values are of the container's file system."""
 MARGIN_S = 10
 POD_IP, POD_NAME, POD_NAMESPACE = "<status.podIP>", "<metadata.name>", "<metadata.namespace>"
@@ -172,23 +172,6 @@ def engine_and_daemon_meet_at_the_socket(cluster: Cluster) -> Iterator[str]:
             ours, theirs = engine.volume(daemon, folder), engine.volume(engine.engine, folder)
             if ours is None or ours != theirs or ours.get("emptyDir", {}).get("medium") != "Memory":
                 yield f"{engine.name}: {folder} is not one volume in memory of both containers"
-
-
-@policy(
-    only="cpu",
-    daemons_mount=on_daemon(lambda daemon: daemon["volumeMounts"].remove({"name": "shm", "mountPath": "/dev/shm"})),
-    engines_mount=on_engine(
-        lambda engine: engine.engine["volumeMounts"].remove({"name": "shm", "mountPath": "/dev/shm"})
-    ),
-    on_disk=on_engine(lambda engine: engine.volume(engine.engine, "/dev/shm")["emptyDir"].pop("medium")),
-)
-def a_cache_in_host_memory_is_seen_by_both(cluster: Cluster) -> Iterator[str]:
-    """Where shm_dir is needed. It goes when host memory is handed over by descriptor."""
-    for engine, daemon in daemons(cluster):
-        folder = variable(daemon, "KVFERRY_SHM_DIR") or "/dev/shm"
-        ours, theirs = engine.volume(daemon, folder), engine.volume(engine.engine, folder)
-        if ours is None or ours != theirs or ours.get("emptyDir", {}).get("medium") != "Memory":
-            yield f"{engine.name}: {folder} is not one volume in memory of both containers"
 
 
 @policy(

@@ -38,7 +38,6 @@ def daemon(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, st
         "KVFERRY_REST": f"127.0.0.1:{rest}",
         "KVFERRY_PEER": f"127.0.0.1:{peer}",
         "KVFERRY_ENGINE_SOCKET": str(folder / "engine.sock"),
-        "KVFERRY_SHM_DIR": str(folder),
         # As between two pods: neither memory of another process nor anything but TCP.
         "KVFERRY_UCX": f"TLS=tcp,self TCP_PORT_RANGE={UCX_PORTS[0]}-{UCX_PORTS[-1]}",
     }

@@ -21,7 +21,8 @@ GARBAGE, SENTINEL = 0xA5, 0x5A
 Coordinate = tuple[int, str, int | None, tuple[tuple[str, int], ...]]
 """(layer, component name, token, position on every other axis); a state has no token."""
 Run = tuple[int, int, int, int, int, int]
-"""(source rank, source region, source offset, destination region, destination offset, nbytes), as in design.md, 9."""
+"""(source rank, source region, source offset, destination region, destination offset, nbytes), as `explain --json`
+prints it."""
 
 
 class NotHeld(Exception):

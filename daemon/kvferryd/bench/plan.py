@@ -14,7 +14,7 @@ from kvferry.tables import BlockTable
 from kvferryd.plan import Bound, bind, plan
 
 PLAN_BUDGET_MS, BIND_BUDGET_MS = 50.0, 0.3
-"""What design.md, section 5, allows on a machine of two cores."""
+"""The budget on a machine of two cores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Summary:
 
 
 def explain_json(sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None) -> dict[str, Any]:
-    """The JSON form of design.md, section 9.
+    """The JSON form of `explain --json`.
 
     With tables `{"runs": [[source_rank, source_region, source_offset, destination_region, destination_offset,
     nbytes], ...]}`. Without, what a long request in scattered blocks would do: `sources` (one object per rank that is

@@ -21,7 +21,7 @@ from kvferryd.staging.copies import Copies
 from kvferryd.transport import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 128 << 20}
-"""By kind of memory. Over NVLink chunks of 134 MB are 1.5 times as fast as those of 67 (facts/gpu.md)."""
+"""By kind of memory. Over NVLink chunks of 134 MB are 1.5 times as fast as those of 67."""
 FEWEST = 4
 """A small arena has smaller slots rather than fewer."""
 SLOT_ALIGN = 4096

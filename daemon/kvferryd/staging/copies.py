@@ -21,7 +21,7 @@ Build = Callable[[], Sequence[Batch]]
 STAGING_FACTOR = 2
 """SMs of a staging copy, in units of what `programs` grants a mapped one. A program has 128 KiB in flight; mapped, that
 is some 23 GB/s over NVLink, and 16 programs fill the link (copy.cuda). In local memory a chunk of 64 MiB should take
-well less than its READ does (0.2 ms at 300 GB/s; facts/gpu.md measured 619 GB/s, 0.1 ms, with all SMs), for the first
+well less than its READ does (0.2 ms at 300 GB/s; measured: 619 GB/s, 0.1 ms, with all SMs), for the first
 gather and the last scatter of a transfer overlap with nothing."""
 
 

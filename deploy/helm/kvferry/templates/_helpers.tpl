@@ -125,9 +125,6 @@ app.kubernetes.io/part-of: kvferry
     - {name: kvferry, mountPath: /run/kvferry}
     - {name: token, mountPath: /etc/kvferry/token, readOnly: true}
     - {name: daemon-tmp, mountPath: /tmp}
-    {{- if eq .Values.gpu.mode "none" }}
-    - {name: shm, mountPath: /dev/shm} # a cache in host memory lies here
-    {{- end }}
     {{- if .Values.tls.enabled }}
     - {name: tls, mountPath: /etc/kvferry/tls, readOnly: true}
     {{- end }}
