@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # processes are started beside gRPC's threads; none forks to use gRPC
 
+os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would also use a device that another test makes, and takes away
+
 import pytest
 
 from kvferryd.demo import fleet
