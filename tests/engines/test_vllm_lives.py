@@ -30,7 +30,7 @@ from engines import (
 from kvferryd.demo.fleet import DaemonService, Service
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
-TTL_S = 3.0
+TTL_S = 10.0
 
 
 SIDES: dict[str, dict[str, Any]] = {
