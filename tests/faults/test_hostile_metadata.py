@@ -22,7 +22,7 @@ from kvferryd.transport.metadata import LENGTH, parse
 
 pytestmark = pytest.mark.anyio
 SEED = random.randrange(1 << 32)
-ANY, WELL_FORMED = (300, 40) if os.environ.get("HYPOTHESIS_PROFILE") == "ci" else (60, 20)
+ANY, WELL_FORMED = (300, 40) if os.environ.get("HYPOTHESIS_PROFILE") == "ci" else (20, 10)
 """Mutations of any byte, and of those that only UCX looks at: all of them in the gate, others each time."""
 
 

@@ -8,14 +8,14 @@ import signal
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import Daemons, ended
+from fleet import TIMEOUT_S, Daemons, ended
 from lives import engine_on
 from ranks import Kv, TestEngine
 
 from kvferry.errors import KvferryError
 
 pytestmark = pytest.mark.anyio
-RESTARTS, READERS = 4, 6
+RESTARTS, READERS = 2, 6
 NOISE = ("Task was destroyed", "Traceback", "was never", "asynchronous generator", "exception in")
 """What asyncio and the collector write of a task, a future or a generator that nobody ended."""
 
@@ -47,7 +47,7 @@ async def test_a_source_that_dies_under_load(daemons: Daemons, stack: AsyncExitS
             await reader.receive(f"first-{number}", reader.take(16), source=source.source())
             assert lease
             await ended(theirs, signal.SIGKILL)
-            await asyncio.wait(reading, timeout=20)
+            await asyncio.wait(reading, timeout=TIMEOUT_S)
             assert all(task.done() for task in reading)
     await ended(ours, signal.SIGTERM)  # what is destroyed late is destroyed by then
     lines = ours.log.read_text().splitlines()

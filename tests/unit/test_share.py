@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SENTINEL, blank
-from strategies import Case, cases
+from strategies import Case, cases, tried
 from test_copy_host import Memory, sources_of
 
 from kvferry.manifest import Manifest
@@ -18,12 +18,8 @@ from kvferryd.copy.chunks import ALIGN
 from kvferryd.plan import bind, plan
 from kvferryd.staging.share import Wanted, packs, shapes, share_of
 
-thorough = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
 
-
-@thorough
+@tried(150)
 @given(cases(), st.integers(ALIGN, 3 * ALIGN), st.booleans(), st.booleans())
 def test_a_source_packs_what_its_reader_scatters(case: Case, slot: int, states: bool, later: bool) -> None:
     whole = plan(case.sources, case.destination)
