@@ -1,7 +1,49 @@
 """kvferry: the light client of the KV-cache transfer daemon.
 
-`kvferry.manifest` describes a cache, `kvferry.engine` is how an engine speaks to its daemon,
-`kvferry.router` is how a router does, `kvferry.memory` maps shared regions.
+An engine describes its cache (`ManifestBuilder`) and speaks to the daemon beside it (`EngineClient`, or from threads
+`BlockingEngineClient`); a router speaks to daemons over REST (`RouterClient`). Each name is imported when it is used:
+`import kvferry` alone loads nothing.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvferry.blocking import BlockingEngineClient, BlockingLease
+    from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed, Unsettled
+    from kvferry.errors import KvferryError
+    from kvferry.manifest import Manifest, ManifestBuilder, ManifestError, ModelInfo, Shard, TokenShard
+    from kvferry.memory import CudaRegion, SharedRegion, cuda_memory, memfd_region, torch_pool
+    from kvferry.problem import DaemonError
+    from kvferry.router import RouterClient
+    from kvferry.schemas import LeaseState, OrderBody, SourceBody, TransferState
+    from kvferry.tables import BlockTable
+
+_HOMES = {
+    "blocking": ["BlockingEngineClient", "BlockingLease"],
+    "engine": ["EngineClient", "Lease", "ReceiveCancelled", "Received", "TransferFailed", "Unsettled"],
+    "errors": ["KvferryError"],
+    "manifest": ["Manifest", "ManifestBuilder", "ManifestError", "ModelInfo", "Shard", "TokenShard"],
+    "memory": ["CudaRegion", "SharedRegion", "cuda_memory", "memfd_region", "torch_pool"],
+    "problem": ["DaemonError"],
+    "router": ["RouterClient"],
+    "schemas": ["LeaseState", "OrderBody", "SourceBody", "TransferState"],
+    "tables": ["BlockTable"],
+}
+__all__ = [
+    "BlockTable", "BlockingEngineClient", "BlockingLease", "CudaRegion", "DaemonError", "EngineClient", "KvferryError",
+    "Lease", "LeaseState", "Manifest", "ManifestBuilder", "ManifestError", "ModelInfo", "OrderBody",
+    "ReceiveCancelled", "Received", "RouterClient", "Shard", "SharedRegion", "SourceBody", "TokenShard",
+    "TransferFailed", "TransferState", "Unsettled", "cuda_memory", "memfd_region", "torch_pool",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"kvferry.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 from kvferry.errors import KvferryError
 from kvferry.handoff import PARAMS, Handoff, check_one_prompt
 
+MARKS = (PARAMS.encode(), b"\\u", b"\0")
+"""A body without any of these has no kv_transfer_params: the name as it is, an escaped letter, UTF-16 or UTF-32."""
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
@@ -20,7 +22,7 @@ App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class CheckTransferParams:
-    """Looks into bodies that name them; all others pass as they are."""
+    """Checks bodies that may have kv_transfer_params; all others pass unparsed."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -37,7 +39,7 @@ class CheckTransferParams:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         try:
-            if PARAMS.encode() in body:
+            if any(mark in body for mark in MARKS):
                 check(bytes(body))
         except KvferryError as error:
             await _refuse(send, error)

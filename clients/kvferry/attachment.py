@@ -8,6 +8,7 @@ from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
+from kvferry.session import CALL_S
 
 
 @dataclass(slots=True, eq=False)
@@ -19,13 +20,16 @@ class Attachment:
     epoch: str
     rank: int = 0
     world_size: int = 1
-    regions: list[SharedRegion | CudaRegion | CudaMemory | VmmMemory] = field(default_factory=list)
+    call_timeout_s: float = CALL_S
+    allocated: list[SharedRegion | CudaRegion] = field(default_factory=list)
+    """The daemon's own memory."""
+    adopted: list[SharedRegion | CudaMemory | VmmMemory] = field(default_factory=list)
     manifest: Manifest | None = None
     fences_of: int | None = None
     """The GPU whose streams write fences, once there are any."""
     peer_address: str = ""
 
-    async def open(self, timeout_s: float) -> EngineClient:
+    async def open(self, timeout_s: float, resume: str = "") -> EngineClient:
         """As `EngineClient.connect`."""
         client = await EngineClient.connect(
             self.socket,
@@ -34,26 +38,20 @@ class Attachment:
             rank=self.rank,
             world_size=self.world_size,
             timeout_s=timeout_s,
+            call_timeout_s=self.call_timeout_s,
+            resume=resume,
         )
         self.peer_address = self.peer_address or client.peer_address
         return client
 
-    async def again(self, timeout_s: float) -> EngineClient:
-        """A session with the daemon that came after: it is handed the memory, told the manifest, given new fences.
+    async def again(self, before: EngineClient, timeout_s: float) -> EngineClient:
+        """A session after `before`, which is over: the daemon is told the manifest and given new fences. A daemon that
+        came after the last one is handed its memory, too.
 
         Nothing that was published before is there any more. Raises KvferryError: `memory_gone` when the memory was the
         last daemon's and cannot be handed over, `address_changed`, what `open` raises, what the daemon refuses.
         """
-        for region in self.regions:
-            if isinstance(region, CudaRegion):
-                raise KvferryError(
-                    "memory_gone",
-                    "the cache lies in GPU memory of a daemon that has gone, which no other can be given",
-                    field="region",
-                    value=region.id,
-                    remedy="start the engine again",
-                )
-        client = await self.open(timeout_s)
+        client = await self.open(timeout_s, before.session)
         try:
             if client.peer_address != self.peer_address:
                 raise KvferryError(
@@ -63,8 +61,7 @@ class Attachment:
                     value=client.peer_address,
                     remedy=f"let it advertise {self.peer_address}, or start the engine again",
                 )
-            for region in self.regions:
-                assert not isinstance(region, CudaRegion)
+            for region in self.adopted if client.resumed else self._handed_on():
                 await client.adopt(region)
             if self.fences_of is not None:
                 await client.open_fences(self.fences_of)
@@ -74,3 +71,19 @@ class Attachment:
             await client.close()
             raise
         return client
+
+    def _handed_on(self) -> list[SharedRegion | CudaMemory | VmmMemory]:
+        """All memory, as this engine's own: the daemon that made some of it has gone."""
+        while self.allocated:
+            region = self.allocated[-1]
+            if isinstance(region, CudaRegion):
+                raise KvferryError(
+                    "memory_gone",
+                    "the cache lies in GPU memory of a daemon that has gone, which no other can be given",
+                    field="region",
+                    value=region.id,
+                    remedy="start the engine again",
+                )
+            self.adopted.append(region)
+            self.allocated.pop()
+        return self.adopted

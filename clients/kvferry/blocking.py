@@ -17,25 +17,23 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.attachment import Attachment
-from kvferry.engine import EngineClient, Lease, Received
+from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
+from kvferry.memory.fences import Fence
 from kvferry.schemas import LeaseState, SourceBody
+from kvferry.session import CALL_S
 from kvferry.tables import Tables
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-CALL_S = 30.0
-"""How long a call may take that does not wait for another party."""
-FILLED_PER_S = 512 << 20
-"""Bytes of new memory that are filled and mapped in a second at least."""
 END_S = 5.0
 """How long those who wait are given to hear that the session is closed."""
 AGAIN_S = 5.0
@@ -50,8 +48,42 @@ class BlockingLease:
     def __init__(self, lease: Lease, ended: Future[LeaseState]) -> None:
         self.request_id = lease.request_id
         self.ended = ended
-        """Resolves to RELEASED, EXPIRED or REVOKED: the blocks may be reused. Fails as `Lease.ended` does, and when the
-        daemon goes away."""
+        """Resolves to RELEASED, EXPIRED or REVOKED: the blocks may be reused. Fails as `Lease.ended` does."""
+
+
+class Receipt(Future[Received]):
+    """What comes of a receive: Received, or what `EngineClient.receive` raises."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, receive: Coroutine[Any, Any, Received]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._loop = loop
+        self._task: asyncio.Task[Received] | None = None
+        loop.call_soon_threadsafe(self._begin, receive)
+
+    def _begin(self, receive: Coroutine[Any, Any, Received]) -> None:
+        self._task = self._loop.create_task(receive)
+        self._task.add_done_callback(self._settle)
+
+    def cancel(self) -> bool:
+        """Abort the transfer. The future ends when that has been tried, with TransferFailed in state `aborted`: its
+        blocks may be reused once `quiesced()` of that has returned. Never at once, so this returns False."""
+        with suppress(RuntimeError):  # the client is closed, and so is this
+            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+        return False
+
+    def _settle(self, task: asyncio.Task[Received]) -> None:
+        quiesced: asyncio.Future[None] = self._loop.create_future()
+        aborted = KvferryError("aborted", "the receive was cancelled")
+        try:
+            self.set_result(task.result())
+        except ReceiveCancelled as cancelled:
+            self.set_exception(TransferFailed(aborted, "aborted", cancelled._quiesced))
+        except asyncio.CancelledError:
+            quiesced.set_result(None)
+            self.set_exception(TransferFailed(aborted, "aborted", quiesced))
+        except BaseException as error:  # noqa: BLE001  for whoever asks for the result
+            self.set_exception(error)
 
 
 class BlockingEngineClient:
@@ -76,14 +108,15 @@ class BlockingEngineClient:
         rank: int = 0,
         world_size: int = 1,
         timeout_s: float = 10.0,
+        call_timeout_s: float = CALL_S,
         say: Callable[[str], None] | None = None,
     ) -> BlockingEngineClient:
         """As `EngineClient.connect`.
 
-        say: attach again whenever the daemon has gone, until `close`, and tell this function of it in words. Until then
-        calls fail; then `client` is another one, that knows nothing of what was published before.
+        say: attach again whenever the session has ended, until `close`, and tell this function of it in words. Until
+        then calls fail; then `client` is another one, that knows nothing of what was published before.
         """
-        blocking = cls(Attachment(socket, engine_id, epoch, rank, world_size))
+        blocking = cls(Attachment(socket, engine_id, epoch, rank, world_size, call_timeout_s))
         try:
             blocking.call(blocking._open(timeout_s, say), timeout_s + 1)
         except BaseException:
@@ -101,10 +134,11 @@ class BlockingEngineClient:
         while True:
             await client.closed.wait()
             say(f"{where} has gone: nothing is published or received until there is one again")
+            await client.over.wait()
             refusals: Counter[str] = Counter()
             while client.closed.is_set():
                 try:
-                    before, self._client = client, await self._attachment.again(AGAIN_S)
+                    before, self._client = client, await self._attachment.again(client, AGAIN_S)
                 except KvferryError as error:
                     if error.code == "memory_gone":
                         say(str(error))
@@ -139,16 +173,16 @@ class BlockingEngineClient:
         return self.client.draining.is_set()
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
-        allocated = self.call(self.client.allocate(nbytes, region), CALL_S + nbytes / FILLED_PER_S)
-        self._attachment.regions.append(allocated)
+        allocated = self.call(self.client.allocate(nbytes, region), None)
+        self._attachment.allocated.append(allocated)
         return allocated
 
     def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         self.call(self.client.adopt(shared))
-        self._attachment.regions.append(shared)
+        self._attachment.adopted.append(shared)
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:
-        notes = self.call(self.client.register(manifest))
+        notes = self.call(self.client.register(manifest), None)
         self._attachment.manifest = manifest
         return notes
 
@@ -210,17 +244,20 @@ class BlockingEngineClient:
         way: str = "",
         digest: bytes = b"",
         attempt: int = 0,
-    ) -> Future[Received]:
+    ) -> Receipt:
         """As `EngineClient.receive`, at once: the future has the outcome.
 
         Cancelling it aborts the transfer; another receive of the request begins when that one's blocks are safe.
         """
-        return self.start(
-            self.client.receive(
-                request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority, way=way,
-                digest=digest, attempt=attempt,
-            )
+        receive = self.client.receive(
+            request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority, way=way,
+            digest=digest, attempt=attempt,
         )  # fmt: skip
+        try:
+            return Receipt(self._loop, receive)
+        except RuntimeError:  # another thread has closed the client
+            receive.close()
+            raise _closed() from None
 
     def abort(self, request_id: str) -> None:
         self.call(self.client.abort(request_id))
@@ -265,8 +302,9 @@ class BlockingEngineClient:
             work.close()
             raise _closed() from None
 
-    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
-        """The same, and wait for its result. Raises KvferryError: `deadline`, `session_closed`."""
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = 2 * CALL_S) -> T:
+        """The same, and wait for its result. timeout_s: None for work that has a deadline of its own. Raises
+        KvferryError: `deadline`, `session_closed`."""
         future = self.start(work)
         try:
             return future.result(timeout_s)

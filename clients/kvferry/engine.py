@@ -8,25 +8,28 @@
 
     received = await other.receive("req-1", tables, source=SourceBody(engine_id="prefill", address="10.0.0.1:7411"))
 
-The session lives as long as the client: when the process dies the daemon knows at once.
+The session lives as long as the client: when the process dies the daemon knows at once. When a session ends and both
+live, the daemon revokes all leases, and nothing here says that blocks may be reused before it has.
 `kvferry.blocking` has the same for engines without an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvferry import __version__, cuda, cuda_vmm
+from kvferry import __version__
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence, Fences
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, open_cuda_region, open_file_region
-from kvferry.outcomes import Lease, Received, Receiving, TransferFailed
+from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
+from kvferry.memory import vmm as cuda_vmm
+from kvferry.memory.fences import Fence, Fences
+from kvferry.outcomes import Lease, ReceiveCancelled, Received, Receiving, TransferFailed, Unsettled
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody
-from kvferry.session import Session, refuse
+from kvferry.session import CALL_S, Said, Session, refuse, settle
 from kvferry.tables import Tables
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
@@ -34,44 +37,76 @@ from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EngineClient", "Lease", "Received", "TransferFailed"]
+__all__ = ["EngineClient", "Lease", "ReceiveCancelled", "Received", "TransferFailed", "Unsettled"]
 
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
+GRACE_S = 5.0
+"""How long after its deadline the daemon is given to say how a receive has ended."""
+FILLED_PER_S, MOST_S = 512 << 20, 3600.0
+"""Bytes of new memory that are filled, mapped and registered in a second at least, and the longest that takes."""
 
 
 class EngineClient:
     """One engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
 
-    def __init__(self, socket: str, epoch: str) -> None:
+    def __init__(self, socket: str, epoch: str, call_timeout_s: float = CALL_S) -> None:
         self.epoch = epoch
-        self._session = Session(socket, self._hear, self._end)
+        self._session = Session(socket, self._hear, self._end, self._over, call_timeout_s)
         self._leases: dict[str, Lease] = {}
         self._receives: dict[str, Receiving] = {}
-        self._unsafe: dict[str, asyncio.Future[None]] = {}
+        """By request: those under way, and those given up that are not quiet."""
+        self._unquiet: dict[str, Receiving] = {}
+        """By transfer: those that have ended and are not quiet."""
         self._opening = asyncio.Lock()
         self.fences: Fences | None = None
         """Once `open_fences` has returned."""
         self.peer_address = ""
         self.device = ""
+        self.resumed = False
+        """Whether the daemon still had the regions of the session that `resume` named."""
+        self._deadline_s = 0.0
         self.closed = self._session.closed
-        """Set when the session has ended, from either side."""
+        """Set when the session has ended, from either side: calls fail from now on."""
+        self.over = self._session.over
+        """Set when after that nothing of the session is read or written any more; by `close`, in any case."""
         self.draining = asyncio.Event()
         """Set when the daemon asks for no new work."""
 
     @classmethod
     async def connect(
-        cls, socket: str, *, engine_id: str, epoch: str, rank: int = 0, world_size: int = 1, timeout_s: float = 10.0
+        cls,
+        socket: str,
+        *,
+        engine_id: str,
+        epoch: str,
+        rank: int = 0,
+        world_size: int = 1,
+        timeout_s: float = 10.0,
+        call_timeout_s: float = CALL_S,
+        resume: str = "",
     ) -> EngineClient:
         """Open the session. Waits for the daemon to come up, at most `timeout_s`.
 
         `epoch` is one value for all ranks of one start of the engine: nothing of an older epoch is ever read.
-        Raises KvferryError: `unreachable`, `deadline`, `protocol`, or what the daemon refuses.
+        call_timeout_s: how long the daemon may take to answer a call. resume: `session` of a client of this engine and
+        epoch whose session has ended; see `resumed`. Raises KvferryError: `unreachable`, `protocol`, or what the daemon
+        refuses.
         """
-        client = cls(socket, epoch)
+        client = cls(socket, epoch, call_timeout_s)
+        attach = engine_pb2.AttachRequest(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            client=f"kvferry/{__version__}",
+            engine_id=engine_id,
+            epoch=epoch,
+            rank=rank,
+            world_size=world_size,
+            resume=resume,
+        )
         try:
             async with asyncio.timeout(timeout_s):
-                await client._attach(engine_id, epoch, rank, world_size)
+                attached = await client._session.attach(attach)
         except TimeoutError:
             await client.close()
             raise KvferryError(
@@ -84,20 +119,14 @@ class EngineClient:
         except BaseException:
             await client.close()
             raise
+        client.peer_address, client.device, client.resumed = attached.peer_address, attached.device, attached.resumed
+        client._deadline_s = attached.deadline_s
         return client
 
-    async def _attach(self, engine_id: str, epoch: str, rank: int, world_size: int) -> None:
-        attach = engine_pb2.AttachRequest(
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            client=f"kvferry/{__version__}",
-            engine_id=engine_id,
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-        )
-        attached = await self._session.attach(attach)
-        self.peer_address, self.device = attached.peer_address, attached.device
+    @property
+    def session(self) -> str:
+        """What the daemon knows this session by; for `resume`."""
+        return self._session.id
 
     async def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
         """Daemon-owned memory, zeroed, mapped here: on the daemon's GPU, or host memory where it has none.
@@ -107,6 +136,7 @@ class EngineClient:
         memory = await self._session.call(
             self._session.stub.Allocate,
             engine_pb2.AllocateRequest(session=self._session.id, region=region, nbytes=nbytes),
+            _time_for(nbytes),
         )
         if memory.WhichOneof("kind") == "cuda":
             given = memory.cuda
@@ -119,13 +149,16 @@ class EngineClient:
                 given.device_uuid,
                 region,
             )
-        opened = open_file_region(memory.file.path, memory.nbytes, region, memory.file.offset, keep=True)
+        file = await self._session.fetch(memory.handed.ticket)
+        try:
+            opened = open_region(file, memory.nbytes, region, memory.handed.offset)
+        finally:
+            os.close(file)
         await asyncio.to_thread(opened.populate)
         return opened
 
     async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
-        """Hand over memory that this engine allocated and goes on owning: a shared file, `memfd_region(...)`, or
-        `cuda_memory(...)`.
+        """Hand over memory that this engine allocated and goes on owning: `memfd_region(...)` or `cuda_memory(...)`.
 
         The daemon gives it back when the session ends; until then it must not be freed.
         """
@@ -142,11 +175,9 @@ class EngineClient:
             )
         elif isinstance(shared, VmmMemory):
             memory.vmm.CopyFrom(await self._hand_over_vmm(shared))
-        elif shared.file >= 0:
+        else:
             ticket = await self._session.hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
-        else:
-            memory.file.CopyFrom(engine_pb2.SharedFile(path=shared.path, offset=shared.offset))
         await self._session.call(
             self._session.stub.Adopt, engine_pb2.AdoptRequest(session=self._session.id, memory=memory)
         )
@@ -156,6 +187,7 @@ class EngineClient:
         reply = await self._session.call(
             self._session.stub.Register,
             engine_pb2.RegisterRequest(session=self._session.id, manifest=manifest_to_proto(manifest)),
+            _time_for(sum(region.nbytes for region in manifest.regions)),
         )
         return tuple(reply.notes)
 
@@ -229,15 +261,18 @@ class EngineClient:
         nothing of this publish, and of later ones, before the fence is reached. When it is not reached within the
         daemon's fence_timeout_s the lease is revoked, and `ended()` raises `fence_timeout`.
 
-        more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB, handed to
-        the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest: names what
-        was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
+        more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
+        handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest:
+        names what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
+
+        Raises KvferryError when the daemon refuses it; Unsettled when the daemon does not answer in time or the session
+        ends first: it may be published, and is withdrawn; `quiesced()` waits until nobody reads it.
         """
         known = self._leases.get(request_id)
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
         try:
-            await self._session.command(
+            said = self._session.say(
                 publish=engine_pb2.PublishRequest(
                     request_id=request_id,
                     tables=tables_to_proto(tables),
@@ -250,6 +285,10 @@ class EngineClient:
                     after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
                 )
             )
+            try:
+                await self._session.answer(said)
+            except Unsettled as error:
+                raise self._withdrawn(request_id, error) from None
         except BaseException:
             if known is None and self._leases.get(request_id) is lease:
                 del self._leases[request_id]
@@ -257,6 +296,14 @@ class EngineClient:
         if lease._ended.done():
             return lease
         return self._leases.setdefault(request_id, lease)  # a publish beside this one may have been refused
+
+    def _withdrawn(self, request_id: str, error: Unsettled) -> Unsettled:
+        """A publish that was not answered, revoked behind it on the stream; where there is one, its end settles it."""
+        try:
+            said = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+        except KvferryError:
+            return error
+        return Unsettled(error, said.settled)
 
     async def receive(
         self,
@@ -276,9 +323,12 @@ class EngineClient:
         tokens: global range to move; None for all that is published, which the tables must then hold. source: where to
         read from; None when a router orders it. way: auto, direct, staged or mapped instead of what the daemon is
         configured to do; only with a source. digest: what the source must have published with; empty is not checked.
-        attempt: counts the attempts at this request from 1, equal on all ranks; 0 lets the daemon count. Raises
-        TransferFailed, or KvferryError when the reservation is refused. When this call is cancelled it aborts the
-        transfer, and ends when the blocks are safe, at most 5 s later.
+        attempt: counts the attempts at this request from 1, equal on all ranks; 0 lets the daemon count.
+
+        Raises TransferFailed, or KvferryError when the reservation is refused. The daemon keeps the deadline, which a
+        router's order may move; when it does not answer GRACE_S after it, TransferFailed (`deadline`) says so.
+        When this call is cancelled it aborts the transfer. It ends when the blocks are safe, or after LEAVE_S with
+        ReceiveCancelled: then they are not, and `quiesced()` of that waits until they are.
         """
         request = engine_pb2.ReceiveRequest(
             request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
@@ -290,54 +340,89 @@ class EngineClient:
             request.source.CopyFrom(
                 engine_pb2.Source(engine_id=source.engine_id, address=source.address, epoch=source.epoch or "")
             )
-        while (before := self._receives.get(request_id)) is not None:
-            if before.leaving is None:
-                raise KvferryError(
-                    "receive_pending",
-                    f"request {request_id} is being received already",
-                    field="request_id",
-                    value=request_id,
-                    remedy="wait for it, or abort it first",
-                )
-            await asyncio.wait([before.leaving])
-        replying = self._session.say(receive=request)
-        receiving = self._receives[request_id] = Receiving(asyncio.get_running_loop().create_future())
+        await self._none_before(request_id)
+        said, loop = self._session.say(receive=request), asyncio.get_running_loop()
+        receiving = self._receives[request_id] = Receiving(loop.create_future(), loop.create_future())
         try:
-            receiving.named((await self._session.answer(replying)).receive.transfer_id)
-            event, quiesced = await asyncio.shield(receiving.ended)
+            receiving.named((await self._session.answer(said)).receive.transfer_id)
+            event = await self._end_of(receiving, deadline_s or self._deadline_s)
         except asyncio.CancelledError:
-            receiving.leaving = asyncio.create_task(self._leave(request_id, receiving, replying))
-            await asyncio.shield(receiving.leaving)
+            leaving = self._give_up(request_id, receiving, said)
+            with suppress(asyncio.CancelledError):  # impatience changes nothing for the blocks
+                await asyncio.wait([leaving], timeout=LEAVE_S)
+            if not (receiving.quiet.done() and receiving.quiet.exception() is None):
+                raise ReceiveCancelled(request_id, receiving.quiet) from None
             raise
-        finally:
-            if receiving.leaving is None:
-                del self._receives[request_id]
+        except Unsettled as error:
+            self._give_up(request_id, receiving, said)
+            raise TransferFailed(error, "failed", receiving.quiet) from None
+        except BaseException:  # refused: nothing was done
+            del self._receives[request_id]
+            raise
+        del self._receives[request_id]
+        if not receiving.quiet.done():
+            self._unquiet[receiving.transfer_id] = receiving
         if event.state != "done":
-            raise TransferFailed(problem_from_proto(event.problem), event.state, quiesced)
+            raise TransferFailed(problem_from_proto(event.problem), event.state, receiving.quiet)
         return Received(
             request_id, event.transfer_id, event.nbytes, (event.tokens.start, event.tokens.stop), event.metadata
         )
 
-    async def _leave(self, request_id: str, receiving: Receiving, replying: asyncio.Future[engine_pb2.Answer]) -> None:
-        """End the transfer of a receive that was cancelled. Until then the request is not received again."""
-        try:
-            with contextlib.suppress(KvferryError, TimeoutError):
-                async with asyncio.timeout(LEAVE_S):
-                    # An abort before that would find nothing.
-                    receiving.named((await self._session.answer(replying)).receive.transfer_id)
-                    if not receiving.ended.done():
-                        await self.abort(request_id)
-                    _, quiesced = await receiving.ended
-                    await asyncio.shield(quiesced)
-        finally:
+    async def _none_before(self, request_id: str) -> None:
+        """Wait, for as long as a call may take, until a receive of the request that was given up is quiet."""
+        before = self._receives.get(request_id)
+        if before is not None and before.leaving is not None:
+            await asyncio.wait([before.leaving], timeout=self._session.call_timeout_s)
+        if request_id in self._receives:
+            raise KvferryError(
+                "receive_pending",
+                f"request {request_id} is being received already, or was and is not quiet",
+                field="request_id",
+                value=request_id,
+                remedy="wait for it, or abort it first",
+            )
+
+    async def _end_of(self, receiving: Receiving, deadline_s: float) -> engine_pb2.TransferEnded:
+        while not (await asyncio.wait([receiving.ended], timeout=deadline_s))[0]:
+            # An order may have moved the deadline: the daemon keeps it, for as long as it is there to do so.
+            await self._session.answer(self._session.say(probe=engine_pb2.Probe()), GRACE_S)
+        return receiving.ended.result()
+
+    def _give_up(self, request_id: str, receiving: Receiving, said: Said) -> asyncio.Task[None]:
+        """End the transfer of a receive whose caller does not wait. Until it is quiet the request is not received
+        again."""
+
+        async def left() -> None:
+            try:
+                # An abort before that would find nothing.
+                answer = await asyncio.shield(said.answer)
+                if answer.HasField("problem"):
+                    receiving.quiet.set_result(None)
+                    return
+                receiving.named(answer.receive.transfer_id)
+                if not receiving.ended.done():
+                    self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+            except KvferryError:  # the session has ended, which settles it in time
+                pass
+            await asyncio.wait([receiving.quiet])
+
+        def gone(_: object) -> None:
             del self._receives[request_id]
 
+        receiving.leaving = asyncio.create_task(left())
+        receiving.leaving.add_done_callback(gone)
+        return receiving.leaving
+
     async def abort(self, request_id: str) -> None:
-        """End the request's transfer and revoke its lease on this rank. Idempotent."""
+        """End the request's transfer and revoke its lease on this rank. Idempotent.
+
+        Raises Unsettled when the daemon does not answer in time or the session ends first.
+        """
         await self._session.command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
 
     async def close(self) -> None:
-        """End the session. Leases on daemon-owned memory stay readable until they are read or expire.
+        """End the session: this engine does not touch its memory any more. Leases on daemon-owned memory stay readable
+        until they are read or expire.
 
         What still waits, and every call from now on, raises KvferryError (`session_closed`).
         """
@@ -356,11 +441,12 @@ class EngineClient:
             case "transfer_ended":
                 receiving = self._receives.get(event.transfer_ended.request_id)
                 if receiving is not None:
-                    receiving.hear(event.transfer_ended, self._quiescence(event.transfer_ended))
+                    receiving.hear(event.transfer_ended)
             case "blocks_safe":
-                quiesced = self._unsafe.pop(event.blocks_safe.transfer_id, None)
-                if quiesced is not None and not quiesced.done():
-                    quiesced.set_result(None)
+                safe = event.blocks_safe
+                receiving = self._unquiet.pop(safe.transfer_id, None) or self._receives.get(safe.request_id)
+                if receiving is not None:
+                    receiving.safe(safe.transfer_id)
             case "lease_ended":
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():
@@ -371,21 +457,25 @@ class EngineClient:
             case "draining":
                 self.draining.set()
 
-    def _quiescence(self, event: engine_pb2.TransferEnded) -> asyncio.Future[None]:
-        quiesced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if event.blocks_safe:
-            quiesced.set_result(None)
-        else:
-            quiesced = self._unsafe.setdefault(event.transfer_id, quiesced)
-        return quiesced
-
     def _end(self, why: KvferryError) -> None:
-        """There is no session any more: nothing that waits for its events will hear of them."""
+        """There is no session any more: what is under way has failed. Its blocks, and those of leases, are in doubt."""
         for receiving in self._receives.values():
-            refuse(receiving.ended, why)
-        for quiesced in self._unsafe.values():
-            refuse(quiesced, why)
+            refuse(receiving.ended, Unsettled(why, receiving.quiet))
+
+    def _over(self, unknown: KvferryError | None) -> None:
+        """Nothing of the session is read or written any more, or that will never be known."""
+        for receiving in (*self._receives.values(), *self._unquiet.values()):
+            settle(receiving.quiet, unknown)
+        over = unknown or KvferryError(
+            "daemon_gone",
+            "the session has ended, and with it the lease: nobody reads it any more",
+            remedy="connect again, and publish anew what is still to be read",
+        )
         for lease in self._leases.values():
-            refuse(lease._ended, why)
+            refuse(lease._ended, over)
         self._leases.clear()
-        self._unsafe.clear()
+        self._unquiet.clear()
+
+
+def _time_for(nbytes: int) -> float:
+    return min(nbytes / FILLED_PER_S, MOST_S)

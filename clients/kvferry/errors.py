@@ -1,11 +1,13 @@
-"""The one error of the project: a stable code, what was wrong, and what to do about it.
+"""The errors of the project: a kind, a stable code, what was wrong, and what to do about it.
 
-The same five fields travel as problem+json over REST, as a `Problem` message over gRPC, and as text on
-the command line.
+The same fields travel as problem+json over REST, as a `Problem` message over gRPC, and as text on the command line. The
+kind of an error decides its status everywhere, and an error that arrives from another process has the class that it was
+raised with there.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,12 +29,43 @@ class Refusal:
         return f"{where}{self.code}: source has {self.source}, destination has {self.destination}"
 
 
-class KvferryError(Exception):
-    """What every door of kvferry answers with.
+class Kind(enum.Enum):
+    """What sort of thing went wrong: its HTTP status, and the name of its gRPC status."""
 
-    code: stable, snake_case, for programs. message: one sentence for people. field and value: what was
-    wrong, where one field was. remedy: what to do. refusals: the reasons, when a pair was refused.
+    MALFORMED = 422, "INVALID_ARGUMENT"
+    UNAUTHORIZED = 401, "UNAUTHENTICATED"
+    FORBIDDEN = 403, "PERMISSION_DENIED"
+    NOT_FOUND = 404, "NOT_FOUND"
+    CONFLICT = 409, "FAILED_PRECONDITION"
+    FULL = 429, "RESOURCE_EXHAUSTED"
+    INTERNAL = 500, "INTERNAL"
+    PEER_FAILED = 502, "UNAVAILABLE"
+    UNAVAILABLE = 503, "UNAVAILABLE"
+    DEADLINE = 504, "DEADLINE_EXCEEDED"
+
+    @property
+    def http(self) -> int:
+        return self.value[0]
+
+    @property
+    def grpc(self) -> str:
+        return self.value[1]
+
+    @classmethod
+    def of_http(cls, status: int) -> Kind:
+        """0: there was no answer."""
+        default = cls.MALFORMED if 400 <= status < 500 else cls.INTERNAL if status else cls.UNAVAILABLE
+        return next((kind for kind in cls if kind.http == status), default)
+
+
+class KvferryError(Exception):
+    """What every door of kvferry answers with; what is raised is one of the kinds below.
+
+    kind: decides the status. code: stable, snake_case, for programs. message: one sentence for people. field and
+    value: what was wrong, where one field was. remedy: what to do. refusals: the reasons, when a pair was refused.
     """
+
+    kind: Kind = Kind.MALFORMED
 
     def __init__(
         self,
@@ -61,11 +94,95 @@ class KvferryError(Exception):
         return " ".join([*parts, *(f"\n  {refusal}" for refusal in self.refusals)])
 
 
-def first_breach(error: ValidationError, root: str, code: str, remedy: str) -> KvferryError:
+class Malformed(KvferryError):
+    """What was said cannot be done, now or later."""
+
+    kind = Kind.MALFORMED
+
+
+class Unauthorized(KvferryError):
+    """It was not said by whom, or not proven."""
+
+    kind = Kind.UNAUTHORIZED
+
+
+class Forbidden(KvferryError):
+    """Who says it may not."""
+
+    kind = Kind.FORBIDDEN
+
+
+class NotFound(KvferryError):
+    """What was named is not here."""
+
+    kind = Kind.NOT_FOUND
+
+
+class Conflict(KvferryError):
+    """It does not fit the state that things are in."""
+
+    kind = Kind.CONFLICT
+
+
+class Full(KvferryError):
+    """A bound is reached: later, or with less, it may be done."""
+
+    kind = Kind.FULL
+
+
+class Internal(KvferryError):
+    """A fault of ours."""
+
+    kind = Kind.INTERNAL
+
+
+class PeerFailed(KvferryError):
+    """Another process that it takes did not do its part."""
+
+    kind = Kind.PEER_FAILED
+
+
+class Unavailable(KvferryError):
+    """It cannot be done yet, or not any more."""
+
+    kind = Kind.UNAVAILABLE
+
+
+class Deadline(KvferryError):
+    """It was not done in time."""
+
+    kind = Kind.DEADLINE
+
+
+CLASSES: dict[Kind, type[KvferryError]] = {
+    each.kind: each
+    for each in (
+        Malformed, Unauthorized, Forbidden, NotFound, Conflict, Full, Internal, PeerFailed, Unavailable, Deadline
+    )
+}  # fmt: skip
+"""What an error that arrives from another process becomes, by its kind."""
+
+
+class Caused(KvferryError):
+    """One error told as another: all but its class is that of `cause`."""
+
+    def __init__(self, cause: KvferryError) -> None:
+        super().__init__(
+            cause.code,
+            cause.message,
+            field=cause.field,
+            value=cause.value,
+            remedy=cause.remedy,
+            refusals=cause.refusals,
+        )
+        self.kind = cause.kind
+
+
+def first_breach(error: ValidationError, root: str, code: str, remedy: str) -> Malformed:
     """The first thing that is wrong with an object called `root`."""
     first = error.errors(include_url=False)[0]
     field = ".".join([root, *(str(part) for part in first["loc"])])
-    return KvferryError(code, f"{field}: {first['msg']}", field=field, value=first.get("input", ""), remedy=remedy)
+    return Malformed(code, f"{field}: {first['msg']}", field=field, value=first.get("input", ""), remedy=remedy)
 
 
 def _text(value: str) -> str:

@@ -1,14 +1,15 @@
-"""kv_transfer_params: what routers carry between engines, and how this engine reads and writes it.
+"""kv_transfer_params: what routers carry between engines.
 
 The names are vLLM's; `remote_epoch`, `remote_room` and `order` are our own. The object comes from a public request
-body: every field is checked, and nothing in it can do more than fail its own request.
+body: every field is checked, and whatever it holds, only its own request can fail by it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +20,9 @@ PARAMS = "kv_transfer_params"
 MALFORMED = "malformed_kv_transfer_params"
 REMEDY = "hand over the object that the prefill answered with, unchanged"
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+V = TypeVar("V")
+REMEMBERED = 1 << 16
+"""Requests that are remembered: as many as by a daemon, which refuses an attempt whose number it has seen."""
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -106,7 +110,7 @@ class Origin:
     """The KV of the first `num_tokens` tokens, published as `request_id` at `source` (None: a router will order it).
 
     room: for how many tokens its blocks have room, all of which may be read; what lies after the first `num_tokens`
-    means nothing. 0 from an engine that does not say so. digest: of what the source must have computed;
+    means nothing. 0 where the source did not send it. digest: of what the source must have computed;
     empty where nothing is to be read.
     """
 
@@ -115,6 +119,30 @@ class Origin:
     source: SourceBody | None
     room: int = 0
     digest: bytes = b""
+
+
+class Remembered(OrderedDict[str, V]):
+    """Something about each of the last requests, by request id."""
+
+    def __setitem__(self, request_id: str, value: V) -> None:
+        super().__setitem__(request_id, value)
+        self.move_to_end(request_id)
+        if len(self) > REMEMBERED:
+            self.popitem(last=False)
+
+
+class Attempts:
+    """Numbers the attempts at each request that is read from another engine, so that all ranks give one number."""
+
+    def __init__(self) -> None:
+        self._begun: Remembered[int] = Remembered()
+
+    def next(self, origin: Origin) -> int:
+        """1 the first time. 0 where a router orders: then the daemons count. The oldest requests are forgotten."""
+        if origin.source is None:
+            return 0
+        attempt = self._begun[origin.request_id] = self._begun.get(origin.request_id, 0) + 1
+        return attempt
 
 
 def answer(

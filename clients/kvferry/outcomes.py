@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
@@ -12,9 +11,6 @@ from kvferry.v1 import engine_pb2
 
 EARLY = 16
 """Ends kept of a request whose own transfer is not known yet; more are those of transfers long over."""
-
-Ended: TypeAlias = tuple[engine_pb2.TransferEnded, asyncio.Future[None]]
-"""How a transfer ended, and when its blocks are safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +24,29 @@ class Received:
     metadata: bytes
 
 
-class TransferFailed(KvferryError):
-    """A transfer that failed or was aborted. The blocks hold nothing of use.
+class _InDoubt:
+    """What ends a call although its blocks may still be read or written."""
 
-    They may be reused only once `quiesced()` has returned: a timeout or an error is not quiescence.
-    """
+    _quiesced: asyncio.Future[None]
 
-    def __init__(self, problem: KvferryError, state: str, quiesced: asyncio.Future[None]) -> None:
+    @property
+    def blocks_safe(self) -> bool:
+        """Whether the blocks are known to be quiet: they may be reused."""
+        return self._quiesced.done() and self._quiesced.exception() is None
+
+    async def quiesced(self) -> None:
+        """Wait until nothing reads or writes the blocks any more: the daemon says so, or it is known to be dead.
+
+        For as long as the daemon says nothing. Raises KvferryError (`session_closed`) when the client is closed first:
+        then it is never known.
+        """
+        await asyncio.shield(self._quiesced)
+
+
+class Unsettled(KvferryError, _InDoubt):
+    """A call that failed while its blocks may still be read or written. Reuse them once `quiesced()` has returned."""
+
+    def __init__(self, problem: KvferryError, quiesced: asyncio.Future[None]) -> None:
         super().__init__(
             problem.code,
             problem.message,
@@ -43,16 +55,26 @@ class TransferFailed(KvferryError):
             remedy=problem.remedy,
             refusals=problem.refusals,
         )
-        self.state = state
         self._quiesced = quiesced
 
-    @property
-    def blocks_safe(self) -> bool:
-        return self._quiesced.done() and self._quiesced.exception() is None
 
-    async def quiesced(self) -> None:
-        """Wait until no read can write to the blocks any more. Raises KvferryError when the daemon goes away first."""
-        await asyncio.shield(self._quiesced)
+class TransferFailed(Unsettled):
+    """A transfer that failed or was aborted. The blocks hold nothing of use.
+
+    They may be reused only once `quiesced()` has returned: a timeout or an error is not quiescence.
+    """
+
+    def __init__(self, problem: KvferryError, state: str, quiesced: asyncio.Future[None]) -> None:
+        super().__init__(problem, quiesced)
+        self.state = state
+
+
+class ReceiveCancelled(asyncio.CancelledError, _InDoubt):
+    """A receive was cancelled, and its blocks may still be written. Reuse them once `quiesced()` has returned."""
+
+    def __init__(self, request_id: str, quiesced: asyncio.Future[None]) -> None:
+        super().__init__(f"the blocks of request {request_id} are not known to be quiet")
+        self._quiesced = quiesced
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +87,9 @@ class Lease:
     async def ended(self) -> LeaseState:
         """RELEASED (all expected readers have read), EXPIRED or REVOKED.
 
-        Raises KvferryError (`fence_timeout`) when the fence of a publish was not reached: the lease is revoked.
+        Raises KvferryError when the lease is over in another way: `fence_timeout` when the fence of a publish was not
+        reached; `daemon_gone` when the session has ended and the daemon is dead, or has said that nothing of that
+        session is read any more. After `session_closed` it is not known.
         """
         return await asyncio.shield(self._ended)
 
@@ -74,24 +98,35 @@ class Lease:
 class Receiving:
     """A receive under way. Its end is that of its own transfer: one before it, of the same request, may end late."""
 
-    ended: asyncio.Future[Ended]
+    ended: asyncio.Future[engine_pb2.TransferEnded]
+    quiet: asyncio.Future[None]
     transfer_id: str = ""
     leaving: asyncio.Task[None] | None = None
-    """The end of a receive that was cancelled."""
-    _early: dict[str, Ended] = field(default_factory=dict)
-    """What ended before the daemon's reply said which transfer is meant."""
+    """The end of a receive that was given up."""
+    _early: dict[str, tuple[engine_pb2.TransferEnded, bool]] = field(default_factory=dict)
+    """What ended before the daemon's reply said which transfer is meant, and whether its blocks are safe by now."""
 
     def named(self, transfer_id: str) -> None:
         self.transfer_id = transfer_id
-        early = self._early.get(transfer_id)
+        ended, safe = self._early.get(transfer_id, (None, False))
         self._early.clear()
-        if early is not None:
-            self.hear(*early)
+        if ended is not None:
+            self.hear(ended)
+            if safe:
+                self.safe(transfer_id)
 
-    def hear(self, event: engine_pb2.TransferEnded, quiesced: asyncio.Future[None]) -> None:
+    def hear(self, event: engine_pb2.TransferEnded) -> None:
         if not self.transfer_id:
-            self._early[event.transfer_id] = event, quiesced
+            self._early[event.transfer_id] = event, event.blocks_safe
             if len(self._early) > EARLY:
                 del self._early[next(iter(self._early))]
         elif self.transfer_id == event.transfer_id and not self.ended.done():
-            self.ended.set_result((event, quiesced))
+            self.ended.set_result(event)
+            if event.blocks_safe:
+                self.safe(event.transfer_id)
+
+    def safe(self, transfer_id: str) -> None:
+        if transfer_id in self._early:
+            self._early[transfer_id] = self._early[transfer_id][0], True
+        elif transfer_id == self.transfer_id and not self.quiet.done():
+            self.quiet.set_result(None)

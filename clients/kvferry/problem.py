@@ -8,7 +8,7 @@ import math
 import httpx
 from pydantic import ValidationError
 
-from kvferry.errors import KvferryError, Refusal
+from kvferry.errors import Kind, KvferryError, Refusal
 from kvferry.schemas import Problem, RefusalBody
 
 
@@ -32,6 +32,7 @@ class DaemonError(KvferryError):
         refusals: tuple[Refusal, ...] = (),
     ) -> None:
         super().__init__(code, message, field=field, value=value, remedy=remedy, refusals=refusals)
+        self.kind = Kind.of_http(status)
         self.status = status
         self.retry_after_s = retry_after_s
 

@@ -1,4 +1,4 @@
-"""How a router drives a daemon: the REST surface of design.md section 9, typed and asynchronous.
+"""How a router drives a daemon: the REST API, typed and asynchronous.
 
 Every operation of the daemon is idempotent by its id, so a call that was lost on a closing connection is sent
 once more. Every call has a deadline; nothing here waits for ever.
@@ -159,7 +159,7 @@ class RouterClient:
         return (await self._call("GET", "/v1/peers", PeerList)).peers
 
     async def prewarm(self, body: PeerRequest, *, timeout_s: float = 30.0) -> list[PeerRecord]:
-        """Shake hands with every rank of a source engine now: the first contact takes seconds (facts/demands.md)."""
+        """Shake hands with every rank of a source engine now: the first contact takes seconds."""
         return (await self._call("POST", "/v1/peers", PeerList, body=body, wait_s=timeout_s)).peers
 
     async def forget_peer(self, engine_id: str) -> list[PeerRecord]:

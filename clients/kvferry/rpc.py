@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavailable
 from kvferry.v1 import layout_pb2
 from kvferry.wire import problem_from_proto
 
@@ -30,6 +30,8 @@ PEER_OPTIONS = [
 ]
 """For the network, both ends. An open stream shows that the other end lives: a silent one is noticed after 20 s."""
 
+UNREACHABLE, SILENT = "unreachable", "deadline"
+"""Codes of a call whose other side is not there, or did not answer in time."""
 STREAM_ENDS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 """gRPC's own words for a stream that the other side has ended or dropped, beside UNAVAILABLE: INTERNAL where we were
 writing just then."""
@@ -47,21 +49,21 @@ def error_of(error: grpc.aio.AioRpcError, whom: str, ended: KvferryError | None 
     if ended is not None and code in STREAM_ENDS:
         return ended
     if code == grpc.StatusCode.UNAVAILABLE:
-        return KvferryError(
-            "unreachable",
+        return Unavailable(
+            UNREACHABLE,
             f"{whom} does not answer: {error.details()}",
             field="address",
             value=whom,
             remedy="check that the daemon runs and that the address is right",
         )
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return KvferryError("deadline", f"{whom} did not answer in time", field="address", value=whom)
+        return Deadline(SILENT, f"{whom} did not answer in time", field="address", value=whom)
     if code == grpc.StatusCode.UNIMPLEMENTED:
-        return KvferryError(
+        return Conflict(
             "protocol",
             f"{whom} does not speak this protocol: {error.details()}",
             field="protocol",
             value=PROTOCOL_MAX,
             remedy="check that the address is a kvferry peer port, and its version",
         )
-    return KvferryError("rpc_failed", f"{whom} answered {code.name}: {error.details()}", field="address", value=whom)
+    return PeerFailed("rpc_failed", f"{whom} answered {code.name}: {error.details()}", field="address", value=whom)

@@ -6,41 +6,72 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import KvferryError
-from kvferry.handover import hand_over
-from kvferry.rpc import MESSAGE_OPTIONS, error_of
+from kvferry.memory.handover import fetch, hand_over
+from kvferry.outcomes import Unsettled
+from kvferry.process import Process
+from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, error_of
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import problem_from_proto
 
-Q = TypeVar("Q")
 T = TypeVar("T")
+CALL_S = 30.0
+"""How long a call may take that does not wait for another party."""
+CLOSE_S = 2.0
+"""How long `close` waits for the daemon to take leave of it."""
+ASK_S, AGAIN_S = 5.0, 0.2
+"""How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
+OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """A command on the stream. answer: fails when the session ends first. settled: whatever the command did is known or
+    over: it is answered, or nothing of the session is read or written any more."""
+
+    answer: asyncio.Future[engine_pb2.Answer]
+    settled: asyncio.Future[None]
 
 
 class Session:
-    """`attach` begins it. It is over when the stream has ended, from either side; `close` it, whatever came of it."""
+    """`attach` begins it. It ends with the stream, from either side. That is not the end of what the daemon reads and
+    writes: `over` is. `close` it, whatever came of it."""
 
     def __init__(
-        self, socket: str, hear: Callable[[engine_pb2.Event], None], on_end: Callable[[KvferryError], None]
+        self,
+        socket: str,
+        hear: Callable[[engine_pb2.Event], None],
+        on_end: Callable[[KvferryError], None],
+        on_over: Callable[[KvferryError | None], None],
+        call_timeout_s: float = CALL_S,
     ) -> None:
-        """hear: called with every event but answers. on_end: once it is over, with what calls raise from then on."""
-        self._socket, self._hear, self._on_end = socket, hear, on_end
-        self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=MESSAGE_OPTIONS)
+        """hear: called with every event but answers. on_end: once, with what calls raise from then on. on_over: once,
+        with None when nothing of the session is read or written any more, or with why that will never be known."""
+        self._socket, self._hear, self._on_end, self._on_over = socket, hear, on_end, on_over
+        self.call_timeout_s = call_timeout_s
+        self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=OPTIONS)
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(self._channel)
         self.id = ""
         """What calls beside the stream name it by."""
         self.closed = asyncio.Event()
+        self.over = asyncio.Event()
+        self._quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._instance = ""
+        self._daemon: Process | None = None
         self._commands: asyncio.Queue[engine_pb2.Command | None] = asyncio.Queue()
-        self._answers: dict[int, asyncio.Future[engine_pb2.Answer]] = {}
+        self._said: dict[int, Said] = {}
         self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
+        self._confirming: asyncio.Task[None] | None = None
         self._closing = False
-        self._over: KvferryError | None = None
+        self._ended: KvferryError | None = None
         """Why there is no session any more."""
 
     async def attach(self, attach: engine_pb2.AttachRequest) -> engine_pb2.Attached:
@@ -53,16 +84,19 @@ class Session:
             raise error_of(error, f"the daemon on {self._socket}") from None
         except StopAsyncIteration:
             raise KvferryError("unreachable", f"the daemon on {self._socket} closed the session") from None
-        self.id = attached.session
+        self.id, self._instance = attached.session, attached.instance
         self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
+        with contextlib.suppress(KvferryError):  # then neither side knows when the other's process is dead
+            await self.hand_over([])
         return attached
 
-    async def call(self, method: Callable[[Q], Awaitable[T]], request: Q) -> T:
-        """A call beside the stream. Raises KvferryError."""
-        if self._over is not None:
-            raise self._over
+    async def call(self, method: Callable[..., Any], request: Message, timeout_s: float = 0.0) -> Any:
+        """A call beside the stream. timeout_s: longer than other calls take. Raises KvferryError."""
+        if self._ended is not None:
+            raise self._ended
+        check_size(request, type(request).__name__)
         try:
-            return await method(request)
+            return await method(request, timeout=self.call_timeout_s + timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _closed() if self._closing else error_of(error, f"the daemon on {self._socket}") from None
         except grpc.aio.UsageError:  # what a call on a closed channel raises
@@ -77,45 +111,82 @@ class Session:
         """`say` it and wait for its `answer`."""
         return await self.answer(self.say(**command))
 
-    def say(self, **command: Message) -> asyncio.Future[engine_pb2.Answer]:
-        """Put a command on the stream; the future is its answer. Raises KvferryError when there is no session."""
-        if self._over is not None:
-            raise self._over
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._commands.put_nowait(engine_pb2.Command(id=number, **command))  # type: ignore[arg-type]
-        return answer
+    def say(self, **command: Message) -> Said:
+        """Put a command on the stream. Raises KvferryError: `message_too_large`; Unsettled when the session has ended,
+        for what was said before may not be over."""
+        if self._ended is not None:
+            raise Unsettled(self._ended, self._quiet)
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]
+        check_size(message, "".join(command))
+        said = self._said[number] = Said(loop.create_future(), loop.create_future())
+        self._commands.put_nowait(message)
+        return said
 
-    async def answer(self, answering: asyncio.Future[engine_pb2.Answer]) -> engine_pb2.Answer:
-        """Raises KvferryError with what the daemon says is wrong. The command stands even if this is cancelled."""
-        answer = await asyncio.shield(answering)
+    async def answer(self, said: Said, timeout_s: float | None = None) -> engine_pb2.Answer:
+        """Raises KvferryError with what the daemon refuses; Unsettled when it does not answer in time (`deadline`) or
+        the session ends first. The command stands even if this is cancelled."""
+        timeout_s = timeout_s or self.call_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await asyncio.shield(said.answer)
+        except TimeoutError:
+            raise Unsettled(late(self._socket, timeout_s), said.settled) from None
+        except KvferryError as why:
+            raise Unsettled(why, said.settled) from None
         if answer.HasField("problem"):
             raise problem_from_proto(answer.problem)
         return answer
 
     async def hand_over(self, files: Sequence[int]) -> str:
-        """As `kvferry.handover.hand_over`, on a thread, with descriptors of its own: a caller that is cancelled may
-        close the files at once."""
+        """As `handover.hand_over`, on a thread, with descriptors of its own: a caller that is cancelled may close the
+        files at once."""
         copies = [os.dup(file) for file in files]
 
-        def handed() -> str:
+        def handed() -> tuple[str, Process | None]:
             try:
                 return hand_over(self._socket, self.id, copies)
             finally:
                 for copy in copies:
                     os.close(copy)
 
-        return await asyncio.shield(asyncio.create_task(asyncio.to_thread(handed)))
+        async def watched() -> str:
+            ticket, process = await asyncio.to_thread(handed)
+            if process is not None:
+                if self._daemon is None and not self._closing:
+                    self._daemon = process
+                else:
+                    process.close()
+            return ticket
+
+        return await asyncio.shield(asyncio.create_task(watched()))
+
+    async def fetch(self, ticket: str) -> int:
+        """As `kvferry.memory.handover.fetch`, on a thread."""
+        fetching = asyncio.create_task(asyncio.to_thread(fetch, self._socket, self.id, ticket))
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            fetching.add_done_callback(_close_unwanted)
+            raise
 
     async def close(self) -> None:
-        """What still waits, and every call from now on, raises KvferryError (`session_closed`)."""
+        """Leave: the daemon keeps whole leases until they are read or expire. What still waits, and every call from now
+        on, raises KvferryError (`session_closed`)."""
         self._closing = True
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+        if self.id and not self.closed.is_set():
+            with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+                await self.stub.End(engine_pb2.EndRequest(session=self.id, leave=True), timeout=CLOSE_S)
+        for task in (self._reader, self._confirming):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         await self._channel.close()
         self._end(_closed())
+        self._settle(_closed())
+        if self._daemon is not None:
+            self._daemon.close()
 
     async def _to_say(self) -> AsyncIterator[engine_pb2.Command]:
         while (command := await self._commands.get()) is not None:
@@ -132,9 +203,10 @@ class Session:
         try:
             async for event in events:
                 if event.HasField("answer"):
-                    answering = self._answers.pop(event.answer.id, None)
-                    if answering is not None:
-                        answering.set_result(event.answer)
+                    said = self._said.pop(event.answer.id, None)
+                    if said is not None:
+                        said.answer.set_result(event.answer)
+                        said.settled.set_result(None)
                 else:
                     self._hear(event)
         except grpc.aio.AioRpcError as error:
@@ -143,13 +215,84 @@ class Session:
             self._end(_closed() if self._closing else why)
 
     def _end(self, why: KvferryError) -> None:
-        self._over = why
+        if self._ended is not None:
+            return
+        self._ended = why
         self.closed.set()
         self._on_end(why)
-        for answering in self._answers.values():
-            refuse(answering, why)
-        self._answers.clear()
+        for said in self._said.values():
+            refuse(said.answer, why)
         self._commands.put_nowait(None)
+        if not self._closing:
+            self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
+
+    async def _confirm(self) -> None:
+        """Until it is certain that the daemon reads and writes nothing of the session any more: it says so, or its
+        process is dead. One that is silent may go on at any time."""
+        dead = asyncio.Event()
+        if self._daemon is not None:
+            self._daemon.watch(dead.set)
+        while not dead.is_set() and not await self._ended_there():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(dead.wait(), AGAIN_S)
+        self._settle(None)
+
+    async def _ended_there(self) -> bool:
+        try:
+            reply = await self.stub.End(engine_pb2.EndRequest(session=self.id), timeout=ASK_S)
+        except grpc.aio.AioRpcError:
+            return False
+        # Another daemon takes the socket only when nobody serves it any more; where its predecessor's process is known
+        # its death is waited for all the same.
+        return self._daemon is None or bool(reply.instance == self._instance)
+
+    def _settle(self, unknown: KvferryError | None) -> None:
+        """unknown: why it will never be known what became of what was said."""
+        if self.over.is_set():
+            return
+        self.over.set()
+        self._on_over(unknown)
+        for quiet in (self._quiet, *(said.settled for said in self._said.values())):
+            settle(quiet, unknown)
+        self._said.clear()
+
+
+def check_size(message: Message, kind: str) -> None:
+    """Raises KvferryError (`message_too_large`) for one that gRPC does not carry: sending it would end the session."""
+    try:
+        nbytes = message.ByteSize()
+    except EncodeError:
+        nbytes = MAX_MESSAGE + 1
+    if nbytes > MAX_MESSAGE:
+        body = getattr(message, kind, message)
+        sizes = {field.name: _nbytes(value) for field, value in body.ListFields()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise KvferryError(
+            "message_too_large",
+            f"a message of {nbytes} bytes was not sent: at most {MAX_MESSAGE} are",
+            field=f"{kind}.{largest}",
+            value=f"{sizes[largest]} bytes",
+            remedy="use larger blocks, or split the request",
+        )
+
+
+def _nbytes(value: Any) -> int:
+    return value.ByteSize() if isinstance(value, Message) else len(value) if isinstance(value, bytes | str) else 8
+
+
+def late(socket: str, waited_s: float) -> KvferryError:
+    return KvferryError(
+        "deadline",
+        f"the daemon on {socket} did not answer within {waited_s:g} s: the blocks are not known to be quiet",
+        field="call_timeout_s",
+        value=waited_s,
+        remedy="wait for quiesced() before reusing the blocks; see the daemon's log",
+    )
+
+
+def _close_unwanted(fetched: asyncio.Task[int]) -> None:
+    if fetched.exception() is None:
+        os.close(fetched.result())
 
 
 def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
@@ -157,6 +300,14 @@ def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
     if not waiting.done():
         waiting.set_exception(why)
         waiting.exception()  # retrieved
+
+
+def settle(quiet: asyncio.Future[None], unknown: KvferryError | None) -> None:
+    """It is so, or will never be known. Nothing where it was settled before."""
+    if unknown is not None:
+        refuse(quiet, unknown)
+    elif not quiet.done():
+        quiet.set_result(None)
 
 
 def _closed() -> KvferryError:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry.errors import KvferryError, Refusal
+from kvferry.errors import CLASSES, Internal, Kind, KvferryError, Refusal
 from kvferry.manifest import Component, Group, Manifest, ManifestError
 from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import layout_pb2 as pb
@@ -102,6 +102,7 @@ def tables_from_proto(message: pb.Tables, field: str = "tables") -> dict[str, Bl
 def problem_to_proto(error: KvferryError) -> pb.Problem:
     """At most MAX_PROBLEM_BYTES: the last refusals of very many are left out, the message says how many there were."""
     problem = pb.Problem(
+        kind=pb.ProblemKind.Value(f"PROBLEM_KIND_{error.kind.name}"),
         code=error.code,
         message=_text(error.message),
         field=_text(error.field),
@@ -128,8 +129,11 @@ def _text(value: str, limit: int = 1000) -> str:
 
 
 def problem_from_proto(message: pb.Problem) -> KvferryError:
-    """The error as the other side raised it; one that names no code is `internal`."""
-    return KvferryError(
+    """The error as the other side raised it; one that names no code is `internal`, and so is one of no known kind."""
+    known = message.kind in pb.ProblemKind.values()
+    name = pb.ProblemKind.Name(message.kind).removeprefix("PROBLEM_KIND_") if known else ""
+    raised = CLASSES[Kind[name]] if name in Kind.__members__ else Internal
+    return raised(
         message.code or "internal",
         message.message or "the other side failed and did not say why",
         field=message.field,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.router import RouterClient
 from kvferry.schemas import PeerRequest, TransferRecord, TransferState
 from kvferryd.config import Reach
@@ -47,7 +47,7 @@ def _tls(reach: Reach) -> ssl.SSLContext | None:
         context = ssl.create_default_context(cafile=str(reach.tls_ca))
         context.load_cert_chain(reach.tls_cert, reach.tls_key)
     except (ssl.SSLError, OSError) as error:
-        raise KvferryError(
+        raise Malformed(
             "bad_config", f"the certificates cannot be used: {error}", field="tls_cert", value=reach.tls_cert,
             remedy="tls_cert and tls_key are a pair, tls_ca is who signed the daemon's certificate",
         ) from None  # fmt: skip
@@ -110,7 +110,7 @@ def _state(text: str | None) -> TransferState | None:
     try:
         return TransferState(text) if text else None
     except ValueError:
-        raise KvferryError(
+        raise Malformed(
             "bad_argument", "there is no such state", field="--state", value=text,
             remedy=f"one of {', '.join(state.value for state in TransferState)}",
         ) from None  # fmt: skip
@@ -123,7 +123,7 @@ async def peers(reach: Reach, arguments: argparse.Namespace) -> int:
         if arguments.prewarm:
             engine_id, at, address = arguments.prewarm.rpartition("@")
             if not at or not engine_id:
-                raise KvferryError(
+                raise Malformed(
                     "bad_argument", "no engine and address", field="--prewarm", value=arguments.prewarm,
                     remedy="write ENGINE@HOST:PORT, the address of any rank's peer service",
                 )  # fmt: skip
@@ -147,7 +147,7 @@ def _prewarm(engine_id: str, address: str) -> PeerRequest:
     try:
         return PeerRequest(engine_id=engine_id, address=address)
     except ValueError:
-        raise KvferryError(
+        raise Malformed(
             "bad_argument", "that is no address", field="--prewarm", value=address, remedy="write HOST:PORT"
         ) from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferryd import logs
 from kvferryd.config import Config
 
@@ -42,7 +42,7 @@ class Certificates:
             self._seen = self._stamps()
             self._current = self._read()
         except OSError as error:
-            raise KvferryError(
+            raise Malformed(
                 "bad_config",
                 f"the tls_* files cannot be used: {error}",
                 field="tls_cert",

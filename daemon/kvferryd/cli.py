@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferryd import config as configuration
 
 OK, NOT_YET, FAILED = 0, 1, 2
@@ -81,11 +81,11 @@ def _needs(module: str, extra: str, command: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing.partition(".")[0] in ("kvferry", "kvferryd"):
-            raise KvferryError(
+            raise Malformed(
                 "not_in_this_build", f"kvferry {command} is not part of this installation", field="module",
                 value=missing, remedy="install kvferry from a release or a whole checkout",
             ) from error  # fmt: skip
-        raise KvferryError(
+        raise Unavailable(
             "missing_extra", f"kvferry {command} needs the package {missing}, which is not installed",
             remedy=f"pip install 'kvferry[{extra}]'",
         ) from error  # fmt: skip

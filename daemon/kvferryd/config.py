@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferryd import settings
 from kvferryd.settings import Kind, LogFormat, LogLevel, Wrong
 
@@ -27,7 +27,7 @@ LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 
 T = TypeVar("T")
 ADDRESS, PLACE = settings.address(any_port=True), settings.address(any_port=False)
-FILE, DIRECTORY, SOCKET = settings.readable_file(), settings.directory(), settings.socket_path()
+FILE, SOCKET = settings.readable_file(), settings.socket_path()
 FLAG, PEERS, UCX = settings.flag(), settings.peers(), settings.ucx()
 WAYS = ("auto", "direct", "staged", "mapped")
 DEVICE, WAY = settings.device(), settings.one_of(*WAYS)
@@ -84,7 +84,6 @@ class Config:
     rest_tls: bool = _option(False, FLAG, "serve REST over mutual TLS with the tls_* files as well")
     log_format: LogFormat = _option(LogFormat.TEXT, settings.member(LogFormat), "text for people, json for machines")
     log_level: LogLevel = _option(LogLevel.INFO, settings.member(LogLevel), "the least serious line that is logged")
-    shm_dir: Path = _option(Path("/dev/shm"), DIRECTORY, "where host regions live")  # noqa: S108
     lease_ttl_s: float = _option(30.0, settings.number(0.1, 86400), "life of a lease without a live reader")
     fence_timeout_s: float = _option(30.0, settings.number(0.1, 3600), "longest wait for the fence of a publish")
     deadline_s: float = _option(60.0, settings.number(0.1, 3600), "life of a transfer whose order names no deadline")
@@ -131,7 +130,7 @@ class BadSetting:
         return f"{self.field} = {self.value!r} ({self.origin}) {self.wrong} -> {self.remedy}"
 
 
-class ConfigError(KvferryError):
+class ConfigError(Malformed):
     """`bad_config`: every wrong setting at once, in `settings`; field, value and remedy are those of a single one."""
 
     def __init__(self, wrong: list[BadSetting]) -> None:
@@ -264,9 +263,6 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[BadSetting
             f"is no address to dial, as peer = {config.peer} is every interface",
             "set advertise to the HOST:PORT at which other daemons reach this one",
         )  # fmt: skip
-    if config.device == "cpu" and not os.access(config.shm_dir, os.W_OK):
-        origin = origins.get("shm_dir", "default")
-        yield BadSetting("shm_dir", str(config.shm_dir), origin, "cannot be written", "name a directory on tmpfs")
 
 
 def misspelt(environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:

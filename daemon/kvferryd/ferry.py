@@ -33,7 +33,7 @@ from kvferryd.certificates import Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
-from kvferryd.engines import Engines
+from kvferryd.engine.registry import Engines
 from kvferryd.leases.lease import Lease
 from kvferryd.memory import provider
 from kvferryd.metrics import Metrics, Stats
@@ -58,7 +58,7 @@ class Ferry:
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self.memory = provider(config)
-        self.registry = Engines(config, self.memory, self._on_lease_end, self._before_retire)
+        self.registry = Engines(config, self.memory, self._on_lease_end, self._on_detach, self._before_retire)
         self.certificates = Certificates.of(config)
         self.peers_known = Peers(config, metrics, self.certificates)
         self.roster = Roster(config, self.peers_known.channels, Seed())
@@ -76,7 +76,6 @@ class Ferry:
             by_rank = reservations_of(wanted, engine.world_size)
             own = by_rank.get(engine.rank)
             if own is not None:
-                assert engine.manifest is not None
                 check_destination(engine.manifest, own.tables, own.tokens)
             transfer, created = self.jobs.order(engine, body.request_id, order, by_rank, attempt=body.attempt or 0)
         except KvferryError as error:
@@ -182,19 +181,19 @@ class Ferry:
         )
 
     def engines(self) -> list[EngineRecord]:
-        return [
-            EngineRecord(
-                engine_id=engine.engine_id,
-                epoch=engine.epoch,
-                rank=engine.rank,
-                world_size=engine.world_size,
-                attached=engine.attached,
-                members=dict(engine.members),
-                notes=list(engine.notes),
-                manifest=engine.manifest.model_dump() if engine.manifest else {},
+        records = []
+        for session in self.registry.sessions:
+            engine = session.engine
+            records.append(
+                EngineRecord(
+                    **session.rank._asdict(),
+                    attached=session.attached,
+                    members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
+                    notes=list(engine.notes) if engine else [],
+                    manifest=engine.manifest.model_dump() if engine else {},
+                )
             )
-            for engine in self.registry
-        ]
+        return records
 
     def peers(self) -> list[PeerRecord]:
         return _peer_records(self.peers_known)
@@ -241,20 +240,20 @@ class Ferry:
         reasons = []
         if self.jobs.draining:
             reasons.append("draining")
-        registered = [engine for engine in self.registry if engine.registered and engine.attached]
+        registered = [engine for engine in self.registry if engine.attached and not engine.retired.is_set()]
         if not registered:
             reasons.append("no engine has registered its cache")
         reasons += [
             f"engine {engine.engine_id}: the daemons of ranks {engine.missing_ranks()} have not joined"
             for engine in registered
-            if not engine.whole
+            if engine.missing_ranks()
         ]
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
         return Readiness(ready=not reasons, reasons=reasons)
 
     def stats(self) -> Stats:
-        regions = [region for engine in self.registry for region in engine.regions.values()]
+        regions = [region for session in self.registry.sessions for region in session.regions.values()]
         arenas = [engine.arena for engine in self.registry if engine.arena is not None]
         states = Counter(transfer.state for transfer in self.jobs)
         return Stats(
@@ -268,7 +267,7 @@ class Ferry:
             staging_used_nbytes=sum(arena.used_nbytes for arena in arenas),
             queue_depth=states[TransferState.WAITING] + sum(arena.waiting for arena in arenas),
             peers=sum(len(peer.ranks) for peer in self.peers_known),
-            engines_attached=sum(engine.attached for engine in self.registry),
+            engines_attached=sum(session.attached for session in self.registry.sessions),
             draining=self.jobs.draining,
         )
 
@@ -286,8 +285,8 @@ class Ferry:
         """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`."""
         if not self.jobs.draining:
             self.jobs.draining = True
-            for engine in self.registry:
-                engine.tell(engine_pb2.Event(draining=engine_pb2.Draining()))
+            for session in self.registry.sessions:
+                session.tell(engine_pb2.Event(draining=engine_pb2.Draining()))
         deadline = asyncio.get_running_loop().time() + wait_s
         while not self.drain_status().drained and (left := deadline - asyncio.get_running_loop().time()) > 0:
             pending = [
@@ -315,24 +314,15 @@ class Ferry:
 
     # ---- engines come and go ----
 
-    def detach(self, engine: Engine) -> None:
-        """The engine's session has ended: nothing more is read for it; what it published may still be."""
-        if engine.retired.is_set():
-            return
-        engine.detach()
-        why = f"engine {engine.engine_id} is gone"
-        log.info("engine detached", engine_id=engine.engine_id, epoch=engine.epoch, leases=len(engine.leases))
+    def _on_detach(self, engine: Engine, why: str) -> None:
+        """Nothing more is read for it; what it published may still be."""
         self.jobs.abort_engine(engine, why)
-        if not len(engine.leases):
-            self.registry.retire_soon(engine, why)
 
     def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
         problem = problem_to_proto(lease.problem) if lease.problem else None
         ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value, problem=problem)
         engine.tell(engine_pb2.Event(lease_ended=ended))
         asyncio.get_running_loop().call_soon(self._note_lease_end, lease)  # the engine first
-        if not engine.attached and not len(engine.leases) and not engine.retired.is_set():
-            self.registry.retire_soon(engine, "the engine is gone and its last lease has ended")
 
     def _note_lease_end(self, lease: Lease) -> None:
         self.metrics.lease_ended(lease.state)

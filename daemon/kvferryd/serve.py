@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import stat
@@ -17,8 +18,8 @@ import grpc
 import uvicorn
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
-from kvferry.handover import SUFFIX
+from kvferry.errors import KvferryError, Malformed
+from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import garbage, logs
@@ -31,7 +32,7 @@ from kvferryd.config import Config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
-from kvferryd.transport.binding import keep_no_mappings
+from kvferryd.nixl import keep_no_mappings
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -42,6 +43,7 @@ KEEP_BYTES = 32 << 20
 SWITCH_S = 2e-4
 """How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
+DESCRIPTORS = 65_536
 MAX_RPCS = 8192
 """Calls and open streams at once: leases being read, orders followed, roster members."""
 
@@ -51,6 +53,7 @@ def run(config: Config) -> int:
     logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
+    _raise_descriptor_limit()
     if config.device != "cpu":
         log.info("loading torch and Triton: some seconds")
         with contextlib.suppress(KvferryError):  # engines are told when they register, and read directly
@@ -73,6 +76,14 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, KEEP_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
+
+
+def _raise_descriptor_limit() -> None:
+    """The usual 1,024 are for programs that use select(), and an engine takes 30, a peer two or more."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _serve(config: Config) -> int:
@@ -109,7 +120,7 @@ async def _serve(config: Config) -> int:
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             stopped.cancel()
-            raise KvferryError(
+            raise Malformed(
                 "bad_config",
                 f"REST cannot listen on {config.rest}",
                 field="rest",
@@ -139,8 +150,8 @@ async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
 
 
 async def _serve_rest(rest: uvicorn.Server) -> None:
-    """Where uvicorn cannot listen it exits the process; here it only ends."""
-    with contextlib.suppress(SystemExit):
+    """Ends where it cannot listen."""
+    with contextlib.suppress(OSError):
         await rest.serve()
 
 
@@ -161,7 +172,7 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
         else:
             server.add_insecure_port(config.peer)
     except RuntimeError:
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             f"the peer service cannot listen on {config.peer}",
             field="peer",
@@ -181,7 +192,7 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     handing = path.with_name(f"{path.name}{SUFFIX}")
     _claim(path)
     _claim(handing)
-    handovers = Handovers(ferry.registry.of_session)
+    handovers = Handovers(ferry.registry.introduce)
     server = grpc.aio.server(options=MESSAGE_OPTIONS)
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider
@@ -203,7 +214,7 @@ def _claim(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             f"the folder of engine_socket cannot be made: {error.strerror}",
             field="engine_socket",
@@ -215,7 +226,7 @@ def _claim(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             "what is at engine_socket is no socket",
             field="engine_socket",
@@ -233,7 +244,7 @@ def _claim(path: Path) -> None:
             why = f"the socket at engine_socket may be in use: {error.strerror or error}"
         else:
             why = "another daemon serves this engine socket"
-    raise KvferryError(
+    raise Malformed(
         "bad_config",
         why,
         field="engine_socket",

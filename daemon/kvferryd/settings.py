@@ -171,16 +171,6 @@ def socket_path() -> Kind:
     return Kind(f"an absolute path of at most {SOCKET_PATH_LIMIT} bytes", "PATH", read)
 
 
-def directory() -> Kind:
-    def read(raw: object) -> Path:
-        path = _absolute(raw)
-        if not path.is_dir():
-            raise Wrong("is not a directory here")
-        return path
-
-    return Kind("an absolute path of a directory that exists", "DIRECTORY", read)
-
-
 def readable_file() -> Kind:
     """A file that is there, can be read and is not empty: better known at the start than at the first request."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 from kvferryd.demo.fleet import Fleet, Service
 
 LENGTH = 75
+PUBLISH = {"do_remote_decode": True}
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,8 @@ def tokens_of(answer: httpx.Response) -> list[int]:
     return list(answer.json()["choices"][0]["token_ids"])
 
 
-def prefilled(stage: Stage, tokens: Sequence[int], **more: Any) -> dict[str, Any]:
-    answer = ask(stage.prefill, tokens, max_tokens=1, kv_transfer_params={"do_remote_decode": True}, **more)
-    params = answer.json()["kv_transfer_params"]
+def prefilled(stage: Stage, tokens: Sequence[int]) -> dict[str, Any]:
+    params = ask(stage.prefill, tokens, max_tokens=1, kv_transfer_params=PUBLISH).json()["kv_transfer_params"]
     assert isinstance(params, dict)
     return params
 
@@ -167,3 +168,18 @@ def test_an_id_as_long_as_the_proxy_takes_is_short_enough_for_the_engines(stage:
     answer = ask(stage.proxies[order], tokens, request_id)
     assert tokens_of(answer) == tokens_of(ask(stage.alone, tokens))
     assert answer.headers["x-request-id"] == request_id
+
+
+def test_a_request_id_may_come_again_without_a_proxy(stage: Stage) -> None:
+    """The engines use the client's id as it is: for its second prompt it is a new attempt, which moves bytes again."""
+    for seed in range(60, 64):
+        tokens = prompt(seed)
+        deadline = time.monotonic() + 20
+        # The lease before has the same name. The engine can only be asked again.
+        while (first := ask(stage.prefill, tokens, "again", 1, kv_transfer_params=PUBLISH)).status_code == 409:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        params = first.json()["kv_transfer_params"]
+        answer = ask(stage.bare, tokens, "again", kv_transfer_params=params)
+        assert tokens_of(answer) == tokens_of(ask(stage.alone, tokens))
+        assert received(answer) == LENGTH

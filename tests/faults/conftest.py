@@ -7,9 +7,7 @@ and those of tests/integration (fleet, ranks, lives, ...).
 
 from __future__ import annotations
 
-import shutil
 import sys
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -23,19 +21,10 @@ from kvferryd.demo.fleet import Fleet
 
 
 @pytest.fixture(scope="module")
-def shm() -> Iterator[Path]:
-    """A folder in memory for the regions of the daemons of one module."""
-    folder = Path("/dev/shm") / f"ferry-faults-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncIterator[Daemons]:
+async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
     """Starts the daemons of one module; they end with it, stopped or not."""
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield Daemons(fleet, shm)
+        yield Daemons(fleet)
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) ->
     rest, peer = (f"{address}:{daemons.fleet.free_port()}" for _ in range(2))
     places = ("--rest", rest, "--peer", peer, "--roster", peer, "--allow-peers", f"{far.here},{far.there}")
     apart = ("--ucx", f"TLS=tcp NET_DEVICES={far.device if address == far.here else 'eth0'}")
-    started = daemons.fleet.daemon(name, flags=["--shm-dir", str(daemons.memory_of(name)), *places, *apart, *flags])
+    started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])
     return replace(started, url=f"http://{rest}", peer=peer)
 
 

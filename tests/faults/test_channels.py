@@ -93,15 +93,15 @@ async def test_an_address_that_did_not_answer_is_not_dialled_again(daemons: Daem
 
 
 async def test_a_peer_that_has_gone_is_not_dialled_again(daemons: Daemons, stack: AsyncExitStack) -> None:
-    (ours,), (theirs,) = await daemons.start("reader"), await daemons.start("source")
-    reader, router = await engine_on(stack, "reader", ours)
-    source, _ = await engine_on(stack, "source", theirs)
+    (ours,), (theirs,) = await daemons.start("left"), await daemons.start("leaver")
+    reader, router = await engine_on(stack, "left", ours)
+    source, _ = await engine_on(stack, "leaver", theirs)
     kv, _ = await published(source, "r")
     await receives(reader, "r", kv, source.source())
     assert await ended(theirs, signal.SIGKILL) == -signal.SIGKILL
     with doorbell(int(theirs.peer.rpartition(":")[2])) as bell:
         await is_not_dialled(bell)
-        await router.forget_peer("source")
+        await router.forget_peer("leaver")
         await is_not_dialled(bell)
 
 
@@ -112,9 +112,9 @@ async def test_a_daemon_dials_with_the_certificates_that_its_files_hold_by_then(
     files = {name: tmp_path / f"{name}.pem" for name in ("cert", "key", "ca")}
     issue(tmp_path, "first", files)
     flags = [part for name, file in files.items() for part in (f"--tls-{name}", str(file))]
-    (ours,), (theirs,) = await daemons.start("reader", 1, *flags), await daemons.start("source", 1, *flags)
-    reader, _ = await engine_on(stack, "reader", ours)
-    source = await TestEngine.start("source", [theirs], TP1)
+    (ours,), (theirs,) = await daemons.start("tls-reader", 1, *flags), await daemons.start("tls-source", 1, *flags)
+    reader, _ = await engine_on(stack, "tls-reader", ours)
+    source = await TestEngine.start("tls-source", [theirs], TP1)
     kv, _ = await published(source, "before")
     await receives(reader, "before", kv, source.source())
 
@@ -123,7 +123,7 @@ async def test_a_daemon_dials_with_the_certificates_that_its_files_hold_by_then(
     await ended(theirs, signal.SIGTERM)
     (theirs,) = [daemons.fleet.again(theirs)]
     await daemons.fleet.ready(theirs, timeout_s=TIMEOUT_S)
-    source, _ = await engine_on(stack, "source", theirs)
+    source, _ = await engine_on(stack, "tls-source", theirs)
     kv, _ = await published(source, "after")
     await receives(reader, "after", kv, source.source())
 

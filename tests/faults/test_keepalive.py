@@ -13,7 +13,7 @@ from pair import is_in
 from ranks import Kv, TestEngine
 
 from kvferry.engine import Lease, TransferFailed
-from kvferry.schemas import LeaseState, TransferState
+from kvferry.schemas import LeaseState, PeerRequest, TransferState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 NOTICED_S = 40.0
@@ -28,6 +28,7 @@ async def half_read(
     (theirs,), (ours,) = await daemons.start(f"{name}-source"), await daemons.start(f"{name}-reader")
     source, _ = await engine_on(stack, f"{name}-source", theirs)
     reader, router = await engine_on(stack, f"{name}-reader", ours)
+    await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))  # the lease waits 0.5 s only
     blocks = source.take(ALL)
     source.write(Kv.random(ALL), blocks)
     (lease,) = await source.publish("r", blocks, HALF, more=True, ttl_s=0.5)

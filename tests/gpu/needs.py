@@ -12,8 +12,8 @@ import pytest
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "integration"))
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 
 try:
     GPUS = cuda.devices()

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 from needs import GPUS
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.memory import CudaRegion, open_cuda_region, torch_pool
-from kvferry.torch_pool import segment_nbytes
+from kvferry.memory import CudaRegion, cuda, open_cuda_region, torch_pool
+from kvferry.memory.pools import segment_nbytes
 from kvferry.v1 import engine_pb2
 from kvferryd.memory.cuda import CudaProvider, OwnedRegion
 
@@ -181,7 +180,7 @@ def test_what_is_not_inside_the_engines_allocation_is_not_adopted(
 
 def test_host_memory_is_not_adopted_beside_a_gpu(provider: CudaProvider) -> None:
     with pytest.raises(KvferryError, match="adopts CUDA memory only"):
-        provider.adopt(engine_pb2.Memory(nbytes=1, file=engine_pb2.SharedFile(path="/x")))
+        provider.adopt(engine_pb2.Memory(nbytes=1, handed=engine_pb2.HandedFile(ticket="t")))
 
 
 def test_adopted_memory_is_the_engines_own_and_said_to_be_slow(

@@ -23,7 +23,7 @@ from ranks import HND, Blocks, Bytes, Kv, Shape
 
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence
+from kvferry.memory.fences import Fence
 from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
 from kvferryd.demo.fleet import DaemonService, Fleet

@@ -89,8 +89,7 @@ def test_memory_of_the_daemon_that_has_gone_is_said_to_need_a_new_engine(
     fleet: Fleet, daemon: DaemonService, said: queue.Queue[str], client: BlockingEngineClient
 ) -> None:
     client.allocate(4 << 20)
-    daemon.signal(signal.SIGKILL)
-    assert "has gone" in said.get(timeout=WAIT_S)
+    restarted(fleet, daemon, said)
     assert "start the engine again" in said.get(timeout=WAIT_S)
     with pytest.raises(KvferryError):
         client.publish("r", {"full": BlockTable.of([1])}, 10)

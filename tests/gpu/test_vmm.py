@@ -24,13 +24,13 @@ from fleet import open_files, until
 from gpu_engine import GpuEngine, GpuRank, Mirror, registered
 from ranks import HND, Blocks, Kv, Shape, TestEngine
 
-from kvferry import cuda, cuda_vmm
-from kvferry.cuda_driver import Access, Location, call
-from kvferry.cuda_vmm import VmmMapping
 from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
-from kvferry.handover import sealed_file
-from kvferry.memory import VmmMemory, cuda_memory
+from kvferry.memory import VmmMemory, cuda, cuda_memory
+from kvferry.memory import vmm as cuda_vmm
+from kvferry.memory.cuda_driver import Access, Location, call
+from kvferry.memory.handover import sealed_file
+from kvferry.memory.vmm import VmmMapping
 from kvferry.router import RouterClient
 from kvferry.v1 import engine_pb2
 from kvferryd.demo.fleet import DaemonService, Fleet

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import grpc
 import httpx
@@ -26,18 +23,9 @@ DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=240)
 
 
 @pytest.fixture(scope="session")
-def shm() -> Iterator[Path]:
-    """A folder of our own in memory: another test run's daemons clean up theirs only."""
-    folder = Path("/dev/shm") / f"ferry-tests-{os.getpid()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session")
-async def daemons(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> AsyncIterator[Daemons]:
+async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield Daemons(fleet, shm)
+        yield Daemons(fleet)
 
 
 @pytest.fixture(scope="session")
@@ -49,14 +37,6 @@ async def pair(daemons: Daemons) -> AsyncIterator[Pair]:
     routers = [RouterClient(daemon.url) for daemon in (*decode_daemons, *prefill_daemons)]
     yield Pair(prefill, decode, routers[:3], routers[3:])
     await asyncio.gather(prefill.close(), decode.close(), *(router.close() for router in routers))
-
-
-@pytest.fixture
-def regions(shm: Path, request_id: str) -> Path:
-    """A folder for the memory of one test's daemons."""
-    folder = shm / request_id[-8:]
-    folder.mkdir()
-    return folder
 
 
 @pytest.fixture(scope="session")

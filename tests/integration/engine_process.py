@@ -1,7 +1,7 @@
 """An engine of one rank as a process that a test may kill: `engine_process.py SOCKET ENGINE_ID EPOCH WHAT REQUEST`.
 
-WHAT is publish (50 tokens of Kv.random(seed=1)), publish-partly (the first 20 of them), or receive. Says "ready" when
-it has done so, then waits to be killed.
+WHAT is publish (50 tokens of Kv.random(seed=1)), publish-partly (the first 20 of them), receive, or lose-session (after
+a publish). Says "ready" when it has done so, then waits to be killed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,19 @@ from pathlib import Path
 
 from ranks import Blocks, Kv, Shape, start_rank
 
+from kvferry.engine import EngineClient
+from kvferry.rpc import MAX_MESSAGE
+from kvferry.v1 import engine_pb2
+
 SHAPE = Shape.tp(1, num_blocks=16)
 BLOCKS = Blocks((3, 1, 4, 15), 9)
+
+
+async def lose_session(client: EngineClient) -> None:
+    """As one message above gRPC's limit does; the client itself would refuse to send it."""
+    too_large = engine_pb2.PublishRequest(request_id="large", metadata=bytes(MAX_MESSAGE + 1))
+    client._session._commands.put_nowait(engine_pb2.Command(id=0, publish=too_large))
+    await client.closed.wait()
 
 
 async def main(socket: str, engine_id: str, epoch: str, what: str, request_id: str) -> None:
@@ -23,8 +34,10 @@ async def main(socket: str, engine_id: str, epoch: str, what: str, request_id: s
         pending = asyncio.create_task(rank.client.receive(request_id, BLOCKS.tables()))
         await asyncio.sleep(0)
         assert not pending.done()
-    elif what == "publish":
+    elif what in ("publish", "lose-session"):
         await rank.client.publish(request_id, BLOCKS.tables(), 50, metadata=b"left behind")
+        if what == "lose-session":
+            await lose_session(rank.client)
     else:
         await rank.client.publish(request_id, BLOCKS.tables(), 20, more=True)
     print("ready", flush=True)

@@ -19,32 +19,27 @@ from kvferry.rpc import error_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.demo.fleet import DaemonService, Fleet
+from kvferryd.memory.host import NAME
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0
-"""The longest wait of a test for anything."""
+TIMEOUT_S = 60.0
+"""The longest wait of a test for anything. Nothing comes near it on a machine that has no other work."""
 
 
 class Daemons:
     """Starts daemons of one fleet, all with the flags that tests want."""
 
-    def __init__(self, fleet: Fleet, shm: Path) -> None:
-        self.fleet, self.shm = fleet, shm
-
-    def memory_of(self, name: str) -> Path:
-        """Where the daemons of that name keep their regions: others come and go in folders of their own."""
-        folder = self.shm / name
-        folder.mkdir(exist_ok=True)
-        return folder
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
 
     async def start(self, name: str, count: int = 1, *flags: str) -> list[DaemonService]:
         """The daemons of one engine's ranks, ready to be spoken to."""
-        started = self.fleet.daemons(name, count, flags=["--shm-dir", str(self.memory_of(name)), *flags])
+        started = self.fleet.daemons(name, count, flags=flags)
         await self.fleet.ready(*started, timeout_s=TIMEOUT_S)
         return started
 
     async def start_rank(self, name: str, roster: DaemonService, *flags: str) -> DaemonService:
-        started = self.fleet.daemon(name, roster=roster, flags=["--shm-dir", str(self.memory_of(name)), *flags])
+        started = self.fleet.daemon(name, roster=roster, flags=flags)
         await self.fleet.ready(started, timeout_s=TIMEOUT_S)
         return started
 
@@ -96,6 +91,18 @@ def open_files(daemon: DaemonService) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
+def owned_regions(daemon: DaemonService) -> int:
+    """How many regions of host memory it has made and not closed."""
+    maps = Path(f"/proc/{daemon.process.pid}/maps").read_text().splitlines()
+    return sum(NAME in line for line in maps)
+
+
+def memory_files(daemon: DaemonService) -> set[int]:
+    """The host memory regions that the daemon holds, by inode."""
+    files = Path(f"/proc/{daemon.process.pid}/fd")
+    return {file.stat().st_ino for file in files.iterdir() if str(file.readlink()).startswith("/memfd:kvferry")}
+
+
 def resident_mb(daemon: DaemonService) -> float:
     pages = int(Path(f"/proc/{daemon.process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
@@ -121,6 +128,10 @@ class ByHand:
 
     async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:
         await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))
+        return await self.heard()
+
+    async def heard(self) -> peer_pb2.ReadReply:
+        """The source's next message."""
         reply = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
         assert isinstance(reply, peer_pb2.ReadReply)
         return reply

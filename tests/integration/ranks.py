@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from fleet import TIMEOUT_S
 
 from kvferry.engine import EngineClient, Lease, Received
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo, Shard
@@ -143,12 +144,20 @@ class TestEngine:
 
     @classmethod
     async def start(
-        cls, engine_id: str, daemons: Sequence[DaemonService], shape: Shape, *, epoch: str = "", fingerprint: str = "f"
+        cls,
+        engine_id: str,
+        daemons: Sequence[DaemonService],
+        shape: Shape,
+        *,
+        epoch: str = "",
+        fingerprint: str = "f",
+        **more: Any,
     ) -> TestEngine:
+        """more: for `EngineClient.connect`."""
         epoch = epoch or uuid.uuid4().hex
         ranks = await asyncio.gather(
             *(
-                start_rank(engine_id, daemon.socket, shape, rank, epoch, fingerprint)
+                start_rank(engine_id, daemon.socket, shape, rank, epoch, fingerprint, **more)
                 for rank, daemon in enumerate(daemons)
             )
         )
@@ -230,9 +239,17 @@ class TestEngine:
         )
 
 
-async def start_rank(engine_id: str, socket: Path, shape: Shape, rank: int, epoch: str, fingerprint: str = "f") -> Rank:
+async def start_rank(
+    engine_id: str, socket: Path, shape: Shape, rank: int, epoch: str, fingerprint: str = "f", **more: Any
+) -> Rank:
     client = await EngineClient.connect(
-        str(socket), engine_id=engine_id, epoch=epoch, rank=rank, world_size=len(shape.heads), timeout_s=20
+        str(socket),
+        engine_id=engine_id,
+        epoch=epoch,
+        rank=rank,
+        world_size=len(shape.heads),
+        timeout_s=TIMEOUT_S,
+        **more,
     )
     try:
         region = await client.allocate(shape.nbytes(rank))

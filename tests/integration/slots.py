@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 import httpx
-from fleet import until
+from fleet import TIMEOUT_S, until
 
 from kvferry.engine import Received, TransferFailed
 from kvferry.router import RouterClient
@@ -45,7 +45,7 @@ async def reading(router: RouterClient, request_id: str) -> None:
 
 async def failed(receiving: asyncio.Task[Outcomes], codes: set[str]) -> None:
     """On all ranks that read from the source's rank 0, and the blocks are safe in the end."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT_S):
         for outcome in (await receiving)[:2]:
             assert isinstance(outcome, TransferFailed)
             assert outcome.code in codes

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +53,10 @@ class Reader:
         return self.agent.read(source.name, rows[0], rows[1], "DRAM", "DRAM")
 
 
-@pytest.fixture
-def source() -> Iterator[Source]:
+@contextmanager
+def a_source(**ucx: str) -> Iterator[Source]:
     name = f"source-{uuid.uuid4().hex}"
-    command = [sys.executable, str(Path(__file__).with_name("agent_source.py")), name]
+    command = [sys.executable, str(Path(__file__).with_name("agent_source.py")), name, json.dumps(ucx)]
     quiet = os.environ | {"NIXL_LOG_LEVEL": "ERROR"}  # NIXL writes to stdout
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         assert process.stdout is not None
@@ -65,15 +66,29 @@ def source() -> Iterator[Source]:
 
 
 @pytest.fixture
-async def reader(source: Source) -> AsyncIterator[Reader]:
-    agent = Agent(f"reader-{uuid.uuid4().hex}")
+def source() -> Iterator[Source]:
+    with a_source() as source:
+        yield source
+
+
+@asynccontextmanager
+async def a_reader(source: Source, **ucx: str) -> AsyncIterator[Reader]:
+    agent = Agent(f"reader-{uuid.uuid4().hex}", ucx=ucx)
     await agent.start()
     memory = np.zeros(source.span.nbytes // WORD, dtype=np.uint64)
     await agent.register(Span(memory.ctypes.data, memory.nbytes, "host"))
     await agent.add_peer(source.peer)
     await agent.warm(source.name, source.span)
-    yield Reader(agent, memory)
-    await agent.close()
+    try:
+        yield Reader(agent, memory)
+    finally:
+        await agent.close()
+
+
+@pytest.fixture
+async def reader(source: Source) -> AsyncIterator[Reader]:
+    async with a_reader(source) as reader:
+        yield reader
 
 
 async def test_words_are_those_of_the_peer_whoever_posts_them(source: Source, reader: Reader) -> None:

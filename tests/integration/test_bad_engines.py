@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Daemons, refusal, until
+from fleet import Daemons, owned_regions, refusal, until
 from ranks import Blocks, describe
 from victim import SHAPE, Victim
 
 from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
+from kvferry.memory import memfd_region
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto
 
@@ -97,7 +96,7 @@ async def test_an_engine_that_has_not_registered_can_neither_publish_nor_receive
 
 
 async def test_memory_that_cannot_be_is_not_allocated(victim: Victim, daemons: Daemons) -> None:
-    before = sorted(os.listdir(daemons.memory_of("victim")))
+    before = owned_regions(victim.daemon)
     async with newcomer(victim) as client:
         for nbytes, code in ((0, "malformed_region"), (1 << 50, "out_of_memory"), ((1 << 64) - 1, "out_of_memory")):
             with pytest.raises(KvferryError) as refused:
@@ -109,40 +108,32 @@ async def test_memory_that_cannot_be_is_not_allocated(victim: Victim, daemons: D
         assert refused.value.code == "region_taken"
 
     async def freed() -> bool:
-        return sorted(os.listdir(daemons.memory_of("victim"))) == before
+        return owned_regions(victim.daemon) == before
 
     await until(freed, "the newcomer's region is gone")
 
 
-async def test_memory_that_is_not_there_is_not_adopted(victim: Victim, tmp_path: Path) -> None:
-    (tmp_path / "short").write_bytes(b"x" * 100)
+async def test_memory_that_is_not_there_is_not_adopted(victim: Victim) -> None:
     async with newcomer(victim) as client:
-        for path, nbytes, offset in (
-            (tmp_path / "missing", 1, 0),
-            (tmp_path, 1, 0),
-            ("", 1, 0),
-            ("a\0b", 1, 0),
-            (tmp_path / "short", 101, 0),
-            (tmp_path / "short", 1, 100),
-            (tmp_path / "short", 1, 1 << 62),
-        ):
-            memory = engine_pb2.Memory(
-                region=0, nbytes=nbytes, file=engine_pb2.SharedFile(path=str(path), offset=offset)
-            )
-            error = await refusal(
-                victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session.id, memory=memory))
-            )
-            assert error.code == "region_unavailable", (path, error)
-        nothing = engine_pb2.Memory(region=0, file=engine_pb2.SharedFile(path=str(tmp_path / "short")))
-        error = await refusal(
-            victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session.id, memory=nothing))
-        )
-        assert error.code == "malformed_region"
+
+        async def adopting(memory: engine_pb2.Memory) -> KvferryError:
+            memory.handed.ticket = memory.handed.ticket and await client._session.hand_over([short.file])
+            request = engine_pb2.AdoptRequest(session=client._session.id, memory=memory)
+            return await refusal(victim.engine_door.Adopt(request))
+
+        short = memfd_region(100)
+        for nbytes, offset in ((101, 0), (1, 100), (1, 1 << 62), (1 << 62, 0)):
+            handed = engine_pb2.HandedFile(ticket="some", offset=offset)
+            error = await adopting(engine_pb2.Memory(region=0, nbytes=nbytes, handed=handed))
+            assert error.code == "region_unavailable", (nbytes, offset, error)
+        handed = engine_pb2.HandedFile(ticket="some")
+        assert (await adopting(engine_pb2.Memory(region=0, handed=handed))).code == "malformed_region"
+        handed = engine_pb2.HandedFile()
+        assert (await adopting(engine_pb2.Memory(region=0, nbytes=1, handed=handed))).code == "wrong_memory_kind"
+        short.close()
         cuda = engine_pb2.Memory(region=0, nbytes=1, cuda=engine_pb2.CudaAllocation(handle=b"x" * 64))
-        error = await refusal(
-            victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=client._session.id, memory=cuda))
-        )
-        assert error.code == "wrong_memory_kind"
+        request = engine_pb2.AdoptRequest(session=client._session.id, memory=cuda)
+        assert (await refusal(victim.engine_door.Adopt(request))).code == "wrong_memory_kind"
 
 
 Change = Callable[[layout_pb2.Manifest], object]

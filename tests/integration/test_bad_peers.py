@@ -180,7 +180,6 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "a number out of range": (["serve", "--lease-ttl-s", "-1"], "lease_ttl_s"),
     "a file that is missing": (["serve", "--config", "/nonexistent.toml"], "config"),
     "half of TLS": (["serve", "--tls-cert", __file__], "tls_key"),
-    "a folder that is none": (["serve", "--shm-dir", "/nonexistent"], "shm_dir"),
     "an unknown command": (["fly"], "fly"),
     "a peer that is none": (["peers", "--prewarm", "nonsense"], "nonsense"),
     "a daemon that is not there": (["status", "--daemon", "http://127.0.0.1:9"], "127.0.0.1:9"),

@@ -10,19 +10,18 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, open_files, refusal, until
+from fleet import TIMEOUT_S, Daemons, open_files, owned_regions, refusal, until
 from lives import TP1
 from ranks import Blocks, Kv, Rank, TestEngine, describe
 from victim import Victim
 
 from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence, Fences
-from kvferry.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
 from kvferry.memory import memfd_region
+from kvferry.memory.fences import Fence, Fences
+from kvferry.memory.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
 from kvferry.schemas import SourceBody
 from kvferry.v1 import engine_pb2
 from kvferryd.api.handover import HELD_S
@@ -40,7 +39,10 @@ def own(victim: Victim) -> str:
 
 
 async def given(victim: Victim, files: list[int], session: str = "") -> str:
-    return await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
+    ticket, process = await asyncio.to_thread(hand_over, door(victim), session or own(victim), files)
+    assert process is not None
+    process.close()
+    return ticket
 
 
 async def files_are_closed(victim: Victim, before: int, timeout_s: float = HELD_S + TIMEOUT_S) -> None:
@@ -95,7 +97,7 @@ async def test_what_is_no_handover_is_refused_and_its_files_closed(victim: Victi
         "malformed_handover": [
             b"\xff" * 64,
             framed(engine_pb2.Handover(session=own(victim), files=2)),
-            framed(engine_pb2.Handover(session=own(victim))),
+            framed(engine_pb2.Handover(session=own(victim))),  # and a file that it does not name
             framed(handover) + b"more",
             (6).to_bytes(4, "big") + b"\xff" * 6,
         ],
@@ -162,7 +164,7 @@ def ends(idler: socket.socket) -> None:
 async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim) -> None:
     before = open_files(victim.daemon)
     script = (
-        "import sys, time; from kvferry.handover import hand_over, sealed_file;"
+        "import sys, time; from kvferry.memory.handover import hand_over, sealed_file;"
         "print(hand_over(sys.argv[1], sys.argv[2], [sealed_file('x', 4096)] * 5), flush=True); time.sleep(60)"
     )
     process = await asyncio.create_subprocess_exec(
@@ -179,9 +181,9 @@ async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim
 
 
 @asynccontextmanager
-async def engine(daemons: Daemons, regions: Path, name: str, *flags: str) -> AsyncIterator[TestEngine]:
+async def engine(daemons: Daemons, name: str, *flags: str) -> AsyncIterator[TestEngine]:
     """One rank whose memory is a memfd of ours, which the daemon adopts: no file has a name."""
-    (daemon,) = await daemons.start(name, 1, "--shm-dir", str(regions), *flags)
+    (daemon,) = await daemons.start(name, 1, *flags)
     epoch = os.urandom(8).hex()
     async with await EngineClient.connect(str(daemon.socket), engine_id=name, epoch=epoch, timeout_s=20) as client:
         region = memfd_region(TP1.nbytes(0))
@@ -192,12 +194,11 @@ async def engine(daemons: Daemons, regions: Path, name: str, *flags: str) -> Asy
     region.close()
 
 
-async def test_memory_without_a_path_is_adopted_both_ways(daemons: Daemons, regions: Path, request_id: str) -> None:
+async def test_memory_without_a_path_is_adopted_both_ways(daemons: Daemons, request_id: str) -> None:
     async with (
-        engine(daemons, regions, f"s-{request_id[-8:]}") as source,
-        engine(daemons, regions, f"d-{request_id[-8:]}") as destination,
+        engine(daemons, f"s-{request_id[-8:]}") as source,
+        engine(daemons, f"d-{request_id[-8:]}") as destination,
     ):
-        assert not os.listdir(regions)
         kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
         source.write(kv, blocks)
         expected = destination.snapshot()
@@ -231,12 +232,10 @@ async def fences_of(rank: Rank) -> Fences:
     return fences
 
 
-async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(
-    daemons: Daemons, regions: Path, request_id: str
-) -> None:
+async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(daemons: Daemons, request_id: str) -> None:
     async with (
-        engine(daemons, regions, f"s-{request_id[-8:]}") as source,
-        engine(daemons, regions, f"d-{request_id[-8:]}") as destination,
+        engine(daemons, f"s-{request_id[-8:]}") as source,
+        engine(daemons, f"d-{request_id[-8:]}") as destination,
     ):
         fences = await fences_of(source.ranks[0])
         kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
@@ -257,11 +256,11 @@ async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(
 
 
 async def test_a_fence_that_is_never_reached_fails_the_reader_and_tells_the_engine(
-    daemons: Daemons, regions: Path, request_id: str
+    daemons: Daemons, request_id: str
 ) -> None:
     async with (
-        engine(daemons, regions, f"s-{request_id[-8:]}", "--fence-timeout-s", "0.5") as source,
-        engine(daemons, regions, f"d-{request_id[-8:]}") as destination,
+        engine(daemons, f"s-{request_id[-8:]}", "--fence-timeout-s", "0.5") as source,
+        engine(daemons, f"d-{request_id[-8:]}") as destination,
     ):
         fences = await fences_of(source.ranks[0])
         (lease,) = await source.publish(request_id, source.take(50), 50, after=fences.take())
@@ -277,11 +276,9 @@ async def test_a_fence_that_is_never_reached_fails_the_reader_and_tells_the_engi
         fences.close()
 
 
-async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(
-    daemons: Daemons, regions: Path, request_id: str
-) -> None:
-    (daemon,) = await daemons.start(f"k-{request_id[-8:]}", 1, "--shm-dir", str(regions))
-    async with engine(daemons, regions, f"d-{request_id[-8:]}") as destination:
+async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(daemons: Daemons, request_id: str) -> None:
+    (daemon,) = await daemons.start(f"k-{request_id[-8:]}")
+    async with engine(daemons, f"d-{request_id[-8:]}") as destination:
         before = -1
         for n in range(2):
             name = f"mortal-{n}"
@@ -301,7 +298,7 @@ async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(
             assert outcome.blocks_safe
 
             async def gone(before: int = before) -> bool:
-                return not os.listdir(regions) and (before < 0 or open_files(daemon) <= before)
+                return not owned_regions(daemon) and (before < 0 or open_files(daemon) <= before)
 
             await until(gone, "its memory, page and files are gone")
             await asyncio.sleep(0.5)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, until
+from fleet import TIMEOUT_S, Daemons, owned_regions, until
 from lives import TP1, engine_on, killable, published, receives
 from pair import Pair, is_in
 from ranks import Kv, TestEngine
@@ -21,9 +19,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_what_a_killed_engine_published_stays_readable_and_then_its_memory_goes(
-    pair: Pair, daemons: Daemons, stack: AsyncExitStack, regions: Path, request_id: str
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("survivor", 1, "--shm-dir", str(regions))
+    (daemon,) = await daemons.start("survivor")
     router = await stack.enter_async_context(RouterClient(daemon.url))
     async with killable(daemon, "mortal-a", "publish", request_id) as process:
         process.kill()
@@ -38,7 +36,7 @@ async def test_what_a_killed_engine_published_stays_readable_and_then_its_memory
     await receives(pair.decode, request_id, Kv.random(50, seed=1), source)
 
     async def retired() -> bool:
-        return not await router.engines() and not os.listdir(regions)
+        return not await router.engines() and not owned_regions(daemon)
 
     await until(retired, "engine and memory are gone")
     assert await router.healthy()
@@ -90,24 +88,22 @@ async def test_what_a_killed_engine_was_to_receive_is_ended(
     assert refused.value.code == "unknown_engine"
 
 
-async def test_an_engine_that_dies_while_it_registers_leaves_nothing(
-    daemons: Daemons, stack: AsyncExitStack, regions: Path
-) -> None:
-    (daemon,) = await daemons.start("cradle", 1, "--shm-dir", str(regions))
+async def test_an_engine_that_dies_while_it_registers_leaves_nothing(daemons: Daemons, stack: AsyncExitStack) -> None:
+    (daemon,) = await daemons.start("cradle")
     _, router = await engine_on(stack, "cradle", daemon)
-    idle = set(os.listdir(regions))
+    idle = owned_regions(daemon)
     for _ in range(3):
         starting = asyncio.create_task(TestEngine.start("stillborn", [daemon], TP1))
 
         async def allocated() -> bool:
-            return set(os.listdir(regions)) > idle
+            return owned_regions(daemon) > idle
 
         await until(allocated, "it has memory and registers")
         starting.cancel()
         await asyncio.wait([starting])
 
         async def gone() -> bool:
-            return set(os.listdir(regions)) == idle and len(await router.engines()) == 1
+            return owned_regions(daemon) == idle and len(await router.engines()) == 1
 
         await until(gone, "nothing is left of it")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet import ByHand, peer_stub, until
+from fleet import TIMEOUT_S, ByHand, peer_stub, until
 from pair import MANY, TOKENS, Pair, half_published, is_in, order, prefilled
 
 from kvferry.engine import Received, TransferFailed
-from kvferry.schemas import LeaseState, TransferState
+from kvferry.schemas import LeaseState, PeerRequest, TransferState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 
 pytestmark = pytest.mark.anyio
@@ -37,8 +37,14 @@ async def test_a_reservation_whose_order_never_comes_says_so_at_its_deadline(pai
 
 
 async def test_a_reader_whose_publish_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
-    blocks = pair.decode.take(TOKENS)
-    outcomes = await pair.decode.outcomes(request_id, blocks, source=pair.prefill.source(), deadline_s=0.3)
+    source = pair.prefill.source()
+    await asyncio.gather(
+        *(
+            router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))  # or it may end before that
+            for router in pair.routers
+        )
+    )
+    outcomes = await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), source=source, deadline_s=1.0)
     deadlines = [each for each in outcomes if isinstance(each, TransferFailed) and each.code == "deadline"]
     assert deadlines, outcomes
     assert "publish" in deadlines[0].message
@@ -46,21 +52,22 @@ async def test_a_reader_whose_publish_never_comes_says_so_at_its_deadline(pair: 
 
 async def test_a_lease_that_nobody_reads_expires_and_its_engine_is_told(pair: Pair, request_id: str) -> None:
     _, leases = await prefilled(pair, request_id, ttl_s=0.2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         assert [await lease.ended() for lease in leases] == [LeaseState.EXPIRED] * 2
 
 
 async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id: str) -> None:
-    _, leases = await prefilled(pair, request_id, ttl_s=0.3)
     async with peer_stub(pair.prefill.daemons[0]) as stub:
         reader = by_hand(stub, pair)
-        assert (await reader.open(request_id)).update.num_tokens == TOKENS
+        await reader.say(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id))  # it is there before the lease
+        _, leases = await prefilled(pair, request_id, ttl_s=0.3)
+        assert (await reader.heard()).update.num_tokens == TOKENS
         _, unread = await prefilled(pair, f"{request_id}-unread", ttl_s=0.3)
         assert await unread[0].ended() is LeaseState.EXPIRED  # by now the other one would have, too
         (record,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
         assert (record.readers_open, record.expires_in_ms) == (1, None)
         reader.call.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         assert await leases[0].ended() is LeaseState.EXPIRED
 
 

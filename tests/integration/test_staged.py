@@ -23,7 +23,7 @@ from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd.staging.pairings import PAIRINGS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.anyio
 FLAGS = ("--way", "staged", "--arena-mb", "1")
 """Four slots of 256 KiB, of which one direction may have three."""
 PREFILL = Shape.tp(2, block_size=16, num_blocks=640)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet import Daemons, peer_stub
+from fleet import TIMEOUT_S, Daemons, peer_stub
 from ranks import HND, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
@@ -93,7 +94,7 @@ async def read(agent: Agent, peer: str, span: Span) -> np.ndarray:
     await agent.register(Span(here.ctypes.data, here.nbytes, "host"))
     own, far = (np.array([(at, here.nbytes, 0)], dtype=np.uint64) for at in (here.ctypes.data, span.address))
     reading = agent.read(peer, own, far, "DRAM", "DRAM")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         await reading.done
     return here
 
@@ -102,7 +103,8 @@ def pool(engine: TestEngine) -> Span:
     """The engine's cache as its daemon has it mapped: what a peer might have learnt or guessed."""
     region = engine.ranks[0].region
     maps = Path(f"/proc/{engine.daemons[0].process.pid}/maps").read_text().splitlines()
-    (line,) = [line for line in maps if line.endswith(region.path)]
+    inode = os.fstat(region.file).st_ino
+    (line,) = [line for line in maps if line.split()[4] == str(inode)]
     return Span(int(line.split("-")[0], 16), region.nbytes, "host")
 
 

@@ -105,7 +105,6 @@ def test_a_file_holds_the_types_of_toml(file: Path) -> None:
         ("allow_peers", "a/b c"),
         ("token_file", "/not/there"),
         ("log_level", "loud"),
-        ("shm_dir", "/not/there"),
         ("lease_ttl_s", "nan"),
         ("lease_ttl_s", "-1"),
         ("deadline_s", "3601"),

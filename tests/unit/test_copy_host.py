@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracle import SENTINEL, blank, content, filled, needs
 from strategies import Case, cases, tried
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferryd.copy import Move, cut, host, mapped, moves
 from kvferryd.copy.batch import Batch, Side, Table, packed
 from kvferryd.copy.chunks import ALIGN

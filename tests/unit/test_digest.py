@@ -7,9 +7,10 @@ import struct
 
 import pytest
 
-from kvferry.digest import REMEMBERED, Attempts, prompt_digest
+from kvferry.digest import prompt_digest
 from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff
+from kvferry.handoff import REMEMBERED, Attempts, Handoff, Origin
+from kvferry.schemas import SourceBody
 
 
 def test_the_digest_is_the_documented_bytes() -> None:
@@ -47,9 +48,18 @@ def test_the_digest_is_of_the_tokens_that_are_named() -> None:
 
 
 def test_attempts_are_counted_by_request_and_forgotten_in_order() -> None:
-    attempts = Attempts()
-    assert [attempts.next("a"), attempts.next("b"), attempts.next("a")] == [1, 1, 2]
+    attempts, source = Attempts(), SourceBody(engine_id="p", address="127.0.0.1:1")
+
+    def attempt(request_id: str) -> int:
+        return attempts.next(Origin(request_id, 1, source))
+
+    assert [attempt("a"), attempt("b"), attempt("a")] == [1, 1, 2]
     for i in range(REMEMBERED - 1):
-        attempts.next(f"other-{i}")
-    assert attempts.next("a") == 3
-    assert attempts.next("b") == 1
+        attempt(f"other-{i}")
+    assert attempt("a") == 3
+    assert attempt("b") == 1
+
+
+def test_attempts_that_a_router_orders_are_counted_by_the_daemons() -> None:
+    attempts = Attempts()
+    assert [attempts.next(Origin("a", 1, None)) for _ in range(2)] == [0, 0]

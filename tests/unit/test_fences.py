@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
-from kvferry.fences import NBYTES, WORDS, Fence, Fences
-from kvferry.handover import sealed_file
+from kvferry.memory import cuda
+from kvferry.memory.fences import NBYTES, WORDS, Fence, Fences
+from kvferry.memory.handover import sealed_file
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd import fences as watched
+from kvferryd.engine import fences as watched
 from kvferryd.leases import lease as lease_module
 from kvferryd.leases.lease import Lease, ReaderId
 from kvferryd.leases.leases import Leases
@@ -145,17 +145,22 @@ async def test_the_writer_may_be_another_process_that_is_killed(page: Fences) ->
     watch = watched.Fences([page.file])
     fence, never = page.take(), page.take()
     script = (
-        "import mmap, struct, sys, time; held = mmap.mmap(int(sys.argv[1]), 4096); time.sleep(0.2);"
-        "struct.pack_into('=Q', held, 8 * int(sys.argv[2]), int(sys.argv[3])); time.sleep(60)"
+        "import mmap, struct, sys; held = mmap.mmap(int(sys.argv[1]), 4096); sys.stdin.readline();"
+        "struct.pack_into('=Q', held, 8 * int(sys.argv[2]), int(sys.argv[3])); sys.stdin.read()"
     )
     arguments = [str(page.file), str(fence.word), str(fence.value)]
     command = [sys.executable, "-c", script, *arguments]
-    engine = subprocess.Popen(command, pass_fds=[page.file])  # noqa: ASYNC220  # killed and waited for below
+    engine = subprocess.Popen(command, pass_fds=[page.file], stdin=subprocess.PIPE)  # noqa: ASYNC220  # killed below
+    assert engine.stdin is not None
     try:
-        await lasting(watch.reached(fence, LONG_S))
+        wait = watch.reached(fence, LONG_S)
+        engine.stdin.write(b"now\n")
+        engine.stdin.flush()
+        await lasting(wait)
     finally:
         engine.send_signal(signal.SIGKILL)
         engine.wait()
+        engine.stdin.close()
     with pytest.raises(KvferryError, match="did not reach"):
         await lasting(watch.reached(never, SHORT_S))
     await watch.close()

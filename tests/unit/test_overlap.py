@@ -15,7 +15,7 @@ from layouts import Draw
 from strategies import tried
 
 from kvferry.manifest import Axis, Component
-from kvferry.overlap import overlap
+from kvferry.manifest.overlap import overlap
 
 SLOTS, HEADS, DIM = 16, 8, 256
 """DIM in bytes."""

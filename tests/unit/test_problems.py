@@ -1,34 +1,44 @@
-"""The one table from an error's code to its HTTP status."""
+"""An error's kind decides its HTTP status and its gRPC status, and survives the wire."""
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
-from kvferry.errors import KvferryError
+from kvferry.errors import CLASSES, Kind
 from kvferry.manifest import ManifestError
-from kvferryd.api.rest.problems import status_of
+from kvferry.wire import problem_from_proto, problem_to_proto
+from kvferryd.api.rest.problems import problem
+
+STATUSES = {
+    Kind.MALFORMED: 422,
+    Kind.UNAUTHORIZED: 401,
+    Kind.FORBIDDEN: 403,
+    Kind.NOT_FOUND: 404,
+    Kind.CONFLICT: 409,
+    Kind.FULL: 429,
+    Kind.INTERNAL: 500,
+    Kind.PEER_FAILED: 502,
+    Kind.UNAVAILABLE: 503,
+    Kind.DEADLINE: 504,
+}
 
 
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("unknown_transfer", 404),
-        ("unknown_lease", 404),
-        ("unknown_engine", 404),
-        ("unknown_peer", 404),
-        ("unknown_group", 422),
-        ("order_conflict", 409),
-        ("full", 429),
-        ("address_not_allowed", 403),
-        ("unauthorized", 401),
-        ("draining", 503),
-        ("peer_unreachable", 502),
-        ("deadline", 504),
-        ("malformed_tables", 422),
-        ("refused", 422),
-        ("any_other", 422),
-    ],
-)
-def test_each_code_has_its_status(code: str, status: int) -> None:
-    assert status_of(KvferryError(code, "")) == status
-    assert status_of(ManifestError(code, "")) == 422
+@pytest.mark.parametrize("kind", Kind)
+def test_each_kind_has_its_statuses_here_and_where_it_arrives(kind: Kind) -> None:
+    raised = CLASSES[kind]("some_code", "some message")
+    arrived = problem_from_proto(problem_to_proto(raised))
+    assert (type(arrived), arrived.code) == (type(raised), "some_code")
+    for error in (raised, arrived):
+        assert problem(error).status_code == STATUSES[kind]
+        assert grpc.StatusCode[error.kind.grpc] is not grpc.StatusCode.UNKNOWN
+
+
+def test_a_manifests_unknown_group_is_no_missing_resource() -> None:
+    assert problem(ManifestError("unknown_group", "")).status_code == 422
+
+
+def test_what_says_no_kind_is_a_fault() -> None:
+    message = problem_to_proto(CLASSES[Kind.FULL]("full", ""))
+    message.kind = 0  # type: ignore[assignment]
+    assert problem_from_proto(message).kind is Kind.INTERNAL

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.memory import SharedRegion, open_file_region
+from kvferry.memory import SharedRegion, memfd_region, open_region
 
 
 @pytest.fixture
-def region(tmp_path: Path) -> SharedRegion:
-    file = tmp_path / "region"
-    file.write_bytes(bytes(8192))
-    return open_file_region(str(file), 4096, offset=100)
+def region() -> SharedRegion:
+    whole = memfd_region(8192)
+    try:
+        return open_region(whole.file, 4096, offset=100)
+    finally:
+        whole.close()
 
 
 def test_an_array_keeps_the_mapping(region: SharedRegion) -> None:

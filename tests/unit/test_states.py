@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import numpy as np
 import pytest
 
 from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
 from kvferry.schemas import LeaseState as L
 from kvferry.schemas import TransferState as T
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.engine.session import Rank, Session
+from kvferryd.leases.leases import Leases
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
 from kvferryd.transfers.transfer import Surroundings, Transfer
+from kvferryd.transport import Agent
 
 
 @pytest.fixture
@@ -68,10 +73,22 @@ def test_done_is_reached_through_verifying_only() -> None:
     assert [state for state, moves in TRANSFER.items() if T.DONE in moves] == [T.VERIFYING]
 
 
+def a_manifest() -> Manifest:
+    memory = np.zeros((2, 4), dtype=np.uint16)
+    builder = ManifestBuilder("decode", "1", ModelInfo(name="m", fingerprint="f"))
+    builder.region(0, "host", nbytes=memory.nbytes, address=memory.ctypes.data)
+    builder.group("full", num_blocks=2, block_size=4)
+    builder.component("full", layer=0, name="k", array=memory, axes=("block", "slot"))
+    return builder.build()
+
+
 @pytest.mark.anyio
 async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> None:
     config, metrics = Config(), Metrics()
-    engine = Engine("decode", "1", 0, 1, config, lambda lease: None)
+    engine = Engine(
+        Session(Rank("decode", "1", 0, 1)), a_manifest(), Agent("never started"), b"", Leases("decode", "1", print, 1),
+        strict=False, arena=None, runner=None, unmapped="", notes=(), members={},
+    )  # fmt: skip
     ended: list[Transfer] = []
     around = Surroundings(Peers(config, metrics), "auto", 60.0, ended.append, lambda work: work.close())
     transfer = Transfer(engine, "r", 1, around)

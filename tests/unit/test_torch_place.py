@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvferry.memory import open_file_region
-from kvferry.torch_place import placed, region_nbytes
+from kvferry.vllm.torch_place import placed, region_nbytes
 
 
 def test_the_one_allocation_of_the_cache_lies_in_the_region(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ OF_THE_CLIENTS = 128
 
 
 class Proxy:
-    """What lives as long as the application: the connection pool, the rings, the requests in flight."""
+    """What lives as long as the application: the connection pool, the rings of engines, the daemons' clients."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -69,7 +69,7 @@ class Proxy:
         except KvferryError as error:
             log.info("refused %s: %s", request.url.path, error.code)
             return _response(refusal(error))
-        except ClientDisconnect:  # before its body was complete: nobody reads this
+        except ClientDisconnect:  # its body is incomplete, and no answer can reach it
             return Response(status_code=499)
         handover_id = _handover_id(client_id)
         headers = self._headers(request, handover_id)
@@ -77,7 +77,7 @@ class Proxy:
         return Relay(Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons), self)
 
     def finish(self, exchange: Exchange, answer: Answer) -> None:
-        """The client has its answer or is gone: say so in the log, free what is left."""
+        """The client has its answer or is gone: log it, and free what is left."""
         asked, outcome = (
             exchange.asked,
             "complete" if answer.complete else "broken" if exchange.error else "client_left",
@@ -96,18 +96,19 @@ class Proxy:
         try:
             self._authorize(request)
             headers = self._headers(request, _client_id(request) or _handover_id(""))
-            for endpoint in self.decodes.turn():
-                try:
-                    async with leg("decode", endpoint, MODELS_TIMEOUT_S):
-                        return _response(await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers)))
-                except KvferryError as error:
-                    failed = error
-            raise failed
         except KvferryError as error:
             return _response(refusal(error))
+        for endpoint in self.decodes.turn():
+            try:
+                async with leg("decode", endpoint, MODELS_TIMEOUT_S):
+                    answer = await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers))
+                    break
+            except KvferryError as error:
+                answer = refusal(error)
+        return _response(answer)
 
     async def health(self) -> Response:
-        """200 when a prefill and a decode engine answer their /health; which do not is named either way."""
+        """200 when a prefill and a decode engine answer their /health. The body has the state of every engine."""
         endpoints = [*self.options.prefill, *self.options.decode]
         up = await asyncio.gather(*(self._healthy(endpoint) for endpoint in endpoints))
         states = {endpoint.url: "ok" if ok else "down" for endpoint, ok in zip(endpoints, up, strict=True)}
@@ -150,13 +151,13 @@ class Relay(Response):
         leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.complete:  # the server says that the client left once it has sent the end, too
+            if answer.complete:  # uvicorn reports a disconnect after a complete answer, too
                 await asyncio.wait({serving}, timeout=1.0)
         finally:
             tasks = {serving, leaving}
             for task in tasks:
                 task.cancel()
-            # Cancelled first, so that decode's connection is closed before the daemons are told.
+            # Cancelled first, so that decode's connection is closed before the daemons abort.
             await asyncio.wait(tasks)
             self._proxy.finish(self._exchange, answer)
         if not serving.cancelled():

@@ -27,7 +27,7 @@ class Daemons:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def order(self, decode: Endpoint, body: OrderBody, *, timeout_s: float, traceparent: str = "") -> Ordered:
-        """Order at rank 0's daemon. A full daemon is asked again when it says so, within `timeout_s`.
+        """Order at rank 0's daemon. A full daemon is asked again after its Retry-After, within `timeout_s`.
 
         Raises KvferryError: the daemon's own, `daemon_unreachable` or `daemon_timeout`.
         """
@@ -41,15 +41,12 @@ class Daemons:
                 pause_s = error.retry_after_s or 0.1
                 if error.status != 429 or time.monotonic() + pause_s >= deadline:
                     raise
-                await asyncio.sleep(pause_s)  # Retry-After: the daemon's own word for when a slot may be free
+                await asyncio.sleep(pause_s)
             except TimeoutError as error:
                 raise KvferryError(
-                    "daemon_timeout",
-                    f"the decode daemon at {client.url} took no order within {timeout_s:g} s",
-                    field="--order-timeout",
-                    value=timeout_s,
-                    remedy="look at its log, or allow more with --order-timeout",
-                ) from error
+                    "daemon_timeout", f"the decode daemon at {client.url} took no order within {timeout_s:g} s",
+                    field="--order-timeout", value=timeout_s, remedy="see its log, or allow more with --order-timeout",
+                ) from error  # fmt: skip
 
     async def free(self, endpoint: Endpoint, request_id: str) -> None:
         """Abort the request at every daemon of an engine. Failures are logged: the lease's ttl frees it then."""
@@ -60,9 +57,8 @@ class Daemons:
             result = await client.abort_request(request_id)
         except KvferryError as error:
             if not error.code.startswith("unknown_"):
-                log.warning(
-                    "request %s: not aborted at %s, its blocks wait for the ttl: %s", request_id, client.url, error
-                )
+                what = "request %s: not aborted at %s, its blocks are held until the lease's ttl: %s"
+                log.warning(what, request_id, client.url, error)
             return
         log.info(
             "request %s: aborted at %s: transfers=%d leases=%d",

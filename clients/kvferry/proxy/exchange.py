@@ -1,7 +1,7 @@
-"""One request on its way through both legs, and what is left to free when it came to nothing.
+"""One request on its way through both legs, and what is freed when it fails.
 
 Until decode's first byte has come, every failure has an HTTP status of its own. Whatever ends an exchange early
-(a refusal of decode, a failed order, a client that left) ends in `clean_up`: both sides are told at once, so that
+(a refusal of decode, a failed order, a client that left) ends in `clean_up`: both sides abort at once, so that
 prefill's blocks are not held until the lease's ttl.
 """
 

@@ -1,4 +1,4 @@
-"""What `kvferry proxy` is told: flags, checked once, as frozen values."""
+"""The flags of `kvferry proxy`, checked once, as frozen values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ daemons
   Without daemon= those blocks stay held until the lease's ttl.
 
 requests
-  X-Request-Id             used on both legs; made up where absent
+  X-Request-Id             the first 128 characters, and a random suffix, are the id on both legs; the answer has the id
+                           that the client sent, and in x-kvferry-request-id the lease's
   x-prefiller-host-port    host:port[,host:port]: use one of these prefill engines; 403 for one that is not configured
 
 examples
@@ -46,7 +47,7 @@ examples
 
 
 class OrderedBy(enum.StrEnum):
-    """Who tells the decode side's daemon where the KV is."""
+    """What tells the decode side's daemon where the KV is."""
 
     ENGINE = "engine"
     ROUTER = "router"
@@ -54,7 +55,7 @@ class OrderedBy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An engine's base URL, and the REST URLs of its ranks' daemons, rank 0 first (empty when not told)."""
+    """An engine's base URL, and the REST URLs of its ranks' daemons, rank 0 first (empty where not given)."""
 
     url: str
     daemons: tuple[str, ...] = ()

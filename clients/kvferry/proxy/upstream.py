@@ -1,4 +1,4 @@
-"""The engines behind the proxy: whose turn it is, what goes wrong with them, their whole answers."""
+"""The engines behind the proxy: which is next, how they fail, and their complete answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ring:
         self._next = itertools.count()
 
     def turn(self) -> tuple[Endpoint, ...]:
-        """All of them, beginning with the one whose turn it is."""
+        """All of them, beginning with the next one."""
         first = next(self._next) % len(self.endpoints)
         return self.endpoints[first:] + self.endpoints[:first]
 

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _model_options(serve)
     serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one; the ready line tells which")
+    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one; the ready line names it")
     serve.add_argument(
         "--daemon", action="append", default=[], metavar="SOCKET", dest="daemons",
         help="engine socket of a rank's daemon; once per rank, in rank order. Without: private memory, no transfers",
@@ -93,7 +93,7 @@ def _model_options(command: argparse.ArgumentParser) -> None:
         "--checkpoint", type=Path, help="a folder with config.json, safetensors and maybe tokenizer.json"
     )
     command.add_argument("--seed", type=int, default=0, help="of the random weights")
-    command.add_argument("--model-name", help="as /v1/models tells it")
+    command.add_argument("--model-name", help="the name in /v1/models")
 
 
 def model_source(args: argparse.Namespace) -> ModelSource:

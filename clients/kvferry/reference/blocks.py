@@ -1,4 +1,4 @@
-"""Blocks of the cache: who holds them, and which of them hold a known prefix."""
+"""Blocks of the cache: how many requests hold each, and which of them hold a known prefix."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def prefix_hashes(tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
 
 
 class BlockPool:
-    """Reference-counted blocks. A block that holds a known prefix stays findable after its last holder let go,
-    until it is needed for something else (least recently used first)."""
+    """Reference-counted blocks. A block that holds a known prefix can still be found after its last holder has released
+    it, until it is needed for something else (least recently used first)."""
 
     def __init__(self, num_blocks: int, *, prefix_cache: bool = True) -> None:
         self.num_blocks = num_blocks

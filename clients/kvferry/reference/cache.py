@@ -48,7 +48,7 @@ class ArrayInterface(TypedDict):
 class CacheView:
     """The keys or values of one layer, with axes VIEW_AXES: what numpy would call a strided array, without the bytes.
 
-    offset and strides in bytes from the start of the region, which lies at `address` (0 where nobody asks).
+    offset and strides in bytes from the start of the region, which lies at `address` (0 where it does not matter).
     """
 
     layer: int

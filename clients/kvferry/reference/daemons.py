@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from kvferry.digest import Attempts
-from kvferry.engine import EngineClient, Lease, Received, TransferFailed
+from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
 from kvferry.errors import KvferryError
-from kvferry.handoff import Origin
+from kvferry.handoff import Attempts, Origin
 from kvferry.manifest import ModelInfo
 from kvferry.memory import SharedRegion
 from kvferry.reference.cache import CacheGeometry, describe
@@ -100,21 +99,16 @@ class Daemons:
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
         """Rank 0's result, when every rank has received. Raises LoadFailed with the first rank's reason."""
-        deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin.request_id)
+        deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
         receives = [
             asyncio.create_task(
                 client.receive(
-                    origin.request_id,
-                    tables,
-                    tokens,
-                    source=origin.source,
-                    deadline_s=deadline_s,
-                    digest=origin.digest,
-                    attempt=attempt,
+                    origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
+                    digest=origin.digest, attempt=attempt,
                 )
             )
             for client in self._clients
-        ]
+        ]  # fmt: skip
         # The daemon keeps the deadline; twice that is for a daemon that does not answer at all.
         await asyncio.wait(receives, timeout=2 * deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         if not all(receive.done() and receive.exception() is None for receive in receives):
@@ -124,13 +118,25 @@ class Daemons:
             await asyncio.wait(receives, timeout=self._engine.daemon_timeout_s)
             raise LoadFailed(
                 cause or KvferryError("deadline", f"request {origin.request_id} did not arrive in {deadline_s:g} s"),
-                [_quiescence(receive, client) for receive, client in zip(receives, self._clients, strict=True)],
+                [_quiescence(receive) for receive in receives],
             )
         return receives[0].result()
 
     async def abort(self, request_id: str) -> None:
         """End the request's transfer and lease on every rank. Idempotent."""
         await self._all([client.abort(request_id) for client in self._clients])
+
+    async def withdraw(self, request_id: str) -> None:
+        """As `abort`; returns when nobody reads the request's blocks any more."""
+
+        async def revoked(client: EngineClient) -> None:
+            try:
+                await client.abort(request_id)
+            except Unsettled as error:
+                with suppress(KvferryError):  # the client is closed: the engine stops
+                    await error.quiesced()
+
+        await asyncio.gather(*(revoked(client) for client in self._clients))
 
     async def gone(self) -> KvferryError:
         """Returns when the first session has ended."""
@@ -174,14 +180,14 @@ def _failure(receive: asyncio.Task[Received]) -> KvferryError:
     return KvferryError("internal", f"receiving failed: {error!r}")
 
 
-async def _quiescence(receive: asyncio.Task[Received], client: EngineClient) -> None:
+async def _quiescence(receive: asyncio.Task[Received]) -> None:
     """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
-    if not receive.done():
-        receive.cancel()
-        await client.closed.wait()
-    elif isinstance(error := receive.exception(), TransferFailed):
-        quiesced = asyncio.create_task(error.quiesced())
-        closed = asyncio.create_task(client.closed.wait())
-        await asyncio.wait([quiesced, closed], return_when=asyncio.FIRST_COMPLETED)
-        quiesced.cancel()
-        closed.cancel()
+    receive.cancel()
+    await asyncio.wait([receive])
+    try:
+        error = receive.exception()
+    except asyncio.CancelledError as cancelled:
+        error = cancelled
+    if isinstance(error, Unsettled | ReceiveCancelled):
+        with suppress(KvferryError):  # the client is closed: the engine stops
+            await error.quiesced()

@@ -131,7 +131,7 @@ class Engine:
         self._spawn(self._live(request))
 
     def _cancel(self, request: Request) -> None:
-        """The client wants no more; `_live` sees to the rest."""
+        """The client has left; `_live` frees what the request holds."""
         self._scheduler.cancel(request)
         if (publication := self._publications.get(request)) is not None:
             publication.withdraw()
@@ -159,7 +159,7 @@ class Engine:
             self._fail(error)
 
     def _advanced(self, entry: Scheduled) -> None:
-        """A step of this request is done: tell the client, and whoever may be reading along."""
+        """A step of this request is done: its token goes to the client, its KV to readers."""
         request = entry.request
         if request.cancelled:
             return
@@ -202,7 +202,7 @@ class Engine:
         if request.cancelled:
             self._scheduler.loaded(request)
             return
-        reach = min(request.origin.num_tokens, len(request.prompt))
+        reach = request.origin.num_tokens
         start = min(request.cached, reach)
         size, window = self.config.block_size, self.source.config.window
         window_first = max(start, (reach - window) // size * size) if window else 0
@@ -217,11 +217,10 @@ class Engine:
         else:
             request.received = reach - start
             request.window_first = window_first if window_first > start else 0
-            told = request.origin.num_tokens == len(request.prompt)
-            token = first_token(received.metadata, self.source.config.vocab_size) if told else None
+            whole = reach == len(request.prompt)
+            token = first_token(received.metadata, self.source.config.vocab_size) if whole else None
             # Without a first token the last token of the prompt runs again: its KV is there, the next token is not.
-            again = reach == len(request.prompt) and token is None
-            request.computed = max(request.cached, reach - 1 if again else reach)
+            request.computed = max(request.cached, reach - 1 if whole and token is None else reach)
             self._scheduler.remember(request)
             if token is not None and not request.cancelled:
                 request.accept(token)
@@ -230,7 +229,7 @@ class Engine:
         self._wake.set()
 
     async def _share(self, request: Request, publication: Publication) -> None:
-        """Publish while the request runs and hold its blocks until nobody reads them any more."""
+        """Publish while the request runs, and hold its blocks until the leases have ended."""
         publishing = asyncio.create_task(publication.complete())
         left = asyncio.create_task(request.left.wait())
         try:
@@ -271,7 +270,7 @@ class Engine:
         self._fail(await loss)
 
     def _fail(self, error: KvferryError) -> None:
-        """Nothing can be served any more: tell every client, and whoever runs the engine."""
+        """Nothing can be served any more: every request fails, and `failed` is set."""
         if not self.failed.done():
             self.failed.set_result(error)
             for request in self._requests:

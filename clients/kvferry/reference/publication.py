@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 
 from kvferry.digest import prompt_digest
 from kvferry.engine import Lease
@@ -32,12 +31,12 @@ def tables_of(
 
 
 def metadata(request: Request) -> bytes:
-    """What the reader is told: the token that follows the published ones."""
+    """For the reader: the token that follows the published ones."""
     return json.dumps({"first_token": request.generated[-1]}).encode()
 
 
 def first_token(data: bytes, vocab_size: int) -> int | None:
-    """The token in another engine's metadata; None when it says nothing that we understand."""
+    """The token in another engine's metadata; None when it is not in our form."""
     try:
         token = json.loads(data)["first_token"]
     except (ValueError, KeyError, TypeError):
@@ -95,6 +94,5 @@ class Publication:
         await asyncio.gather(*(lease.ended() for lease in self._leases), return_exceptions=True)
 
     async def revoke(self) -> None:
-        with suppress(KvferryError):
-            await self._daemons.abort(self._request.request_id)
+        await self._daemons.withdraw(self._request.request_id)
         await self.ended()

@@ -18,7 +18,7 @@ from kvferry.reference.wire import Step
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How many requests are in each state before HELD, and how many blocks nobody holds."""
+    """How many requests are in each state before HELD, and how many blocks are free."""
 
     waiting: int
     loading: int
@@ -79,7 +79,7 @@ class Scheduler:
             request.admitted.set()
 
     def loaded(self, request: Request) -> None:
-        """The load has ended, whatever of the prompt arrived; `computed` says how much."""
+        """The load has ended, well or not; `computed` counts what has arrived."""
         assert request.state is RequestState.LOADING
         self._num_loading -= 1
         self._run(request)

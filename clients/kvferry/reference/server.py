@@ -26,7 +26,7 @@ from kvferry.reference.tokenizer import TextStream, Tokenizer
 
 T = TypeVar("T")
 CLIENT_GONE = 499
-"""nginx's status for a client that closed the connection; nobody reads it."""
+"""nginx's status for a client that closed the connection; no client sees it."""
 STATUS = {
     "malformed_request": 400,
     "malformed_kv_transfer_params": 400,

@@ -43,7 +43,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The checkpoint's own, special tokens added as it says."""
+    """The checkpoint's own, with the special tokens that it adds."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Loader

@@ -30,6 +30,7 @@ class Command(google.protobuf.message.Message):
     PUBLISH_FIELD_NUMBER: builtins.int
     RECEIVE_FIELD_NUMBER: builtins.int
     ABORT_FIELD_NUMBER: builtins.int
+    PROBE_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the answer has the same"""
     @property
@@ -46,6 +47,10 @@ class Command(google.protobuf.message.Message):
     def abort(self) -> Global___EngineAbortRequest:
         """Ends the request's transfer and revokes its lease on this rank. Idempotent."""
 
+    @property
+    def probe(self) -> Global___Probe:
+        """Asks whether the daemon still answers; so it does."""
+
     def __init__(
         self,
         *,
@@ -54,12 +59,23 @@ class Command(google.protobuf.message.Message):
         publish: Global___PublishRequest | None = ...,
         receive: Global___ReceiveRequest | None = ...,
         abort: Global___EngineAbortRequest | None = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "kind", b"kind", "publish", b"publish", "receive", b"receive"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "id", b"id", "kind", b"kind", "publish", b"publish", "receive", b"receive"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "publish", "receive", "abort"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "id", b"id", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "publish", "receive", "abort", "probe"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
+
+@typing.final
+class Probe(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___Probe: typing_extensions.TypeAlias = Probe
 
 @typing.final
 class Answer(google.protobuf.message.Message):
@@ -109,6 +125,7 @@ class AttachRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     client: builtins.str
@@ -118,6 +135,10 @@ class AttachRequest(google.protobuf.message.Message):
     """one value for all ranks of one engine start"""
     rank: builtins.int
     world_size: builtins.int
+    resume: builtins.str
+    """A session of this engine that has ended, or is to end now: its daemon-owned regions and its epoch go on in the new
+    session. All else is new: register again.
+    """
     def __init__(
         self,
         *,
@@ -128,8 +149,9 @@ class AttachRequest(google.protobuf.message.Message):
         epoch: builtins.str = ...,
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
+        resume: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "epoch", b"epoch", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "epoch", b"epoch", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "resume", b"resume", "world_size", b"world_size"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
 
@@ -142,6 +164,9 @@ class Attached(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PEER_ADDRESS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    INSTANCE_FIELD_NUMBER: builtins.int
+    DEADLINE_S_FIELD_NUMBER: builtins.int
+    RESUMED_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names this session in every call"""
     protocol: builtins.int
@@ -150,6 +175,12 @@ class Attached(google.protobuf.message.Message):
     """host:port under which other daemons reach this one"""
     device: builtins.str
     """"cpu" or "cuda:N" """
+    instance: builtins.str
+    """a new one at every start of the daemon"""
+    deadline_s: builtins.float
+    """of a receive that names none"""
+    resumed: builtins.bool
+    """the regions of the session named in `resume` are there"""
     def __init__(
         self,
         *,
@@ -158,10 +189,50 @@ class Attached(google.protobuf.message.Message):
         version: builtins.str = ...,
         peer_address: builtins.str = ...,
         device: builtins.str = ...,
+        instance: builtins.str = ...,
+        deadline_s: builtins.float = ...,
+        resumed: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "peer_address", b"peer_address", "protocol", b"protocol", "session", b"session", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "device", b"device", "instance", b"instance", "peer_address", b"peer_address", "protocol", b"protocol", "resumed", b"resumed", "session", b"session", "version", b"version"]) -> None: ...
 
 Global___Attached: typing_extensions.TypeAlias = Attached
+
+@typing.final
+class EndRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    LEAVE_FIELD_NUMBER: builtins.int
+    session: builtins.str
+    leave: builtins.bool
+    """The engine will not touch its memory any more: whole leases in daemon-owned memory stay readable until they are read
+    or expire. Otherwise they are revoked, and the regions are kept for `resume` for a while.
+    """
+    def __init__(
+        self,
+        *,
+        session: builtins.str = ...,
+        leave: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leave", b"leave", "session", b"session"]) -> None: ...
+
+Global___EndRequest: typing_extensions.TypeAlias = EndRequest
+
+@typing.final
+class EndReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: builtins.int
+    instance: builtins.str
+    """as in Attached: another one never knew the session"""
+    def __init__(
+        self,
+        *,
+        instance: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["instance", b"instance"]) -> None: ...
+
+Global___EndReply: typing_extensions.TypeAlias = EndReply
 
 @typing.final
 class AllocateRequest(google.protobuf.message.Message):
@@ -183,26 +254,6 @@ class AllocateRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes", "region", b"region", "session", b"session"]) -> None: ...
 
 Global___AllocateRequest: typing_extensions.TypeAlias = AllocateRequest
-
-@typing.final
-class SharedFile(google.protobuf.message.Message):
-    """A file that both processes can map: offset and nbytes are within it."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PATH_FIELD_NUMBER: builtins.int
-    OFFSET_FIELD_NUMBER: builtins.int
-    path: builtins.str
-    offset: builtins.int
-    def __init__(
-        self,
-        *,
-        path: builtins.str = ...,
-        offset: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "path", b"path"]) -> None: ...
-
-Global___SharedFile: typing_extensions.TypeAlias = SharedFile
 
 @typing.final
 class CudaAllocation(google.protobuf.message.Message):
@@ -233,7 +284,9 @@ Global___CudaAllocation: typing_extensions.TypeAlias = CudaAllocation
 
 @typing.final
 class HandedFile(google.protobuf.message.Message):
-    """A file whose descriptor was handed over under this ticket. It must be sealed against shrinking."""
+    """A file whose descriptor goes over the handover socket under this ticket: to the daemon before Adopt, to the engine
+    after Allocate. It is sealed against shrinking, so that nobody can take its pages from under who has mapped it.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -288,14 +341,11 @@ class Memory(google.protobuf.message.Message):
 
     REGION_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
-    FILE_FIELD_NUMBER: builtins.int
     CUDA_FIELD_NUMBER: builtins.int
     HANDED_FIELD_NUMBER: builtins.int
     VMM_FIELD_NUMBER: builtins.int
     region: builtins.int
     nbytes: builtins.int
-    @property
-    def file(self) -> Global___SharedFile: ...
     @property
     def cuda(self) -> Global___CudaAllocation: ...
     @property
@@ -307,36 +357,41 @@ class Memory(google.protobuf.message.Message):
         *,
         region: builtins.int = ...,
         nbytes: builtins.int = ...,
-        file: Global___SharedFile | None = ...,
         cuda: Global___CudaAllocation | None = ...,
         handed: Global___HandedFile | None = ...,
         vmm: Global___CudaAllocations | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cuda", b"cuda", "file", b"file", "handed", b"handed", "kind", b"kind", "vmm", b"vmm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cuda", b"cuda", "file", b"file", "handed", b"handed", "kind", b"kind", "nbytes", b"nbytes", "region", b"region", "vmm", b"vmm"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["file", "cuda", "handed", "vmm"] | None: ...
+    def HasField(self, field_name: typing.Literal["cuda", b"cuda", "handed", b"handed", "kind", b"kind", "vmm", b"vmm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cuda", b"cuda", "handed", b"handed", "kind", b"kind", "nbytes", b"nbytes", "region", b"region", "vmm", b"vmm"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["cuda", "handed", "vmm"] | None: ...
 
 Global___Memory: typing_extensions.TypeAlias = Memory
 
 @typing.final
 class Handover(google.protobuf.message.Message):
     """What is said on the handover socket: 4 bytes of length (big-endian), a Handover, and the descriptors with the first
-    byte; the answer is 4 bytes of length and a HandoverReply. One exchange for each connection.
+    byte; the answer is 4 bytes of length and a HandoverReply. One exchange for each connection. The first
+    process that connects for a session is the engine's: the daemon watches it, and takes the engine for dead when it has
+    ended. A Handover of no files does only that, and is answered without a ticket.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     FILES_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
     session: builtins.str
     files: builtins.int
+    ticket: builtins.str
+    """of Allocate: nothing is handed over, the descriptor comes with the first byte of the answer"""
     def __init__(
         self,
         *,
         session: builtins.str = ...,
         files: builtins.int = ...,
+        ticket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["files", b"files", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["files", b"files", "session", b"session", "ticket", b"ticket"]) -> None: ...
 
 Global___Handover: typing_extensions.TypeAlias = Handover
 

@@ -39,6 +39,11 @@ class EngineStub(object):
                 request_serializer=kvferry_dot_v1_dot_engine__pb2.Command.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_engine__pb2.Event.FromString,
                 _registered_method=True)
+        self.End = channel.unary_unary(
+                '/kvferry.v1.Engine/End',
+                request_serializer=kvferry_dot_v1_dot_engine__pb2.EndRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_engine__pb2.EndReply.FromString,
+                _registered_method=True)
         self.Allocate = channel.unary_unary(
                 '/kvferry.v1.Engine/Allocate',
                 request_serializer=kvferry_dot_v1_dot_engine__pb2.AllocateRequest.SerializeToString,
@@ -65,9 +70,19 @@ class EngineServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """Opens the session: the first command is `attach`, the first event `attached`. The stream is the engine's liveness:
-        it is held open for the engine's life, and when it ends the daemon takes the engine for dead. What an engine does
-        for every request goes over it, for a message on an open stream takes half the time of a call.
+        """Opens the session: the first command is `attach`, the first event `attached`. What an engine does for every request
+        goes over this stream, for a message on an open stream takes half the time of a call. The session ends with the
+        stream, with the engine's process (see Handover), or with End. Only a process that is known to be dead, or an engine
+        that leaves, has its leases kept; otherwise all are revoked, and the engine's memory waits for it to attach again
+        with `resume`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def End(self, request, context):
+        """Ends a session. When this returns nothing of it is read or written any more, but for the leases of an engine that
+        leaves. Idempotent: a session that is not known is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +123,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=kvferry_dot_v1_dot_engine__pb2.Command.FromString,
                     response_serializer=kvferry_dot_v1_dot_engine__pb2.Event.SerializeToString,
+            ),
+            'End': grpc.unary_unary_rpc_method_handler(
+                    servicer.End,
+                    request_deserializer=kvferry_dot_v1_dot_engine__pb2.EndRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_engine__pb2.EndReply.SerializeToString,
             ),
             'Allocate': grpc.unary_unary_rpc_method_handler(
                     servicer.Allocate,
@@ -157,6 +177,33 @@ class Engine(object):
             '/kvferry.v1.Engine/Attach',
             kvferry_dot_v1_dot_engine__pb2.Command.SerializeToString,
             kvferry_dot_v1_dot_engine__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def End(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Engine/End',
+            kvferry_dot_v1_dot_engine__pb2.EndRequest.SerializeToString,
+            kvferry_dot_v1_dot_engine__pb2.EndReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,22 @@ _EngineAttachType = typing_extensions.TypeVar(
     ],
 )
 
+_EngineEndType = typing_extensions.TypeVar(
+    '_EngineEndType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.engine_pb2.EndRequest,
+        kvferry.v1.engine_pb2.EndReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.engine_pb2.EndRequest,
+        kvferry.v1.engine_pb2.EndReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.engine_pb2.EndRequest,
+        kvferry.v1.engine_pb2.EndReply,
+    ],
+)
+
 _EngineAllocateType = typing_extensions.TypeVar(
     '_EngineAllocateType',
     grpc.UnaryUnaryMultiCallable[
@@ -107,12 +123,16 @@ _EngineRegisterType = typing_extensions.TypeVar(
     ],
 )
 
-class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineAdoptType, _EngineOpenFencesType, _EngineRegisterType]):
+class EngineStub(typing.Generic[_EngineAttachType, _EngineEndType, _EngineAllocateType, _EngineAdoptType, _EngineOpenFencesType, _EngineRegisterType]):
     @typing.overload
     def __init__(self: EngineStub[
         grpc.StreamStreamMultiCallable[
             kvferry.v1.engine_pb2.Command,
             kvferry.v1.engine_pb2.Event,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.engine_pb2.EndRequest,
+            kvferry.v1.engine_pb2.EndReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.engine_pb2.AllocateRequest,
@@ -139,6 +159,10 @@ class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineA
             kvferry.v1.engine_pb2.Event,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.engine_pb2.EndRequest,
+            kvferry.v1.engine_pb2.EndReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             kvferry.v1.engine_pb2.AllocateRequest,
             kvferry.v1.engine_pb2.Memory,
         ],
@@ -157,9 +181,16 @@ class EngineStub(typing.Generic[_EngineAttachType, _EngineAllocateType, _EngineA
     ], channel: grpc.aio.Channel) -> None: ...
 
     Attach: _EngineAttachType
-    """Opens the session: the first command is `attach`, the first event `attached`. The stream is the engine's liveness:
-    it is held open for the engine's life, and when it ends the daemon takes the engine for dead. What an engine does
-    for every request goes over it, for a message on an open stream takes half the time of a call.
+    """Opens the session: the first command is `attach`, the first event `attached`. What an engine does for every request
+    goes over this stream, for a message on an open stream takes half the time of a call. The session ends with the
+    stream, with the engine's process (see Handover), or with End. Only a process that is known to be dead, or an engine
+    that leaves, has its leases kept; otherwise all are revoked, and the engine's memory waits for it to attach again
+    with `resume`.
+    """
+
+    End: _EngineEndType
+    """Ends a session. When this returns nothing of it is read or written any more, but for the leases of an engine that
+    leaves. Idempotent: a session that is not known is over.
     """
 
     Allocate: _EngineAllocateType
@@ -178,6 +209,10 @@ EngineAsyncStub: typing_extensions.TypeAlias = EngineStub[
     grpc.aio.StreamStreamMultiCallable[
         kvferry.v1.engine_pb2.Command,
         kvferry.v1.engine_pb2.Event,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.engine_pb2.EndRequest,
+        kvferry.v1.engine_pb2.EndReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.engine_pb2.AllocateRequest,
@@ -204,9 +239,21 @@ class EngineServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[kvferry.v1.engine_pb2.Command],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.engine_pb2.Event], collections.abc.AsyncIterator[kvferry.v1.engine_pb2.Event]]:
-        """Opens the session: the first command is `attach`, the first event `attached`. The stream is the engine's liveness:
-        it is held open for the engine's life, and when it ends the daemon takes the engine for dead. What an engine does
-        for every request goes over it, for a message on an open stream takes half the time of a call.
+        """Opens the session: the first command is `attach`, the first event `attached`. What an engine does for every request
+        goes over this stream, for a message on an open stream takes half the time of a call. The session ends with the
+        stream, with the engine's process (see Handover), or with End. Only a process that is known to be dead, or an engine
+        that leaves, has its leases kept; otherwise all are revoked, and the engine's memory waits for it to attach again
+        with `resume`.
+        """
+
+    @abc.abstractmethod
+    def End(
+        self,
+        request: kvferry.v1.engine_pb2.EndRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.engine_pb2.EndReply, collections.abc.Awaitable[kvferry.v1.engine_pb2.EndReply]]:
+        """Ends a session. When this returns nothing of it is read or written any more, but for the leases of an engine that
+        leaves. Idempotent: a session that is not known is over.
         """
 
     @abc.abstractmethod

@@ -59,6 +59,46 @@ GROUP_KIND_STATE: GroupKind.ValueType  # 2
 """one block holds the whole state of one request (SSM, convolution)"""
 Global___GroupKind: typing_extensions.TypeAlias = GroupKind
 
+class _ProblemKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ProblemKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ProblemKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PROBLEM_KIND_UNSPECIFIED: _ProblemKind.ValueType  # 0
+    PROBLEM_KIND_MALFORMED: _ProblemKind.ValueType  # 1
+    """what was said cannot be done"""
+    PROBLEM_KIND_UNAUTHORIZED: _ProblemKind.ValueType  # 2
+    PROBLEM_KIND_FORBIDDEN: _ProblemKind.ValueType  # 3
+    PROBLEM_KIND_NOT_FOUND: _ProblemKind.ValueType  # 4
+    PROBLEM_KIND_CONFLICT: _ProblemKind.ValueType  # 5
+    """it does not fit the state that things are in"""
+    PROBLEM_KIND_FULL: _ProblemKind.ValueType  # 6
+    PROBLEM_KIND_INTERNAL: _ProblemKind.ValueType  # 7
+    PROBLEM_KIND_PEER_FAILED: _ProblemKind.ValueType  # 8
+    PROBLEM_KIND_UNAVAILABLE: _ProblemKind.ValueType  # 9
+    PROBLEM_KIND_DEADLINE: _ProblemKind.ValueType  # 10
+
+class ProblemKind(_ProblemKind, metaclass=_ProblemKindEnumTypeWrapper):
+    """Travels in the trailing metadata "kvferry-problem-bin" of every failed call.
+    What sort of error a problem is; it decides the status with which it is answered.
+    """
+
+PROBLEM_KIND_UNSPECIFIED: ProblemKind.ValueType  # 0
+PROBLEM_KIND_MALFORMED: ProblemKind.ValueType  # 1
+"""what was said cannot be done"""
+PROBLEM_KIND_UNAUTHORIZED: ProblemKind.ValueType  # 2
+PROBLEM_KIND_FORBIDDEN: ProblemKind.ValueType  # 3
+PROBLEM_KIND_NOT_FOUND: ProblemKind.ValueType  # 4
+PROBLEM_KIND_CONFLICT: ProblemKind.ValueType  # 5
+"""it does not fit the state that things are in"""
+PROBLEM_KIND_FULL: ProblemKind.ValueType  # 6
+PROBLEM_KIND_INTERNAL: ProblemKind.ValueType  # 7
+PROBLEM_KIND_PEER_FAILED: ProblemKind.ValueType  # 8
+PROBLEM_KIND_UNAVAILABLE: ProblemKind.ValueType  # 9
+PROBLEM_KIND_DEADLINE: ProblemKind.ValueType  # 10
+Global___ProblemKind: typing_extensions.TypeAlias = ProblemKind
+
 @typing.final
 class Model(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -408,16 +448,16 @@ Global___Refusal: typing_extensions.TypeAlias = Refusal
 
 @typing.final
 class Problem(google.protobuf.message.Message):
-    """Travels in the trailing metadata "kvferry-problem-bin" of every failed call."""
-
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    KIND_FIELD_NUMBER: builtins.int
     CODE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     FIELD_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     REMEDY_FIELD_NUMBER: builtins.int
     REFUSALS_FIELD_NUMBER: builtins.int
+    kind: Global___ProblemKind.ValueType
     code: builtins.str
     message: builtins.str
     field: builtins.str
@@ -428,6 +468,7 @@ class Problem(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        kind: Global___ProblemKind.ValueType = ...,
         code: builtins.str = ...,
         message: builtins.str = ...,
         field: builtins.str = ...,
@@ -435,6 +476,6 @@ class Problem(google.protobuf.message.Message):
         remedy: builtins.str = ...,
         refusals: collections.abc.Iterable[Global___Refusal] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "field", b"field", "message", b"message", "refusals", b"refusals", "remedy", b"remedy", "value", b"value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "field", b"field", "kind", b"kind", "message", b"message", "refusals", b"refusals", "remedy", b"remedy", "value", b"value"]) -> None: ...
 
 Global___Problem: typing_extensions.TypeAlias = Problem

@@ -8,6 +8,17 @@ memory and the session with the daemon. They speak in one direction, by the Step
 in the other by what vLLM itself gathers from the workers: what has been read and what has arrived. docs/vllm.md.
 """
 
-from kvferry.vllm.connector import KvferryConnector
+from __future__ import annotations
+
+from typing import Any
 
 __all__ = ["KvferryConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """The connector only when it is asked for: the modules beside it work without vLLM."""
+    if name in __all__:
+        from kvferry.vllm.connector import KvferryConnector
+
+        return KvferryConnector
+    raise AttributeError(name)

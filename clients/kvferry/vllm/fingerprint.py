@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OF_THE_FILE = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
-"""Where a configuration comes from and who wrote it, not what it says of the model."""
+"""Fields about the configuration file, not about the model."""
 
 
 def fingerprint(config: VllmConfig, options: Options) -> str:
@@ -22,9 +22,9 @@ def fingerprint(config: VllmConfig, options: Options) -> str:
     if options.fingerprint:
         return options.fingerprint
     model, load = config.model_config, config.load_config
-    said = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in OF_THE_FILE}
-    said |= {"computed_in": [str(model.dtype), model.quantization]}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    fields = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in OF_THE_FILE}
+    fields |= {"computed_in": [str(model.dtype), model.quantization]}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     folder = Path(model.model)
     if load.load_format == "dummy":
         digest.update(f"seed {model.seed}".encode())

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
 from kvferry.errors import KvferryError
-from kvferry.parts import Part, attention_parts, recurrent_parts
+from kvferry.vllm.parts import Part, attention_parts, recurrent_parts
 
 CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
 """What a recurrent layer's convolution remembers, by the layer's kind."""
@@ -20,8 +20,8 @@ def parts(
 ) -> list[Part]:
     """The components of a layer. `cache`: [block, head, slot, content], of blocks or of the kernel's smaller ones.
 
-    What `content` is, is the backend's affair: it is found by writing to block 0, vLLM's null block, which no request
-    ever gets. A cache of anything but one key and one value per head and token is one component, moved as it is.
+    The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
+    gets. A cache of anything but one key and one value per head and token is one component, moved as it is.
     ranks: of tensor parallelism; heads: the model's. Raises KvferryError: `unknown_layout`; `unsupported_cache` for a
     state of another kind, or one of several tokens.
     """

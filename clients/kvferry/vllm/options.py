@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(ge=0, le=86400)]
 
 
 class Options(BaseModel):
-    """docs/vllm.md says when to change which."""
+    """docs/vllm.md explains when to change which."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,7 +24,7 @@ class Options(BaseModel):
     lease_ttl_s: Seconds = 0.0
     """How long finished KV is kept for a reader that does not come; 0 for the daemon's default."""
     memory: Literal["owned", "adopted"] = "owned"
-    """Whose memory the cache is: the daemon's, or vLLM's own, handed over (GPU only)."""
+    """Which process allocates the cache: the daemon, or vLLM, which hands it over (GPU only)."""
     progressive: bool = False
     """Publish every chunk of a chunked prefill, for routers that start both legs at once."""
     second_turn: bool = False

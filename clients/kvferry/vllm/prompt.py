@@ -18,7 +18,7 @@ def digest_of(request: Request, num_tokens: int) -> bytes:
 
 
 def _extras(request: Request, num_tokens: int) -> Iterator[str]:
-    """As vLLM tells its own blocks apart, less `cache_salt`, which changes no KV."""
+    """What vLLM adds to the hashes of its blocks, without `cache_salt`, which changes no KV."""
     if request.lora_request is not None:
         yield f"lora={request.lora_request.lora_name}"
     for feature in request.mm_features:  # in the order of the prompt

@@ -1,4 +1,4 @@
-"""The connector in vLLM's scheduler: which tokens of which request are read from where, and which are kept for whom."""
+"""The connector in vLLM's scheduler: which requests are read from another engine, and which are kept for one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
-from kvferry.digest import Attempts, Remembered
 from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff, Origin, answer
+from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer
 from kvferry.tables import BlockTable
 from kvferry.vllm.options import Options
 from kvferry.vllm.prompt import digest_of
@@ -33,12 +32,12 @@ COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request's part in P/D, until vLLM is done with it."""
+    """A request that is read from another engine, or published for one, until vLLM has finished it."""
 
     request: Request
     handoff: Handoff
     origin: Origin | None = None
-    """Where its KV is to be read from; None once that is under way."""
+    """Where its KV is to be read from; None once the read has begun."""
     problem: KvferryError | None = None
     """Why its kv_transfer_params cannot be followed."""
     loading: bool = False
@@ -50,7 +49,7 @@ class Exchange:
 
 
 class SchedulerSide:
-    """`Step` by step: what vLLM asks and tells its scheduler's connector is gathered for the workers."""
+    """Answers vLLM's scheduler, and gathers in a `Step` what the workers have to do."""
 
     def __init__(self, config: VllmConfig, caches: KVCacheConfig, options: Options) -> None:
         self._options = options
@@ -78,7 +77,7 @@ class SchedulerSide:
         self._address = workers[min(workers)].address
 
     def admit(self, request: Request) -> None:
-        """A new request. Its kv_transfer_params come from a public body: nothing in them may harm anyone else."""
+        """A new request. Its kv_transfer_params come from a public body: they must not harm other requests."""
         params = request.kv_transfer_params
         if params is None or params == {} or request.request_id in self._exchanges:
             return
@@ -103,8 +102,8 @@ class SchedulerSide:
             return None
         name = handoff.remote_request_id or request.request_id
         if getattr(request, "abort_immediately", False):
-            # vLLM's server tells of a request that it has refused, without its prompt: the source is told in turn that
-            # nobody will come, unless the KV was another prompt's.
+            # vLLM's server has refused the request, and reports it with a dummy prompt. Its KV will not be read, so its
+            # lease is ended, unless the lease is another prompt's.
             handoff.remote_num_tokens = 0
             origin = handoff.origin(request.request_id, 0, bytes)
             return origin and replace(origin, digest=self._expected.get(name, b""))
@@ -176,7 +175,7 @@ class SchedulerSide:
         exchange.published, exchange.complete = True, last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """(whether its blocks wait for readers, what the router is told). vLLM itself waits for loads under way."""
+        """(whether its blocks wait for readers, the answer's kv_transfer_params). vLLM waits for loads under way."""
         exchange = self._exchanges.pop(request.request_id, None)
         if exchange is None:
             return False, None
@@ -184,7 +183,7 @@ class SchedulerSide:
             self._step.cancel.append(request.request_id)
         self._release(exchange)
         handoff = exchange.handoff
-        again = self._options.second_turn and not self._behind  # a state may be some tokens further than what is told
+        again = self._options.second_turn and not self._behind  # a state may be some tokens ahead of num_tokens
         keep = handoff.do_remote_decode or (handoff.do_remote_prefill and again)
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
         if not keep or request.status not in COMPLETE or num_tokens < 1:
@@ -192,10 +191,10 @@ class SchedulerSide:
             return False, None
         room = self._room(num_tokens)
         if not exchange.complete:
-            told = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
+            metadata = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
             tables = self._tables(block_ids, 0, num_tokens)
             digest = digest_of(request, num_tokens)
-            self._step.finished.append(Publish(request.request_id, tables, room, True, digest, told))
+            self._step.finished.append(Publish(request.request_id, tables, room, True, digest, metadata))
         self._step.hold.append(request.request_id)
         return True, answer(
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
@@ -209,7 +208,7 @@ class SchedulerSide:
             exchange.published = exchange.complete = False
 
     def _release(self, exchange: Exchange) -> None:
-        """Nothing is read: the source need not keep it."""
+        """Nothing will be read: let the source end the lease."""
         if exchange.origin is not None:
             stop = exchange.origin.num_tokens
             nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
@@ -217,7 +216,7 @@ class SchedulerSide:
             exchange.origin = None
 
     def _load(self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int]) -> Load:
-        return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin.request_id))
+        return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin))
 
     def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
         """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a

@@ -1,4 +1,4 @@
-"""What a worker asks of its daemon, on the client's event loop: the worker itself does not wait for it."""
+"""What a worker orders from its daemon. It runs on the client's event loop: the worker does not wait for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.ended import Ended
-from kvferry.engine import TransferFailed
+from kvferry.engine import Unsettled
 from kvferry.errors import KvferryError
-from kvferry.fences import Fence
+from kvferry.memory.fences import Fence
+from kvferry.vllm.ended import Ended
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Load, Publish
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = init_logger("vllm.kvferry.session")
 GONE_S = 5.0
-"""How long after a call that failed a daemon that is gone is known to be gone."""
+"""How long after a call that failed it is to be certain that nothing is read any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +55,13 @@ class Session:
         self._start(self._publish(publish, after))
 
     def hold(self, request_id: str) -> None:
-        """Report the request as sent once nobody reads its blocks any more."""
+        """Report the request as sent when its lease has ended."""
         self._start(self._hold(request_id))
 
     def load(self, load: Load, before: torch.cuda.Event | None = None) -> None:
-        """Report the request as arrived when its KV is there, or never will be and its blocks are safe.
+        """Report the request as arrived when its KV is there, or when the load has failed and its blocks are safe.
 
-        before: when nothing of this engine writes to its blocks any more.
+        before: reached when no kernel of this engine writes to its blocks any more.
         """
         self._loading[load.request_id] = load.origin.request_id
         self._start(self._load(load, before))
@@ -70,12 +70,12 @@ class Session:
         self._start(self._receive(load))
 
     def cancel(self, request_id: str) -> None:
-        """The load will not be needed: it is reported as any other, sooner."""
+        """The load is not needed any more: end it early. It is reported as any other."""
         if (remote := self._loading.pop(request_id, None)) is not None:
             self._start(self._daemon.client.abort(remote))
 
     def revoke(self, request_id: str) -> None:
-        """When this returns no read of the request's blocks will be taken for whole. Raises KvferryError."""
+        """When this returns, no read of the request's blocks can succeed any more. Raises KvferryError."""
         self._daemon.call(self._revoke(request_id))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -84,7 +84,7 @@ class Session:
     async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except KvferryError as error:  # that there is no daemon has been said
+        except KvferryError as error:  # without a daemon this was logged when it went
             (log.warning if self._daemon.alive else log.debug)("%s", error)
         except Exception:
             log.exception("kvferry's connector failed")
@@ -101,6 +101,9 @@ class Session:
                 )  # fmt: skip
             if publish.last:
                 await lease.ended()
+        except Unsettled as error:
+            await error.quiesced()
+            raise
         finally:
             kept.over = publish.last
             self._report(publish.request_id, kept)
@@ -123,8 +126,8 @@ class Session:
             client = self._daemon.client
             try:
                 await client.abort(request_id)
-            except KvferryError:  # a daemon that is gone serves no reader
-                await asyncio.wait_for(client.closed.wait(), GONE_S)
+            except Unsettled as error:  # a daemon that is gone serves no reader, one that is silent may
+                await asyncio.wait_for(error.quiesced(), GONE_S)
 
     async def _load(self, load: Load, before: torch.cuda.Event | None) -> None:
         whole = False
@@ -145,7 +148,7 @@ class Session:
                 source=load.origin.source, deadline_s=self._options.load_timeout_s, digest=load.origin.digest,
                 attempt=load.attempt,
             )  # fmt: skip
-        except TransferFailed as error:
-            with suppress(KvferryError):  # the daemon is gone, and its reads with it
+        except Unsettled as error:
+            with suppress(KvferryError):  # the client is closed: the engine stops
                 await error.quiesced()
             raise

@@ -1,4 +1,4 @@
-"""What the scheduler's connector tells the workers' with each engine step."""
+"""What the scheduler's connector sends to the workers' with each engine step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvferry.tables import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The KV of tokens [0, num_tokens) is in these blocks; `last` when no more follows. The end may mean nothing."""
+    """The KV of tokens [0, num_tokens) is in these blocks; `last` when no more follows.
+
+    num_tokens may count the room after the request's last token. digest: of the tokens of the whole publish.
+    """
 
     request_id: str
     tables: dict[str, BlockTable]
@@ -24,7 +27,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read tokens [start, stop) from another engine. No tokens and empty tables: only tell it that it is done."""
+    """Read tokens [start, stop) from another engine. No tokens and empty tables: only end the lease."""
 
     request_id: str
     origin: Origin
@@ -35,10 +38,10 @@ class Load:
 
 @dataclass(slots=True)
 class Step(KVConnectorMetadata):
-    """In the order in which a worker sees to them."""
+    """In the order in which a worker acts on them."""
 
     revoke: list[str] = field(default_factory=list)
-    """Requests whose blocks other requests may get in this very step: nobody may read them any more."""
+    """Requests whose blocks other requests may get in this very step: their leases are revoked first."""
     cancel: list[str] = field(default_factory=list)
     """Requests that were aborted while their KV was on its way."""
     finished: list[Publish] = field(default_factory=list)
@@ -47,13 +50,13 @@ class Step(KVConnectorMetadata):
     """Requests whose blocks wait for their readers: report each once, when its lease has ended."""
     load: list[Load] = field(default_factory=list)
     release: list[Load] = field(default_factory=list)
-    """KV that is not needed after all."""
+    """KV that will not be read: its leases are ended."""
     refuse: list[str] = field(default_factory=list)
-    """Requests whose kv_transfer_params mean nothing: report them as failed loads."""
+    """Requests whose kv_transfer_params were refused: report them as failed loads."""
     computed: list[Publish] = field(default_factory=list)
     """KV that is there when this step has been computed."""
     idle: bool = False
-    """Nothing is computed: every request that there is waits for its KV, or for its readers."""
+    """Nothing is computed: all requests wait for their KV, or for their readers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError
 from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
-from kvferry.parts import Describing
-from kvferry.torch_place import placed, region_nbytes
 from kvferry.vllm.fingerprint import fingerprint
 from kvferry.vllm.geometry import parts
 from kvferry.vllm.options import Options
+from kvferry.vllm.parts import Describing
 from kvferry.vllm.session import Session
 from kvferry.vllm.step import Address, Step
+from kvferry.vllm.torch_place import placed, region_nbytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = init_logger("vllm.kvferry.worker")
 LINGER_S = 0.005
-"""What a new request may have to wait for an engine that has nothing to compute."""
+"""How long a new request may have to wait for an engine that has nothing to compute."""
 
 
 class WorkerSide:
@@ -60,7 +60,7 @@ class WorkerSide:
         )  # fmt: skip
         self._session = Session(self._daemon, options)
         self._memory: SharedRegion | CudaRegion | CudaMemory | VmmMemory | None = None
-        log.info("rank %d of %d is with the daemon on %s", self._rank, self._world_size, socket)
+        log.info("rank %d of %d is attached to the daemon on %s", self._rank, self._world_size, socket)
 
     @property
     def address(self) -> Address:
@@ -118,7 +118,7 @@ class WorkerSide:
                 describing.add(group, extract_layer_index(name), found)
 
     def revoke(self, step: Step) -> None:
-        """Before anything else of a step, for its forward pass may overwrite these blocks."""
+        """First of all in a step: its forward pass may overwrite these blocks."""
         for request_id in step.revoke:
             self._session.revoke(request_id)
 
@@ -152,8 +152,8 @@ class WorkerSide:
     def results(self, step: Step) -> KVConnectorTransferResults:
         """What has ended since the last step.
 
-        A step that computes nothing waits a little for it. vLLM would ask again at once, step after step: that takes a
-        core, from the daemon for one, and the end would be seen some steps later.
+        A step that computes nothing waits up to LINGER_S for an end. Otherwise vLLM would step on at once: that takes a
+        core from the daemon, and the end would be seen some steps later.
         """
         session = self._session
         sent, arrived, failed = session.ended.take(LINGER_S if step.idle and session.waiting else 0.0)

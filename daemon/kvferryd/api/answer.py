@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Internal, KvferryError, Malformed
 from kvferry.rpc import PROBLEM_KEY, PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
@@ -22,23 +22,10 @@ log = logs.get(__name__)
 MAX_TEXT, MAX_REFUSALS = 500, 8
 """A problem travels in trailing metadata, of which gRPC takes 8 KiB in all, and percent-encoded text is up to 12 bytes
 a character."""
-STATUS = {
-    "full": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "out_of_memory": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "draining": grpc.StatusCode.UNAVAILABLE,
-    "address_not_allowed": grpc.StatusCode.PERMISSION_DENIED,
-    "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
-    "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
-    "fence_timeout": grpc.StatusCode.FAILED_PRECONDITION,
-    "lease_ended": grpc.StatusCode.FAILED_PRECONDITION,
-}
 
 
 async def _refuse(context: Context, error: KvferryError) -> NoReturn:
-    if error.code.startswith("unknown_"):
-        status = grpc.StatusCode.NOT_FOUND
-    else:
-        status = STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT)
+    status = grpc.StatusCode[error.kind.grpc]
     message = error.message if len(error.message) <= MAX_TEXT else f"{error.message[: MAX_TEXT - 3]}..."
     problem = problem_to_proto(error)
     problem.message, problem.remedy = message, error.remedy[:MAX_TEXT]
@@ -52,7 +39,7 @@ async def _broke(context: Context, method: str) -> NoReturn:
 
 
 def broken() -> KvferryError:
-    return KvferryError("internal", "the daemon failed; its log says how")
+    return Internal("internal", "the daemon failed; its log says how")
 
 
 def _admit(service: object, context: Context) -> None:
@@ -107,7 +94,7 @@ async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Reques
     try:
         return await asyncio.wait_for(anext(aiter(requests)), timeout_s)
     except (TimeoutError, StopAsyncIteration):
-        raise KvferryError(
+        raise Malformed(
             "malformed_stream", f"the stream did not begin within {timeout_s:g} s", remedy="say first who you are"
         ) from None
 
@@ -130,7 +117,7 @@ def protocol(lowest: int, highest: int) -> int:
     """The highest version both sides speak. Raises KvferryError (`protocol`) naming both ranges."""
     version = min(highest, PROTOCOL_MAX)
     if version < max(lowest, PROTOCOL_MIN):
-        raise KvferryError(
+        raise Conflict(
             "protocol",
             f"you speak protocol {lowest} to {highest}, this daemon {PROTOCOL_MIN} to {PROTOCOL_MAX}",
             field="protocol",

@@ -1,4 +1,6 @@
-"""The handover socket: an engine gives its daemon open files, which gRPC cannot carry, for a ticket that a call names.
+"""The handover socket: open files, which gRPC cannot carry, go from an engine to its daemon or back, for a ticket.
+
+An engine gives files and names their ticket in a call; a call names the ticket of a file that the engine may fetch.
 
 Every file is closed: by who takes its ticket, or after HELD_S when nobody does.
 """
@@ -9,7 +11,6 @@ import asyncio
 import os
 import secrets
 import socket
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import KvferryError
-from kvferry.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
+from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
+from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
@@ -27,8 +29,6 @@ from kvferryd.memory import Files
 log = logs.get(__name__)
 EXCHANGE_S, HELD_S, BREATH_S = 2.0, 5.0, 0.1
 MAX_CONNECTIONS, BACKLOG = 16, 128
-CREDENTIALS = struct.Struct("3i")
-"""pid, uid and gid of SO_PEERCRED."""
 
 
 @dataclass(slots=True)
@@ -39,10 +39,10 @@ class _Held:
 
 
 class Handovers:
-    """`check_session` raises KvferryError for a session that is not open."""
+    """`introduce` takes the process that holds a session; it raises KvferryError for a session that is not open."""
 
-    def __init__(self, check_session: Callable[[str], object]) -> None:
-        self._check_session = check_session
+    def __init__(self, introduce: Callable[[str, Process | None], None]) -> None:
+        self._introduce = introduce
         self._held: dict[str, _Held] = {}
         self._exchanges: set[asyncio.Task[None]] = set()
 
@@ -105,19 +105,23 @@ class Handovers:
         files = Files()
         try:
             async with asyncio.timeout(EXCHANGE_S):
+                giving = Files()
                 try:
-                    reply = engine_pb2.HandoverReply(ticket=await self._take_in(connection, files))
+                    reply, giving = await self._take_in(connection, files)
                 except KvferryError as error:
                     reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))
-                await asyncio.get_running_loop().sock_sendall(connection, framed(reply))
+                with giving as numbers:  # a new connection has room for so few bytes: this does not block
+                    sent = socket.send_fds(connection, [said := framed(reply)], numbers)
+                await asyncio.get_running_loop().sock_sendall(connection, said[sent:])
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
             files.close()  # those that no ticket has
             connection.close()
 
-    async def _take_in(self, connection: socket.socket, files: Files) -> str:
-        _, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    async def _take_in(self, connection: socket.socket, files: Files) -> tuple[engine_pb2.HandoverReply, Files]:
+        """(the answer, what goes with it)"""
+        _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
             raise KvferryError(
                 "wrong_user",
@@ -130,16 +134,25 @@ class Handovers:
             said = engine_pb2.Handover.FromString(await _receive(connection, files))
         except DecodeError:
             raise _malformed("it is no Handover") from None
-        if said.files != len(files.numbers) or not said.files:
+        if said.files != len(files.numbers) or (said.files and said.ticket):
             raise _malformed(f"{len(files.numbers)} files came, {said.files} were announced")
-        self._check_session(said.session)
+        self._introduce(said.session, Process.at(connection))
+        if said.ticket:
+            return engine_pb2.HandoverReply(), self.take(said.session, said.ticket)
+        if not said.files:
+            return engine_pb2.HandoverReply(), Files()
         held = sum(len(each.files.numbers) for each in self._held.values() if each.session == said.session)
         if held + said.files > MAX_FILES:
             raise too_many_files(held + said.files)
+        ticket = self.hold(said.session, Files(files.numbers))
+        files.numbers = []
+        return engine_pb2.HandoverReply(ticket=ticket), Files()
+
+    def hold(self, session: str, files: Files) -> str:
+        """A ticket for files, which are closed if nobody takes them with it."""
         ticket = secrets.token_urlsafe(16)
         expiry = asyncio.get_running_loop().call_later(HELD_S, self._expire, ticket)
-        self._held[ticket] = _Held(said.session, Files(files.numbers), expiry)
-        files.numbers = []
+        self._held[ticket] = _Held(session, files, expiry)
         return ticket
 
     def _expire(self, ticket: str) -> None:

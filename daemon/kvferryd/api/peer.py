@@ -14,7 +14,7 @@ from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.check import check_destination, check_request_id, check_seconds, check_way
 from kvferryd.engine import Engine
-from kvferryd.engines import MAX_WORLD_SIZE
+from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
 from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.lease import ReaderId
@@ -57,8 +57,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 value=engine.engine_id,
                 remedy="start their daemons with the same roster",
             ) from None
-        assert engine.manifest is not None
-        assert engine.agent is not None
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         return peer_pb2.HandshakeReply(
             protocol=version,
@@ -135,7 +133,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             raise KvferryError("malformed_stream", "the first message says who reads from whom", field="opening")
         opening = first.opening
         engine = self._of_epoch(opening.engine_id, opening.epoch)
-        assert engine.manifest is not None
         regions = {id: region.span.address for id, region in engine.regions.items()}
         gatherer = Gatherer(engine.manifest, regions, engine.arena, engine.pairings)
         who = _reader(opening.reader)
@@ -151,7 +148,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @unary
     async def Pair(self, request: peer_pb2.PairRequest, context: Context) -> peer_pb2.PairReply:
         engine = self._of_epoch(request.engine_id, request.epoch)
-        assert engine.manifest is not None
         sources = [manifest_from_proto(source) for source in request.sources]
         destination = manifest_from_proto(request.destination)
         said = request.SerializeToString(deterministic=True)
@@ -174,7 +170,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if request.HasField("tables"):
             wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
             own = reservation(tables_from_proto(request.tables), wanted)
-            assert engine.manifest is not None
             check_destination(engine.manifest, own.tables, own.tokens)
         order = Order(
             source.engine_id,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvferry import cuda
+from kvferry.memory import cuda
 from kvferry.tables import BlockTable
 from kvferryd.bench.child import child, tell
 from kvferryd.bench.gpu_cases import HND, NHD, WIDE, Case, Layout, Model, Pair, Requests

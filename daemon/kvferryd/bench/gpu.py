@@ -15,8 +15,8 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferryd.bench import Options, gpu_raw, rpc
 from kvferryd.bench.gpu_cases import FULL, TINY, Case, Pair, cases
 from kvferryd.bench.gpu_engines import Engine, Stage, Way

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry import cuda
 from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
-from kvferry.memory import cuda_memory
+from kvferry.memory import cuda, cuda_memory
 from kvferry.schemas import SourceBody
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
-from kvferryd.config import Config
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
 from kvferryd.memory.host import HostProvider
 from kvferryd.together import together
@@ -127,7 +125,7 @@ async def _adopt(client: EngineClient, nbytes: int, gpu: int | None) -> tuple[An
     import torch
 
     if gpu is None:
-        region = HostProvider(Config().shm_dir).allocate(nbytes)
+        region = HostProvider().allocate(nbytes)
         await client.adopt(region.shared)
         return region.shared.tensor().view(torch.int32), region.close
     pool = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}")

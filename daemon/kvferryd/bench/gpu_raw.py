@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from kvferry import cuda
+from kvferry.memory import cuda
 from kvferryd.bench.gpu_cases import Case
 from kvferryd.bench.gpu_table import Row, Table
 from kvferryd.bench.raw import RawPair, connected, target
-from kvferryd.config import Config
 from kvferryd.memory.cuda import CudaProvider
 from kvferryd.memory.host import HostProvider
+from kvferryd.nixl import load, make_agent
 from kvferryd.transport import Span
-from kvferryd.transport.binding import load, make_agent
 
 CEILING_REPEATS, CONTIGUOUS_REPEATS, PERMUTED_REPEATS, WARM_UP = 9, 7, 4, 1
 CEILING, DEFAULTS, BEST = "plain copy, the ceiling", "NIXL, defaults", "NIXL, best knobs"
@@ -35,7 +34,7 @@ def measure(case: Case, gpus: tuple[cuda.Device, ...], table: Table) -> None:
             local = stack.enter_context(_gpu_memory(gpus[-1], destination.nbytes))
             stack.enter_context(gpus[-1])  # UCX finds its GPU by the current context
         else:
-            provider = HostProvider(Config().shm_dir)
+            provider = HostProvider()
             remote, room = provider.allocate(source.nbytes), provider.allocate(destination.nbytes)
             stack.callback(remote.close)
             stack.callback(room.close)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferryd.copy.batch import Batch, Side, Table
 from kvferryd.plan.axes import Ints
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import Copier, NotPrepared
 from kvferryd.memory import Probe

@@ -62,7 +62,7 @@ class Region(Protocol):
         """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes."""
 
     def exported(self, region: int) -> engine_pb2.Memory:
-        """What an engine needs to map it."""
+        """What an engine needs to map it; of a HostRegion, beside its `files`."""
 
     def close(self) -> None: ...
 
@@ -80,7 +80,7 @@ def provider(config: Config) -> Provider:
     if config.device == "cpu":
         from kvferryd.memory.host import HostProvider
 
-        return HostProvider(config.shm_dir)
+        return HostProvider()
     from kvferryd.memory.cuda import CudaProvider
 
     return CudaProvider(config.device)

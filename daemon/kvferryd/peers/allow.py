@@ -6,7 +6,7 @@ import fnmatch
 import ipaddress
 from collections.abc import Sequence
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Forbidden, Malformed
 from kvferryd.settings import Wrong, split_address
 
 
@@ -20,7 +20,7 @@ def split(address: str) -> tuple[str, int]:
     except Wrong:
         host, port = "", 0
     if not host or not port:
-        raise KvferryError(
+        raise Malformed(
             "malformed_address",
             "the address is not host:port",
             field="address",
@@ -44,7 +44,7 @@ def check(address: str, allowed: Sequence[str]) -> None:
     else:
         admitted = any(ip in network for entry in allowed if (network := _network(entry)))
     if not admitted:
-        raise KvferryError(
+        raise Forbidden(
             "address_not_allowed",
             f"{address} is not an address this daemon may speak to",
             field="address",

@@ -9,8 +9,8 @@ from types import TracebackType
 
 import grpc
 
-from kvferry.errors import KvferryError
-from kvferry.rpc import PEER_OPTIONS, error_of
+from kvferry.errors import Full, KvferryError, PeerFailed
+from kvferry.rpc import PEER_OPTIONS, SILENT, UNREACHABLE, error_of
 from kvferry.v1 import peer_pb2_grpc
 from kvferryd.certificates import Certificates, Identity
 from kvferryd.config import Config
@@ -52,7 +52,7 @@ class Channels:
         shared = self._open.get((address, identity))
         if shared is None:
             if len(self._open) >= MAX_CHANNELS:
-                raise KvferryError(
+                raise Full(
                     "too_many_peers",
                     f"this daemon is connected with {len(self._open)} others",
                     field="address",
@@ -129,8 +129,10 @@ class asking:  # noqa: N801  used like a function
     def _problem(self, error: grpc.aio.UsageError | grpc.aio.AioRpcError) -> KvferryError:
         address = self._address
         if isinstance(error, grpc.aio.UsageError):  # what a call on a closed channel raises
-            return KvferryError("peer_lost", f"the connection to {address} is closed", field="address", value=address)
+            return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
         problem = error_of(error, f"peer {address}", self._ended)
-        if problem.code in ("unreachable", "deadline"):
-            problem.code = "peer_unreachable"
-        return problem
+        if problem.code not in (UNREACHABLE, SILENT):
+            return problem
+        return PeerFailed(
+            "peer_unreachable", problem.message, field=problem.field, value=problem.value, remedy=problem.remedy
+        )

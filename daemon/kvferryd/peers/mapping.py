@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import grpc
 import structlog
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferryd.copy import mapped
 from kvferryd.copy.ahead import sample

@@ -128,7 +128,6 @@ class Peers:
 
     async def _meet(self, engine: Engine, engine_id: str, address: str, asked: list[PeerRank]) -> PeerEngine:
         """`asked`: the ranks that have answered, whatever comes of it."""
-        assert engine.manifest is not None and engine.agent is not None
         first, members = await self._ask(engine, engine_id, address)
         asked.append(first)
         others = [self._ask(engine, engine_id, member.address) for member in members if member.rank != first.rank]
@@ -307,7 +306,7 @@ class Peers:
             await mapping.close()
         await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         names, peer.loaded = peer.loaded, []
-        if peer.own.agent is not None and not peer.own.retired.is_set():
+        if not peer.own.retired.is_set():
             for name in names:
                 await peer.own.agent.remove_peer(name)
 

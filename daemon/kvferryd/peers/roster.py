@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN, error_of
 from kvferry.v1 import peer_pb2
 from kvferryd.config import Config
@@ -41,7 +41,7 @@ class Seed:
         key = (engine_id, epoch)
         members = self._members.setdefault(key, {})
         if rank in members and members[rank].address != address:
-            raise KvferryError(
+            raise Conflict(
                 "rank_taken",
                 f"rank {rank} of engine {engine_id} has joined from {members[rank].address}",
                 field="rank",
@@ -79,7 +79,7 @@ class Roster:
         """Join, and set the engine's members as they change, until the engine is retired."""
         if engine.world_size == 1:
             return
-        self._tasks[engine.session] = asyncio.create_task(self._follow(engine), name=f"roster-{engine.engine_id}")
+        self._tasks[engine.session.id] = asyncio.create_task(self._follow(engine), name=f"roster-{engine.engine_id}")
 
     async def _follow(self, engine: Engine) -> None:
         pause = RETRY_S[0]
@@ -117,7 +117,7 @@ class Roster:
             await channel.close()
 
     async def leave(self, engine: Engine) -> None:
-        task = self._tasks.pop(engine.session, None)
+        task = self._tasks.pop(engine.session.id, None)
         if task is not None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

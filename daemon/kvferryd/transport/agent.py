@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvferry import cuda
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferryd import logs
+from kvferryd.nixl import make_agent
 from kvferryd.settle import settle
-from kvferryd.transport.binding import make_agent
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Span, TransportError, typed
 from kvferryd.transport.reads import Reads, post
@@ -62,7 +62,7 @@ class Agent:
         """Peers whose last word arrived inside the post."""
         self._registered: dict[Span, Any] = {}
         self._peers: dict[str, int] = {}
-        """By alias: how often each was added."""
+        """By alias: how often each that is loaded was added. What nobody has added any more is read from still."""
         self._closed = self._gone = False
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
@@ -102,26 +102,33 @@ class Agent:
         await self._call(lambda: self._add_peer(peer))
 
     def _add_peer(self, peer: Metadata) -> None:
-        users = self._peers.get(peer.alias, 0)
-        if not users:
+        if peer.alias not in self._peers:
             try:
                 self._nixl.add_remote_agent(peer.blob)
             except Exception:
                 with contextlib.suppress(Exception):  # what was loaded before it failed; often nothing
                     self._nixl.remove_remote_agent(peer.alias)
                 raise
-        self._peers[peer.alias] = users + 1
+        self._peers[peer.alias] = self._peers.get(peer.alias, 0) + 1
 
     async def remove_peer(self, alias: str) -> None:
+        """Of who added it last: it is unloaded as soon as all reads from it are quiet."""
         await self._call(lambda: self._remove_peer(alias))
 
     def _remove_peer(self, alias: str) -> None:
-        users = self._peers.pop(alias)
-        if users > 1:
-            self._peers[alias] = users - 1
-        else:
-            self._near.discard(alias)
-            self._nixl.remove_remote_agent(alias)
+        self._peers[alias] -= 1
+        self._unload()
+
+    def _unload(self) -> None:
+        """NIXL never says of a read that it is over once its peer has been unloaded."""
+        for alias in [alias for alias, users in self._peers.items() if not users]:
+            if not self._reads.any_from(alias):
+                del self._peers[alias]
+                self._near.discard(alias)
+                try:
+                    self._nixl.remove_remote_agent(alias)
+                except Exception as error:  # noqa: BLE001  nobody waits for it
+                    log.warning("a peer could not be unloaded", agent=self.name, peer=alias, error=str(error))
 
     async def warm(self, peer: str, span: Span) -> None:
         """Read one byte of a peer's memory: the first read to a peer pays 5 to 15 ms of wire-up."""
@@ -246,6 +253,8 @@ class Agent:
 
     def _advance(self) -> None:
         self._reads.advance(self._nixl)
+        if 0 in self._peers.values():
+            self._unload()
 
     def _begin(self, read: Read) -> None:
         if self._nixl is None:

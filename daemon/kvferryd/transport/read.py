@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KvferryError
+from kvferry.errors import PeerFailed
 
 Descriptors = npt.NDArray[np.uint64]
 """Shape (n, 3): address, bytes, device."""
@@ -22,7 +22,7 @@ CHUNK_BYTES = {"DRAM": 32 << 20, "VRAM": 128 << 20}
 does not (128 MiB: 0.4 ms over NVLink). Between posts other reads get their turn and an abandoned one stops."""
 
 
-class TransportError(KvferryError):
+class TransportError(PeerFailed):
     """What NIXL raised, with a stable code: `peer_lost`, `transport_failed`."""
 
 

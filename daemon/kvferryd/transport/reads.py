@@ -65,6 +65,10 @@ class Reads:
                 self._waiting.remove(read)
                 self._requeue(read)
 
+    def any_from(self, peer: str) -> bool:
+        """Whether a read from this peer is not quiet."""
+        return any(read.peer == peer for read in (*self._waiting, *(read for _, _, read in self._to_post)))
+
     def drain(self) -> list[Read]:
         """All of them, without their handles: for who destroys NIXL's agent next."""
         found = [*self._waiting, *(read for _, _, read in self._to_post)]

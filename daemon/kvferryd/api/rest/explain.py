@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, KvferryError, Malformed
 from kvferry.manifest import Manifest
 from kvferry.schemas import ExplainRequest, ExplainTables
 from kvferry.tables import Tables, tables_from_json
@@ -28,7 +28,7 @@ def routes() -> APIRouter:
     async def explain(body: Annotated[ExplainRequest, Body(openapi_examples=EXPLAIN)]) -> dict[str, Any]:
         """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
         if places.locked():
-            raise KvferryError("full", f"{AT_ONCE} explanations are in work", remedy="ask again")
+            raise Full("full", f"{AT_ONCE} explanations are in work", remedy="ask again")
         async with places:
             return await asyncio.to_thread(_explain, body)
 
@@ -62,7 +62,7 @@ def _tables(
     wanted = tables_from_json(tables.destination, "tables.destination")
     blocks = sum(len(table.block_ids) for of_rank in (*held.values(), wanted) for table in of_rank.values())
     if blocks * len(destination.components) > MAX_SEGMENTS:
-        raise KvferryError(
+        raise Malformed(
             "too_many_runs", "these tables make more runs than one answer should hold", field="tables", value=blocks,
             remedy="explain fewer blocks, or use the command kvferry explain",
         )  # fmt: skip
@@ -71,7 +71,7 @@ def _tables(
 
 def _rank(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise KvferryError(
+        raise Malformed(
             "malformed_tables", f"tables.source has no rank {text}", field="tables.source", value=text,
             remedy='for several sources: {"0": {"full": {"block_ids": [4, 7]}}, "1": ...}, by rank',
         )  # fmt: skip

@@ -9,11 +9,12 @@ import asyncio
 import re
 import time
 import uuid
+from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Forbidden, Full, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd import logs
 from kvferryd.api.rest.problems import problem
 from kvferryd.api.rest.tokens import TokenFile
@@ -56,18 +57,14 @@ class Observed:
         with logs.bound(x_request_id=name, trace_id=trace[1] if trace else ""):
             try:
                 if self._in_flight > MAX_IN_FLIGHT:
-                    full = KvferryError(
-                        "full", f"{MAX_IN_FLIGHT} requests are being answered", remedy="ask again later"
-                    )
+                    full = Full("full", f"{MAX_IN_FLIGHT} requests are being answered", remedy="ask again later")
                     return await problem(full)(scope, receive, named)
                 await self._app(scope, receive, named)
             except Exception:
                 log.exception("request failed", method=scope["method"], path=scope["path"])
                 if status:
                     raise  # too late for an answer: let the server cut the connection
-                unexpected = KvferryError(
-                    "internal", "the daemon failed", remedy=f"its log has the reason, under {name}"
-                )
+                unexpected = Internal("internal", "the daemon failed", remedy=f"its log has the reason, under {name}")
                 await problem(unexpected)(scope, receive, named)
             finally:
                 self._in_flight -= 1
@@ -86,7 +83,7 @@ class Authenticated:
         if scope["type"] == "http" and scope["path"] not in OPEN:
             scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._tokens.accepts(token.strip()):
-                fault = KvferryError(
+                fault = Unauthorized(
                     "unauthorized", "this daemon asks for a bearer token",
                     field="authorization", value=scheme, remedy="send Authorization: Bearer TOKEN",
                 )  # fmt: skip
@@ -112,6 +109,8 @@ class BoundedBody:
             _same_origin(headers)
             body = await _read(headers, receive)
             _json_by_type(headers, body)
+        except _BodyRefused as fault:
+            return await problem(fault, fault.status, {"connection": "close"})(scope, receive, send)
         except KvferryError as fault:
             # The rest of a body that is too large is never read: the connection ends with the answer.
             return await problem(fault, headers={"connection": "close"})(scope, receive, send)
@@ -127,6 +126,16 @@ class BoundedBody:
 
 class _Left(Exception):
     pass
+
+
+class _BodyRefused(Malformed):
+    """HTTP has a status of its own for it."""
+
+    def __init__(
+        self, status: HTTPStatus, code: str, message: str, *, field: str, value: str = "", remedy: str
+    ) -> None:
+        super().__init__(code, message, field=field, value=value, remedy=remedy)
+        self.status = status
 
 
 async def _read(headers: Headers, receive: Receive) -> bytes:
@@ -147,32 +156,43 @@ async def _read(headers: Headers, receive: Receive) -> bytes:
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
-        raise KvferryError(
-            "body_timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s", field="body",
+        raise _BodyRefused(
+            HTTPStatus.REQUEST_TIMEOUT,
+            "body_timeout",
+            f"the body did not arrive within {BODY_TIMEOUT_S:g} s",
+            field="body",
             remedy="send it at once",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _too_large(size: str) -> KvferryError:
-    return KvferryError(
-        "body_too_large", "the body is too large", field="content-length", value=size,
+    return _BodyRefused(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        "body_too_large",
+        "the body is too large",
+        field="content-length",
+        value=size,
         remedy=f"send at most {MAX_BODY} bytes",
-    )  # fmt: skip
+    )
 
 
 def _json_by_type(headers: Headers, body: bytes) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and kind != "application/json":
-        raise KvferryError(
-            "unsupported_media_type", "the body is not declared as JSON", field="content-type", value=kind,
+        raise _BodyRefused(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "unsupported_media_type",
+            "the body is not declared as JSON",
+            field="content-type",
+            value=kind,
             remedy="send Content-Type: application/json",
-        )  # fmt: skip
+        )
 
 
 def _same_origin(headers: Headers) -> None:
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
-        raise KvferryError(
+        raise Forbidden(
             "cross_origin", "a page of another origin may not change anything here", field="origin", value=origin,
             remedy="call the API from a program",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every error as problem+json (RFC 9457) with a stable `code`, and the one table from code to HTTP status."""
+"""Every error as problem+json (RFC 9457) with a stable `code`, and the HTTP status of its kind."""
 
 from __future__ import annotations
 
@@ -11,45 +11,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from kvferry.errors import KvferryError
-from kvferry.manifest import ManifestError
+from kvferry.errors import KvferryError, Malformed
 from kvferry.schemas import Problem, RefusalBody
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
 """A full daemon frees a place whenever a transfer ends, which is a matter of milliseconds to seconds."""
-STATUS = {
-    "unauthorized": 401,
-    "address_not_allowed": 403,
-    "cross_origin": 403,
-    "unknown_transfer": 404,
-    "unknown_request": 404,
-    "unknown_lease": 404,
-    "unknown_engine": 404,
-    "unknown_peer": 404,
-    "order_conflict": 409,
-    "receive_conflict": 409,
-    "body_too_large": 413,
-    "unsupported_media_type": 415,
-    "full": 429,
-    "internal": 500,
-    "peer_unreachable": 502,
-    "draining": 503,
-    "body_timeout": 408,
-    "deadline": 504,
-}
-"""Everything else is 422: the request says something that cannot be done."""
 HTTP_CODES = {404: "no_such_route", 405: "method_not_allowed"}
 
 
-def status_of(error: KvferryError) -> int:
-    """The HTTP status of an error. A manifest's `unknown_group` is a malformed body, no missing resource."""
-    return 422 if isinstance(error, ManifestError) else STATUS.get(error.code, 422)
-
-
 def problem(error: KvferryError, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    """The response that tells of an error."""
-    status = status_of(error) if status is None else status
+    """The response that tells of an error. status: where it is not that of the error's kind."""
+    status = error.kind.http if status is None else status
     body = Problem(
         title=HTTPStatus(status).phrase,
         status=status,
@@ -86,7 +59,7 @@ async def validation_problem(request: Request, error: Exception) -> Response:
         return problem(first)
     listed = "; ".join(fault.message for fault in faults[:16]) + ("; and more" if len(faults) > 16 else "")
     several = f"{len(faults)} faults: {listed}"
-    return problem(KvferryError(first.code, several, field=first.field, value=first.value, remedy=first.remedy))
+    return problem(Malformed(first.code, several, field=first.field, value=first.value, remedy=first.remedy))
 
 
 def _fault(entry: Mapping[str, object]) -> KvferryError:
@@ -96,22 +69,20 @@ def _fault(entry: Mapping[str, object]) -> KvferryError:
     if kind == "json_invalid":
         return not_json(str(entry.get("ctx", "")))
     if kind == "missing":
-        return KvferryError("malformed_request", f"{field} is missing", field=field, remedy=f"add {field}")
+        return Malformed("malformed_request", f"{field} is missing", field=field, remedy=f"add {field}")
     if kind == "extra_forbidden":
         remedy = "remove it, or look up its spelling in /openapi.json"
-        return KvferryError(
-            "malformed_request", f"{field} is not known", field=field, value=entry["input"], remedy=remedy
-        )
+        return Malformed("malformed_request", f"{field} is not known", field=field, value=entry["input"], remedy=remedy)
     remedy = said[:1].lower() + said[1:]
     if kind == "string_pattern_mismatch" and field.endswith("address"):
         remedy = "write host:port, with brackets round an IPv6 address"
-    return KvferryError(
+    return Malformed(
         "malformed_request", f"{field} is malformed: {said}", field=field, value=entry.get("input", ""), remedy=remedy
     )
 
 
 def not_json(reason: str = "") -> KvferryError:
-    return KvferryError(
+    return Malformed(
         "malformed_json", "the body is not JSON", field="body", value=reason, remedy="send one JSON object in UTF-8"
     )
 
@@ -136,7 +107,7 @@ def http_problem(routers: Sequence[APIRouter]) -> Callable[[Request, Exception],
         else:
             message, remedy = str(error.detail), ""
         code = HTTP_CODES.get(error.status_code, "refused_request")
-        fault = KvferryError(code, message, field="path", value=path, remedy=remedy)
+        fault = Malformed(code, message, field="path", value=path, remedy=remedy)
         headers = dict(error.headers or {})
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             headers = {"allow": methods(path)}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.schemas import OrderBody, Ordered, TransferList, TransferRecord, TransferState
 from kvferryd import logs
 from kvferryd.api.rest.gate import TRACEPARENT
@@ -47,7 +47,7 @@ def routes(ferry: Ferry) -> APIRouter:
         """The transfers this daemon knows. With `request_id` and `wait`: waits until that request's transfer
         has come and ended."""
         if wait and request_id is None:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_request", "there is nothing to wait for", field="wait", value=wait,
                 remedy="name a request_id, or ask for one transfer by its id",
             )  # fmt: skip

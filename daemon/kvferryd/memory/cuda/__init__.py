@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry import cuda
-from kvferry.errors import KvferryError
-from kvferry.memory import CudaRegion, open_cuda_region
+from kvferry.errors import Full, KvferryError, Malformed
+from kvferry.memory import CudaRegion, cuda, open_cuda_region
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import vmm
@@ -105,7 +104,7 @@ class CudaProvider:
             if error.code != "out_of_memory":
                 raise
             free, total = self.device.memory()
-            raise KvferryError(
+            raise Full(
                 "out_of_memory",
                 f"GPU {self.device.uuid} has no room for {nbytes} bytes: {free} of {total} are free",
                 field="nbytes",
@@ -129,7 +128,7 @@ class CudaProvider:
         """Map memory that the engine owns. Raises KvferryError."""
         kind = memory.WhichOneof("kind")
         if kind not in ("cuda", "vmm"):
-            raise KvferryError(
+            raise Malformed(
                 "wrong_memory_kind",
                 "a daemon beside a GPU adopts CUDA memory only",
                 field="memory.kind",
@@ -138,7 +137,7 @@ class CudaProvider:
             )
         given = memory.cuda if kind == "cuda" else memory.vmm
         if given.device_uuid != self.device.uuid:
-            raise KvferryError(
+            raise Malformed(
                 "wrong_gpu",
                 f"the memory is on GPU {given.device_uuid}, this daemon runs beside {self.device.uuid}",
                 field=f"memory.{kind}.device_uuid",

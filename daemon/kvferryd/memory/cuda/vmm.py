@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry import cuda
-from kvferry.cuda_vmm import VmmMapping
-from kvferry.memory import check_inside
+from kvferry.memory import cuda
+from kvferry.memory.regions import check_inside
+from kvferry.memory.vmm import VmmMapping
 from kvferry.v1 import engine_pb2
 from kvferryd.transport import Span
 

@@ -1,0 +1,144 @@
+"""Builds a manifest from an engine's own arrays or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kvferry.manifest.manifest import Manifest
+from kvferry.manifest.model import ManifestError, ModelInfo, Shard, TokenShard
+
+
+class Strided(Protocol):
+    """What numpy arrays and torch tensors have in common: a shape, a dtype, strides, an address."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+def _geometry(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
+    """(address, shape, strides in bytes, dtype name) of a numpy array or a torch tensor."""
+    shape = tuple(int(extent) for extent in array.shape)
+    dtype = str(array.dtype).removeprefix("torch.")
+    if hasattr(array, "data_ptr"):
+        item = int(array.element_size())
+        return int(array.data_ptr()), shape, tuple(int(stride) * item for stride in array.stride()), dtype
+    interface = array.__array_interface__
+    return int(interface["data"][0]), shape, tuple(int(stride) for stride in array.strides), dtype
+
+
+class ManifestBuilder:
+    """Describes a cache from the engine's own arrays or tensors; nothing is copied.
+
+    >>> builder = ManifestBuilder("prefill", epoch, ModelInfo(name="m", fingerprint="f"))
+    >>> builder.region(0, "host", nbytes=memory.nbytes, address=memory.address)
+    >>> builder.group("full", block_size=16, num_blocks=1024)
+    >>> builder.component("full", layer=0, name="k", array=k, axes=("block", "slot", "head", "dim"),
+    ...                   region=0, shard=Shard(axis="head", start=0, total=8))
+    >>> manifest = builder.build()
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        epoch: str,
+        model: ModelInfo,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        parallel: Mapping[str, int] | None = None,
+    ) -> None:
+        self._head: dict[str, Any] = {
+            "engine_id": engine_id,
+            "epoch": epoch,
+            "model": model,
+            "rank": rank,
+            "world_size": world_size,
+            "parallel": dict(parallel or {}),
+        }
+        self._regions: list[dict[str, Any]] = []
+        self._addresses: dict[int, int] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._components: list[dict[str, Any]] = []
+
+    def region(self, id: int, kind: str, *, nbytes: int, address: int) -> ManifestBuilder:
+        """`address`: where the region begins in this process; offsets are measured from it."""
+        self._regions.append({"id": id, "kind": kind, "nbytes": nbytes})
+        self._addresses[id] = address
+        return self
+
+    def group(
+        self,
+        name: str,
+        *,
+        num_blocks: int,
+        block_size: int = 1,
+        kind: str = "paged",
+        window: int | None = None,
+        token_shard: TokenShard | None = None,
+    ) -> ManifestBuilder:
+        self._groups.append(
+            {
+                "name": name,
+                "kind": kind,
+                "block_size": block_size,
+                "num_blocks": num_blocks,
+                "window": window,
+                "token_shard": token_shard or TokenShard(),
+            }
+        )
+        return self
+
+    def component(
+        self,
+        group: str,
+        *,
+        layer: int,
+        name: str,
+        array: Strided,
+        axes: Sequence[str],
+        region: int = 0,
+        shard: Shard | None = None,
+    ) -> ManifestBuilder:
+        """`axes` names the array's dimensions in order; a name may occur twice (mixed radix, outer first)."""
+        address, shape, strides, dtype = _geometry(array)
+        label = f"{layer}.{name}"
+        if len(axes) != len(shape):
+            raise ManifestError(
+                "axes",
+                f"component {label}: {len(axes)} axis names for an array of {len(shape)} dimensions",
+                component=label,
+                field=f"components[{label}].axes",
+                value=tuple(axes),
+                remedy=f"name every dimension of the shape {shape}",
+            )
+        if region not in self._addresses:
+            raise ManifestError(
+                "unknown_region",
+                f"component {label}: region {region} was not described",
+                component=label,
+                field=f"components[{label}].region",
+                value=region,
+                remedy="call region() first",
+            )
+        self._components.append(
+            {
+                "group": group,
+                "layer": layer,
+                "name": name,
+                "dtype": dtype,
+                "region": region,
+                "offset": address - self._addresses[region],
+                "axes": [{"name": n, "extent": e, "stride": s} for n, e, s in zip(axes, shape, strides, strict=True)],
+                "shard": shard,
+            }
+        )
+        return self
+
+    def build(self) -> Manifest:
+        """The checked manifest. Raises ManifestError."""
+        return Manifest.from_dict(
+            self._head | {"regions": self._regions, "groups": self._groups, "components": self._components}
+        )

@@ -1,0 +1,111 @@
+"""What a manifest is made of: regions, groups, components with named, strided axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvferry.errors import KvferryError
+
+BLOCK, SLOT = "block", "slot"
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element, by the dtype names that torch and numpy (ml_dtypes) share."""
+
+
+class ManifestError(KvferryError):
+    """A manifest that breaks a rule. `field` names the component and field, `value` what stands there."""
+
+    def __init__(self, code: str, message: str, *, component: str = "", **more: Any) -> None:
+        super().__init__(code, message, **more)
+        self.component = component
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Count = Annotated[int, Field(ge=1, lt=2**62, strict=True)]
+Position = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelInfo(Part):
+    name: Name
+    fingerprint: Name
+    """Equal on both sides or the pair is refused: weights, head counts and dtype, not a path or a version."""
+
+
+class Region(Part):
+    id: Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+    kind: Literal["cuda", "host"]
+    nbytes: Count
+
+
+class TokenShard(Part):
+    """Context parallelism: token t lives on rank (t // interleave) % size."""
+
+    rank: Position = 0
+    size: Count = 1
+    interleave: Count = 1
+
+
+class Group(Part):
+    """A block-table namespace. `block_size` in tokens; `window` in tokens, the newest included."""
+
+    name: Name
+    kind: Literal["paged", "state"] = "paged"
+    block_size: Count = 1
+    num_blocks: Count
+    window: Count | None = None
+    token_shard: TokenShard = TokenShard()
+
+
+class Axis(Part):
+    """`extent` in positions, `stride` in bytes. A name that occurs twice is mixed radix, outer first."""
+
+    name: Name
+    extent: Count
+    stride: Position
+
+
+class Shard(Part):
+    """This rank holds [start, start + extent(axis)) of a global axis of length `total`."""
+
+    axis: Name
+    start: Position
+    total: Count
+
+
+class Component(Part):
+    group: Name
+    layer: Position
+    name: Name
+    dtype: Name
+    region: Annotated[int, Field(ge=0, strict=True)]
+    offset: Position
+    axes: Annotated[tuple[Axis, ...], Field(min_length=1, max_length=16)]
+    shard: Shard | None = None
+
+    @property
+    def label(self) -> str:
+        """How errors and refusals name it, for example `3.k`."""
+        return f"{self.layer}.{self.name}"
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes_spanned(self) -> int:
+        """From the first byte to one past the last, gaps included."""
+        return sum((axis.extent - 1) * axis.stride for axis in self.axes) + self.itemsize
+
+    def extent(self, name: str) -> int:
+        """Positions on a logical axis: the product over its digits. 1 where the axis is absent."""
+        return math.prod(axis.extent for axis in self.axes if axis.name == name)

@@ -1,0 +1,364 @@
+"""The CUDA driver through ctypes: devices, memory that processes share, streams and events. Nothing else of CUDA.
+
+Imports everywhere; the first call says what is missing where there is no driver or no GPU (`cuda_missing`). A `Device`
+is a context manager that makes its primary context (the one torch uses) current in the calling thread and puts back
+what was there; everything below does so for itself. Addresses are plain integers, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import uuid
+from ctypes import byref, c_float, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from kvferry.memory.cuda_driver import HANDLE_NBYTES, IpcHandle, Uuid, call, missing
+
+GRANULE = 2 << 20
+"""Smaller allocations share one of these, and an IPC handle exports all of it."""
+_LAZY_PEER_ACCESS, _NON_BLOCKING, _NO_TIMING, _PORTABLE, _DEVICE_MAP = 1, 1, 2, 1, 2
+_MEMORY_TYPE, _DEVICE_ORDINAL, _LEGACY_IPC, _HANDLE_TYPES, _ON_DEVICE = 2, 9, 10, 14, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What the driver knows of an address. `legacy_ipc`: exportable as a raw handle; VMM memory is not.
+
+    handle_types: kinds of shareable handle that VMM memory was made with (1: POSIX fd, 8: fabric); 0 for others.
+    """
+
+    on_device: bool
+    device: int
+    legacy_ipc: bool
+    handle_types: int
+    base: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A raw IPC handle: it maps the whole allocation of `allocation_nbytes`; the address is `offset` into it."""
+
+    handle: bytes
+    offset: int
+    allocation_nbytes: int
+    device_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU. `index` counts what this process sees (CUDA_VISIBLE_DEVICES); `uuid` names it for everybody."""
+
+    index: int
+    uuid: str
+
+    def bind(self) -> None:
+        """Make the context current in this thread for good: what it does with this GPU then needs no switching."""
+        if _thread.bound != self.index:
+            call("cuCtxPushCurrent_v2", _primary(self.index))
+            _thread.bound = self.index
+
+    def __enter__(self) -> Device:
+        if _thread.bound != self.index:
+            call("cuCtxPushCurrent_v2", _primary(self.index))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if _thread.bound != self.index:
+            call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def alloc(self, nbytes: int) -> int:
+        """The address of new memory, not cleared. Raises KvferryError (`out_of_memory`). End it with `free`."""
+        address = c_uint64()
+        with self:
+            call("cuMemAlloc_v2", byref(address), nbytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Waits until nothing on the GPU can use it any more."""
+        with self:
+            call("cuMemFree_v2", address)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes free, bytes in all."""
+        free, total = c_size_t(), c_size_t()
+        with self:
+            call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """(first address, bytes) of the allocation or mapping around an address."""
+        base, nbytes = c_uint64(), c_size_t()
+        with self:
+            call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
+        return base.value, nbytes.value
+
+    def attributes(self, address: int) -> Attributes:
+        """Raises KvferryError for an address that is not CUDA's."""
+        values = []
+        with self:
+            for attribute in (_MEMORY_TYPE, _DEVICE_ORDINAL, _LEGACY_IPC, _HANDLE_TYPES):
+                value = c_uint64()
+                call("cuPointerGetAttribute", byref(value), attribute, address)
+                values.append(value.value)
+        kind, ordinal, legacy, handles = values
+        return Attributes(kind == _ON_DEVICE, ordinal, bool(legacy), handles, *self.allocation(address))
+
+    def export(self, address: int) -> Exported:
+        """The handle by which another process can open the memory around an address. Raises KvferryError."""
+        found = self.attributes(address)
+        if not found.legacy_ipc:
+            raise KvferryError(
+                "not_exportable",
+                "the memory is VMM-backed (cuMemCreate, expandable_segments, a sleep-mode pool): it has no IPC handle",
+                field="address",
+                value=hex(address),
+                remedy="describe it with kvferry.memory.cuda_memory, or allocate through the daemon (torch_pool)",
+            )
+        handle = IpcHandle()
+        with self:
+            call("cuIpcGetMemHandle", byref(handle), found.base)
+        return Exported(bytes(handle.bytes), address - found.base, found.nbytes, self.uuid)
+
+    def open(self, handle: bytes) -> Mapping:
+        """Map another process's allocation for this GPU, be it of this or of a peer GPU. Raises KvferryError."""
+        if len(handle) != HANDLE_NBYTES:
+            raise KvferryError(
+                "malformed_handle",
+                f"a CUDA IPC handle has {HANDLE_NBYTES} bytes, not {len(handle)}",
+                remedy="hand over the raw bytes of cudaIpcMemHandle_t",
+            )
+        with _mappings_lock:
+            known = _mappings.get((self.index, handle))
+            if known is None:
+                address = c_uint64()
+                with self:
+                    call("cuIpcOpenMemHandle_v2", byref(address), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+                known = _mappings[self.index, handle] = [address.value, 0]
+            known[1] += 1
+            return Mapping(self, handle, known[0])
+
+    def stream(self, priority: int = 0) -> Stream:
+        """One that does not wait for the legacy default stream. Lower numbers go first."""
+        stream = c_void_p()
+        with self:
+            call("cuStreamCreateWithPriority", byref(stream), _NON_BLOCKING, priority)
+        return Stream(self, stream.value or 0)
+
+    def event(self, *, timing: bool = False) -> Event:
+        event = c_void_p()
+        with self:
+            call("cuEventCreate", byref(event), 0 if timing else _NO_TIMING)
+        return Event(self, event.value or 0)
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """Page-locked host memory, from which copies to the GPU really are asynchronous."""
+        address = c_void_p()
+        with self:
+            call("cuMemHostAlloc", byref(address), nbytes, _PORTABLE)
+        return Pinned(self, address.value or 0, nbytes)
+
+    def register(self, address: int, nbytes: int) -> Registered:
+        """Let every GPU use whole pages of host memory that this process has already."""
+        device_address = c_uint64()
+        with self:
+            call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _DEVICE_MAP)
+            try:
+                call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
+            except KvferryError:
+                call("cuMemHostUnregister", address)
+                raise
+        return Registered(self, address, device_address.value)
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """Let a cudaStream_t write 8 bytes when all it was given before is done, and visible to every GPU and process.
+
+        Raises KvferryError (`stream_capturing`): a graph would write the same value every time that it is replayed.
+        """
+        capturing = c_int()
+        with self:
+            call("cuStreamIsCapturing", stream, byref(capturing))
+            if capturing.value:
+                raise KvferryError(
+                    "stream_capturing",
+                    "the stream's work is being captured into a graph, and a fence is for one time only",
+                    field="stream",
+                    value=hex(stream),
+                    remedy="make the fence after the graph's launch",
+                )
+            # Flags 0: with the memory barrier, which orders the earlier writes before this one for the whole system.
+            call("cuStreamWriteValue64_v2", stream, address, value, 0)
+
+    def synchronize(self) -> None:
+        """Wait, without a deadline, for everything on this GPU."""
+        with self:
+            call("cuCtxSynchronize")
+
+
+class Mapping:
+    """Another process's allocation, mapped from `address` on. The driver gives one mapping for each allocation, so
+    opens are counted: the last `close` unmaps. Close it when its exporter ends, or the memory stays taken."""
+
+    def __init__(self, device: Device, handle: bytes, address: int) -> None:
+        self.device, self.handle, self.address = device, handle, address
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.device.allocation(self.address)[1]
+
+    def close(self) -> None:
+        """Idempotent. Nothing on the GPU may use the memory any more."""
+        with _mappings_lock:
+            if self._closed:
+                return
+            self._closed = True
+            known = _mappings[self.device.index, self.handle]
+            known[1] -= 1
+            if known[1] == 0:
+                del _mappings[self.device.index, self.handle]
+                with self.device:
+                    call("cuIpcCloseMemHandle", self.address)
+
+
+@dataclass(slots=True, eq=False)
+class _Owned:
+    device: Device
+    handle: int
+
+    def _call(self, function: str, *arguments: object) -> bool:
+        with self.device:
+            return call(function, *arguments)
+
+
+class Stream(_Owned):
+    """Work that runs in order. `handle` is a cudaStream_t: torch.cuda.ExternalStream takes it."""
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Any kind of memory on either side. From pageable host memory it waits until the bytes are staged."""
+        self._call("cuMemcpyAsync", destination, source, nbytes, self.handle)
+
+    def upload(self, destination: int, source: Pinned, nbytes: int) -> None:
+        """Its first bytes, without waiting. They must stay until the stream has taken them."""
+        self._call("cuMemcpyHtoDAsync_v2", destination, source.address, nbytes, self.handle)
+
+    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
+        self._call("cuMemsetD8Async", address, value, nbytes, self.handle)
+
+    def wait(self, event: Event) -> None:
+        """What comes next on this stream runs after the event."""
+        self._call("cuStreamWaitEvent", self.handle, event.handle, 0)
+
+    def synchronize(self) -> None:
+        self._call("cuStreamSynchronize", self.handle)
+
+    def close(self) -> None:
+        """Idempotent. What is on the stream still runs."""
+        if self.handle:
+            self._call("cuStreamDestroy_v2", self.handle)
+            self.handle = 0
+
+
+class Event(_Owned):
+    """A point in a stream."""
+
+    def record(self, stream: Stream) -> None:
+        self._call("cuEventRecord", self.handle, stream.handle)
+
+    def reached(self) -> bool:
+        """Without waiting; True when it was never recorded. Raises KvferryError when work before it failed."""
+        return self._call("cuEventQuery", self.handle)
+
+    def synchronize(self) -> None:
+        self._call("cuEventSynchronize", self.handle)
+
+    def ms_since(self, earlier: Event) -> float:
+        """Milliseconds between two events made with timing and reached."""
+        elapsed = c_float()
+        self._call("cuEventElapsedTime", byref(elapsed), earlier.handle, self.handle)
+        return elapsed.value
+
+    def close(self) -> None:
+        if self.handle:
+            self._call("cuEventDestroy_v2", self.handle)
+            self.handle = 0
+
+
+@dataclass(slots=True, eq=False)
+class Pinned:
+    device: Device
+    address: int
+    nbytes: int
+
+    def close(self) -> None:
+        if self.address:
+            with self.device:
+                call("cuMemFreeHost", self.address)
+            self.address = 0
+
+
+@dataclass(slots=True, eq=False)
+class Registered:
+    """Host memory at `host_address`, which GPUs see at `address`. Nothing on a GPU may use it when it is closed."""
+
+    device: Device
+    host_address: int
+    address: int
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.address:
+            with self.device:
+                call("cuMemHostUnregister", self.host_address)
+            self.address = 0
+
+
+class _Thread(threading.local):
+    bound = -1
+    """Index of the GPU whose context this thread keeps."""
+
+
+_thread = _Thread()
+_mappings: dict[tuple[int, bytes], list[int]] = {}
+"""(device index, handle) -> [address, opens]."""
+_mappings_lock = threading.RLock()
+
+
+@functools.cache
+def _primary(index: int) -> c_void_p:
+    """Retained for the life of the process, and only on GPUs that are used: a context takes about half a GB."""
+    context = c_void_p()
+    call("cuDevicePrimaryCtxRetain", byref(context), index)
+    return context
+
+
+@functools.cache
+def devices() -> tuple[Device, ...]:
+    """The GPUs that this process sees. Raises KvferryError (`cuda_missing`) when there is none."""
+    count = c_int()
+    call("cuDeviceGetCount", byref(count))
+    found = []
+    for index in range(count.value):
+        raw = Uuid()
+        call("cuDeviceGetUuid_v2", byref(raw), index)
+        found.append(Device(index, f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"))
+    if not found:
+        raise missing("the driver sees no GPU")
+    return tuple(found)
+
+
+def device(name: str) -> Device:
+    """By UUID (GPU-...) or by this process's number (cuda:0). Raises KvferryError (`unknown_gpu`)."""
+    for found in devices():
+        if name in (found.uuid, f"cuda:{found.index}"):
+            return found
+    raise KvferryError(
+        "unknown_gpu",
+        f"{name} is not among the GPUs that this process sees",
+        field="device",
+        value=name,
+        remedy="visible here (CUDA_VISIBLE_DEVICES, the container's devices): "
+        + ", ".join(f"cuda:{found.index} {found.uuid}" for found in devices()),
+    )

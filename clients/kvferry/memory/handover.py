@@ -1,0 +1,149 @@
+"""Handing open files to the daemon. gRPC carries no descriptors: they go over a second Unix socket, beside the engine
+socket, for a ticket that the next call names."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Sequence
+
+from google.protobuf.message import DecodeError, Message
+
+from kvferry.errors import KvferryError
+from kvferry.process import Process
+from kvferry.v1 import engine_pb2
+from kvferry.wire import problem_from_proto
+
+SUFFIX = ".fd"
+"""The handover socket's path is that of the engine socket with this behind it."""
+MAX_FILES = 240
+"""In one handover. Linux carries at most 253 with one message."""
+MAX_MESSAGE = 16 << 10
+HANDOVER_S = 5.0
+LENGTH_NBYTES = 4
+
+
+def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[str, Process | None]:
+    """Give the daemon descriptors of its own for these files: (the ticket for them, the daemon's process).
+
+    The daemon learns this process by it, also with no files. Blocks, each step at most 5 s. Use the ticket at once: the
+    daemon closes what nobody asks for within seconds. The caller's descriptors stay the caller's; the process is the
+    caller's to close. Raises KvferryError: `too_many_files`, `handover_failed`, or what the daemon refuses.
+    """
+    if len(files) > MAX_FILES:
+        raise too_many_files(len(files))
+    with _exchange(engine_socket) as handing:
+        socket.send_fds(handing, [framed(engine_pb2.Handover(session=session, files=len(files)))], list(files))
+        return _answer(handing, _read(handing, LENGTH_NBYTES)).ticket, Process.at(handing)
+
+
+def fetch(engine_socket: str, session: str, ticket: str) -> int:
+    """The file that the daemon has allocated, for the ticket that it gave: a descriptor, which the caller closes.
+
+    Blocks, each step at most 5 s. Raises KvferryError: `handover_failed`, or what the daemon refuses.
+    """
+    files: list[int] = []
+    try:
+        with _exchange(engine_socket) as handing:
+            handing.sendall(framed(engine_pb2.Handover(session=session, ticket=ticket)))
+            head, files, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            _answer(handing, head + _read(handing, LENGTH_NBYTES - len(head)))
+            return files.pop()
+    finally:
+        for file in files:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def _exchange(engine_socket: str) -> Iterator[socket.socket]:
+    path = f"{engine_socket}{SUFFIX}"
+    try:
+        with socket.socket(socket.AF_UNIX) as handing:
+            handing.settimeout(HANDOVER_S)
+            handing.connect(path)
+            yield handing
+    except (OSError, ValueError, LookupError, DecodeError) as error:
+        raise KvferryError(
+            "handover_failed",
+            f"the daemon did not exchange files: {error}",
+            field="socket",
+            value=path,
+            remedy="the socket lies beside the engine socket: mount the folder of both, not the one file",
+        ) from None
+
+
+def _answer(handing: socket.socket, head: bytes) -> engine_pb2.HandoverReply:
+    length = int.from_bytes(head, "big")
+    if length > MAX_MESSAGE:
+        raise ValueError(f"an answer of {length} bytes")
+    reply = engine_pb2.HandoverReply.FromString(_read(handing, length))
+    if reply.HasField("problem"):
+        raise problem_from_proto(reply.problem)
+    return reply
+
+
+def framed(message: Message) -> bytes:
+    """As it is said on the socket: its length, then itself."""
+    said = message.SerializeToString()
+    return len(said).to_bytes(LENGTH_NBYTES, "big") + said
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    held = b""
+    while len(held) < nbytes:
+        more = connection.recv(nbytes - len(held))
+        if not more:
+            raise ValueError("it closed the connection")
+        held += more
+    return held
+
+
+def too_many_files(count: int) -> KvferryError:
+    return KvferryError(
+        "too_many_files",
+        f"at most {MAX_FILES} files are handed over at once, and held for one session",
+        field="files",
+        value=count,
+        remedy="make regions of fewer, larger allocations, or allocate through the daemon",
+    )
+
+
+def sealed_file(name: str, nbytes: int) -> int:
+    """A descriptor of new memory, zeroed and taken at once, that nobody can make smaller under one who has it mapped.
+
+    Raises KvferryError (`out_of_memory`). The caller closes it.
+    """
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except (OSError, OverflowError) as error:
+        os.close(file)
+        raise KvferryError(
+            "out_of_memory",
+            f"there is no room for {nbytes} bytes of shared memory: {error}",
+            field="nbytes",
+            value=nbytes,
+            remedy="raise the memory limit of the container, or ask for fewer bytes",
+        ) from None
+    return file
+
+
+def check_sealed(file: int, nbytes: int) -> None:
+    """Raises KvferryError (`region_unavailable`) unless the file has so many bytes and can never have fewer: its owner
+    could otherwise end with SIGBUS whoever has it mapped."""
+    try:
+        sealed = bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # no kind of file that can be sealed
+        sealed = False
+    size = os.fstat(file).st_size
+    if not sealed or size < nbytes:
+        raise KvferryError(
+            "region_unavailable",
+            f"the file has {size} bytes and is {'' if sealed else 'not '}sealed against shrinking",
+            field="nbytes",
+            value=nbytes,
+            remedy="hand over a memfd with F_SEAL_SHRINK that has as many bytes (kvferry.memory.memfd_region)",
+        )

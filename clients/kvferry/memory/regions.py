@@ -1,0 +1,263 @@
+"""Regions: memory that an engine and its daemon share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import KvferryError
+from kvferry.memory import cuda
+from kvferry.memory.handover import check_sealed, sealed_file
+from kvferry.memory.vmm import POSIX_FD
+
+if TYPE_CHECKING:
+    import torch
+
+POPULATE_WRITE = 23
+"""Linux 5.14's MADV_POPULATE_WRITE, which Python does not name yet."""
+POPULATE_NBYTES = 64 << 20
+"""Populated at a time, 20 ms each: in between other threads get the GIL, which madvise keeps."""
+
+
+@dataclass(slots=True, eq=False)
+class SharedRegion:
+    """A region of KV-cache memory mapped here: `nbytes` bytes from `address`.
+
+    Whoever maps it closes it. Arrays and tensors over it keep the mapping alive until they are gone.
+    """
+
+    id: int
+    kind: str
+    nbytes: int
+    offset: int
+    _map: mmap.mmap = field(repr=False)
+    file: int
+    """A descriptor of it, which can be handed to a daemon. Nobody can make the file smaller."""
+
+    @property
+    def path(self) -> str:
+        """Where a process of the same user and PID namespace can open it, while this region is open."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
+
+    @property
+    def address(self) -> int:
+        """Where byte 0 of the region lies in this process; what ManifestBuilder.region asks for."""
+        return int(self.array().__array_interface__["data"][0])
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The region as a writable array of bytes, shape (nbytes,)."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=self.nbytes, offset=self.offset % mmap.PAGESIZE)
+
+    def tensor(self) -> torch.Tensor:
+        """The region as a writable uint8 tensor, shape (nbytes,). Needs torch."""
+        import torch
+
+        return torch.from_numpy(self.array())  # torch.frombuffer would not keep the mapping from being closed
+
+    def populate(self) -> None:
+        """Map every page now, 0.3 s per GB, instead of at its first use: 1.3 us each, in the middle of a transfer.
+
+        An older kernel leaves it at that.
+        """
+        for start in range(0, len(self._map), POPULATE_NBYTES):
+            with contextlib.suppress(OSError):
+                self._map.madvise(POPULATE_WRITE, start, min(POPULATE_NBYTES, len(self._map) - start))
+
+    def close(self) -> None:
+        """Unmap, as soon as no array or tensor uses the mapping any more. Idempotent."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+        with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
+            self._map.close()
+
+
+def memfd_region(nbytes: int, region: int = 0) -> SharedRegion:
+    """New zeroed host memory, to hand over with `EngineClient.adopt`. Raises KvferryError (`out_of_memory`)."""
+    file = sealed_file("kvferry-region", nbytes)
+    try:
+        return open_region(file, nbytes, region)
+    finally:
+        os.close(file)
+
+
+def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+    """Map the region that another process has as `SharedRegion.path`. Raises KvferryError (`region_unavailable`)."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # the latter: a null character
+        raise _unavailable(str(error), path) from None
+    try:
+        return open_region(file, nbytes, region, offset)
+    finally:
+        os.close(file)
+
+
+def open_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
+    """Map `nbytes` bytes at `offset` of a file that nobody can make smaller, readable and writable.
+
+    The caller may close the descriptor: the region has its own. Raises KvferryError (`region_unavailable`).
+    """
+    check_sealed(file, offset + nbytes)
+    page = offset - offset % mmap.PAGESIZE
+    try:
+        mapped = mmap.mmap(file, offset - page + nbytes, offset=page)
+        return SharedRegion(region, "host", nbytes, offset, mapped, os.dup(file))
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unavailable(str(error)) from None
+
+
+def _unavailable(why: str, path: str = "") -> KvferryError:
+    return KvferryError(
+        "region_unavailable",
+        f"the shared region cannot be mapped: {why}",
+        field="path" if path else "file",
+        value=path,
+        remedy="use the descriptor or path of a region that is open, with offset and nbytes inside it",
+    )
+
+
+@dataclass(slots=True, eq=False)
+class CudaRegion:
+    """A region of KV-cache memory on a GPU, mapped here over CUDA IPC: `nbytes` bytes from `address`.
+
+    Whoever maps it closes it. Tensors over it keep the mapping alive until they are gone.
+    """
+
+    id: int
+    kind: str
+    nbytes: int
+    offset: int
+    device: cuda.Device
+    _mapping: cuda.Mapping = field(repr=False)
+    pools: list[object] = field(default_factory=list, repr=False)
+    """torch's pools that allocate in here: see torch_pool."""
+
+    @property
+    def address(self) -> int:
+        """Where byte 0 of the region lies in this process; what ManifestBuilder.region asks for."""
+        return self._mapping.address + self.offset
+
+    def tensor(self) -> torch.Tensor:
+        """The region as a writable uint8 tensor, shape (nbytes,), on its GPU. Needs torch."""
+        import torch
+
+        return torch.as_tensor(_View(self), device=f"cuda:{self.device.index}")
+
+    def hold(self) -> cuda.Mapping:
+        """The mapping once more: it stays until what is returned is closed too."""
+        return self.device.open(self._mapping.handle)
+
+    def close(self) -> None:
+        """Unmap, as soon as no tensor uses the mapping any more. Idempotent."""
+        self.pools.clear()
+        self._mapping.close()
+
+
+class _View:
+    """What torch asks for to use memory that is not its own; torch keeps it as long as the tensor's storage."""
+
+    def __init__(self, region: CudaRegion) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (region.nbytes,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "version": 3,
+        }
+        weakref.finalize(self, region.hold().close).atexit = False
+
+
+def open_cuda_region(
+    handle: bytes, offset: int, nbytes: int, allocation_nbytes: int, device_uuid: str, region: int = 0
+) -> CudaRegion:
+    """Map `nbytes` bytes at `offset` of another process's allocation, given by its raw CUDA IPC handle.
+
+    Raises KvferryError: `cuda_missing`, `unknown_gpu`, `region_out_of_bounds`, `cuda_ipc_failed`.
+    """
+    device = cuda.device(device_uuid)
+    check_inside(offset, nbytes, allocation_nbytes, "was said to have")
+    mapping = device.open(handle)
+    try:
+        check_inside(offset, nbytes, mapping.nbytes, "has")
+    except KvferryError:
+        mapping.close()
+        raise
+    return CudaRegion(region, "cuda", nbytes, offset, device, mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """GPU memory that this process allocated, to hand over with `EngineClient.adopt`. Keep it allocated."""
+
+    id: int
+    nbytes: int
+    address: int
+    exported: cuda.Exported = field(repr=False)
+    kind: str = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class VmmMemory:
+    """The same for VMM-backed memory (cuMemCreate, torch's expandable_segments): `EngineClient.adopt` hands over a file
+    descriptor for each of its allocations. As a source it is slow to read directly, and no peer can map it."""
+
+    id: int
+    nbytes: int
+    address: int
+    device: cuda.Device
+    kind: str = "cuda"
+
+
+def cuda_memory(
+    memory: int | torch.Tensor, nbytes: int = 0, *, region: int = 0, device: int = 0
+) -> CudaMemory | VmmMemory:
+    """Describe a contiguous CUDA tensor, or `nbytes` bytes from an address on this process's GPU number `device`.
+
+    Raises KvferryError: `not_contiguous`, `not_exportable` (VMM memory not made to be shared by file descriptor),
+    `region_out_of_bounds`, `cuda_missing`, ...
+    """
+    if isinstance(memory, int):
+        address = memory
+    else:
+        if not memory.is_cuda or not memory.is_contiguous():
+            raise KvferryError(
+                "not_contiguous",
+                f"a region is one contiguous piece of GPU memory, the tensor is on {memory.device}",
+                field="memory",
+                value=tuple(memory.shape),
+                remedy="hand over the tensor that was allocated, not a view, or its address and nbytes",
+            )
+        address, nbytes, device = memory.data_ptr(), memory.nbytes, memory.device.index
+    gpu = cuda.devices()[device]
+    found = gpu.attributes(address)
+    if not found.legacy_ipc:
+        if found.handle_types & POSIX_FD:
+            return VmmMemory(region, nbytes, address, gpu)
+        raise KvferryError(
+            "not_exportable",
+            "the memory is VMM-backed and was not made to be shared as a file descriptor",
+            field="handle_types",
+            value=found.handle_types,
+            remedy="make it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, or in the daemon's memory (torch_pool)",
+        )
+    exported = gpu.export(address)
+    check_inside(exported.offset, nbytes, exported.allocation_nbytes, "has")
+    return CudaMemory(region, nbytes, address, exported)
+
+
+def check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
+    if offset < 0 or nbytes <= 0 or offset + nbytes > allocation_nbytes:
+        raise KvferryError(
+            "region_out_of_bounds",
+            f"bytes [{offset}, {offset + nbytes}) are not inside an allocation that {said} {allocation_nbytes} bytes",
+            field="offset, nbytes",
+            value=f"{offset}, {nbytes}",
+            remedy="count offset from the allocation's base (kvferry.memory.cuda.Device.export does)",
+        )

@@ -1,0 +1,129 @@
+"""VMM-backed GPU memory (cuMemCreate, torch's expandable_segments) between processes.
+
+It has no IPC handle. Each allocation it is mapped from is shared as a file descriptor, if it was made to be, and the
+other process maps them one behind the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import byref, c_int, c_uint64
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from kvferry.memory.cuda import GRANULE, Device
+from kvferry.memory.cuda_driver import Access, Location, call
+from kvferry.memory.handover import MAX_FILES, too_many_files
+
+POSIX_FD = 1
+"""CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, also a bit of the pointer attribute that lists the allowed types."""
+_MAPPING_NBYTES, _MAPPING_BASE = 18, 19
+_ON_DEVICE, _READ_WRITE = 1, 3
+_MOST_NBYTES = 1 << 46
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """`files`: a descriptor of each, in the order of their addresses; `nbytes` of each.
+
+    What was exported lies `offset` bytes into the first. `close` it; the memory stays.
+    """
+
+    files: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    offset: int
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+def export(device: Device, address: int, nbytes: int) -> Allocations:
+    """The allocations behind a range of VMM-backed memory. Raises KvferryError: `too_many_files`, `cuda_failed`."""
+    files, sizes, first, at = list[int](), list[int](), 0, address
+    try:
+        with device:
+            while at < address + nbytes:
+                base, size = _attribute(_MAPPING_BASE, at), _attribute(_MAPPING_NBYTES, at)
+                first = first or base
+                if len(files) == MAX_FILES:
+                    raise too_many_files(-(-nbytes // size))
+                files.append(_export(base))
+                sizes.append(size)
+                at = base + size
+    except BaseException:
+        Allocations(tuple(files), (), 0).close()
+        raise
+    return Allocations(tuple(files), tuple(sizes), address - first)
+
+
+def _attribute(attribute: int, address: int) -> int:
+    value = c_uint64()
+    call("cuPointerGetAttribute", byref(value), attribute, address)
+    return value.value
+
+
+def _export(address: int) -> int:
+    handle, file = c_uint64(), c_int(-1)
+    call("cuMemRetainAllocationHandle", byref(handle), address)
+    try:
+        call("cuMemExportToShareableHandle", byref(file), handle, POSIX_FD, 0)
+    finally:
+        call("cuMemRelease", handle)
+    return file.value
+
+
+class VmmMapping:
+    """Another process's allocations, mapped here one behind the other from `address` on, `nbytes` in all."""
+
+    def __init__(self, device: Device, files: Sequence[int], sizes: Sequence[int]) -> None:
+        """The caller may close the files then. Raises KvferryError: `region_out_of_bounds`, `cuda_failed`."""
+        if len(files) != len(sizes) or not sizes or not all(_whole(size) for size in sizes):
+            raise KvferryError(
+                "region_out_of_bounds",
+                f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes",
+                field="vmm.nbytes",
+                value=list(sizes),
+                remedy="hand over one file for each allocation, with its size (kvferry.memory.vmm.export)",
+            )
+        self.device, self.nbytes = device, sum(sizes)
+        self._mapped = list[tuple[int, int]]()
+        with device:
+            address = c_uint64()
+            call("cuMemAddressReserve", byref(address), self.nbytes, 0, 0, 0)
+            self.address = address.value
+            self._open = True
+            try:
+                at = self.address
+                for file, size in zip(files, sizes, strict=True):
+                    self._map(file, at, size)
+                    at += size
+                access = Access(Location(_ON_DEVICE, device.index), _READ_WRITE)
+                call("cuMemSetAccess", self.address, self.nbytes, byref(access), 1)
+            except BaseException:
+                self.close()
+                raise
+
+    def _map(self, file: int, address: int, nbytes: int) -> None:
+        handle = c_uint64()
+        call("cuMemImportFromShareableHandle", byref(handle), ctypes.c_void_p(file), POSIX_FD)
+        try:
+            call("cuMemMap", address, nbytes, 0, handle, 0)  # refuses more bytes than the allocation has
+        finally:
+            call("cuMemRelease", handle)
+        self._mapped.append((address, nbytes))
+
+    def close(self) -> None:
+        """Idempotent. Nothing on the GPU may use the memory any more."""
+        if self._open:
+            self._open = False
+            with self.device:
+                for address, nbytes in self._mapped:
+                    call("cuMemUnmap", address, nbytes)
+                call("cuMemAddressFree", self.address, self.nbytes)
+
+
+def _whole(nbytes: int) -> bool:
+    return 0 < nbytes <= _MOST_NBYTES and nbytes % GRANULE == 0

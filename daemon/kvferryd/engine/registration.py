@@ -1,0 +1,239 @@
+"""A registered engine rank: its cache, and what makes it readable by peers. It is made whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest, ManifestError
+from kvferry.memory import cuda
+from kvferry.v1 import engine_pb2
+from kvferryd.config import Config
+from kvferryd.copy.runner import Runner
+from kvferryd.engine.session import Rank, Session, made
+from kvferryd.leases.lease import Lease
+from kvferryd.leases.leases import Leases
+from kvferryd.memory import Provider, Region
+from kvferryd.staging.arena import Arena
+from kvferryd.staging.copies import GpuCopies, HostCopies
+from kvferryd.staging.pairings import Pairings
+from kvferryd.transport import Agent
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Engine:
+    """One rank of an engine in one session. Owns its agent, with which every read ends that could touch the memory."""
+
+    session: Session
+    manifest: Manifest
+    agent: Agent
+    agent_metadata: bytes
+    leases: Leases
+    strict: bool
+    """Peers read staging slots only."""
+    arena: Arena | None
+    runner: Runner | None
+    """Copies on the GPU of the engine's regions."""
+    unmapped: str
+    """Why there is no runner."""
+    notes: tuple[str, ...]
+    members: dict[int, str]
+    """The daemons of the engine's ranks, as far as they are known."""
+    pairings: Pairings = field(default_factory=Pairings)
+    _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def engine_id(self) -> str:
+        return self.manifest.engine_id
+
+    @property
+    def epoch(self) -> str:
+        return self.manifest.epoch
+
+    @property
+    def rank(self) -> int:
+        return self.manifest.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size
+
+    @property
+    def regions(self) -> dict[int, Region]:
+        return self.session.regions
+
+    @property
+    def attached(self) -> bool:
+        return self.session.attached
+
+    @property
+    def retired(self) -> asyncio.Event:
+        return self.session.retired
+
+    def tell(self, event: engine_pb2.Event) -> None:
+        self.session.tell(event)
+
+    def set_members(self, members: dict[int, str]) -> None:
+        self.members = members
+        self._members_changed.set()
+        self._members_changed = asyncio.Event()
+
+    async def until_whole(self) -> None:
+        """Wait until all ranks are known. The caller bounds the wait."""
+        while self.missing_ranks():
+            await self._members_changed.wait()
+
+    def missing_ranks(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.members]
+
+    async def close(self) -> bool:
+        """Whether the agent has stopped: until it has, memory may still be written."""
+        return await _close(self.runner, self.agent, self.arena)
+
+
+async def register(
+    session: Session,
+    manifest: Manifest,
+    config: Config,
+    memory: Provider,
+    on_lease_end: Callable[[Engine, Lease], None],
+) -> Engine:
+    """Check the manifest against the session and its regions, and make its memory readable by peers.
+
+    In strict exposure that is the staging arena alone. Raises KvferryError.
+    """
+    if session.engine is not None or session.registering:
+        raise KvferryError(
+            "already_registered",
+            f"engine {session.rank.engine_id} registered in this session already",
+            field="manifest",
+            value=session.rank.epoch,
+            remedy="attach again with a new epoch to describe another cache",
+        )
+    _check(manifest, session)
+    session.registering = True
+    try:
+        session.engine = await _registered(session, manifest, config, memory, on_lease_end)
+    finally:
+        session.registering = False
+    return session.engine
+
+
+def _check(manifest: Manifest, session: Session) -> None:
+    for field_, expected in zip(Rank._fields, session.rank, strict=True):
+        if getattr(manifest, field_) != expected:
+            raise ManifestError(
+                "session_mismatch",
+                f"the manifest's {field_} is not the session's {expected}",
+                field=field_,
+                value=getattr(manifest, field_),
+                remedy="describe the rank that was attached",
+            )
+    for region in manifest.regions:
+        held = session.regions.get(region.id)
+        if held is None or held.span.nbytes < region.nbytes or held.span.kind != region.kind:
+            have = "nothing" if held is None else f"{held.span.nbytes} bytes of {held.span.kind} memory"
+            raise ManifestError(
+                "region_mismatch",
+                f"region {region.id} of the manifest is not what was allocated: there is {have}",
+                field=f"regions[{region.id}]",
+                value=f"{region.nbytes} bytes of {region.kind} memory",
+                remedy="allocate or adopt every region before registering",
+            )
+
+
+async def _registered(
+    session: Session,
+    manifest: Manifest,
+    config: Config,
+    memory: Provider,
+    on_lease_end: Callable[[Engine, Lease], None],
+) -> Engine:
+    gpu = _gpu(session)
+    leases = Leases(manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases)
+    # A fresh name for every agent: an agent's name is its identity.
+    agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, ucx=config.ucx, device=gpu)
+    runner: Runner | None = None
+    arena: Arena | None = None
+    unmapped, notes = "this engine's memory is host memory", []
+    try:
+        await agent.start()
+        if gpu is not None:
+            starting = Runner(gpu, config.programs)
+            try:
+                await starting.start()
+                runner = starting
+            except KvferryError as error:  # it can still be read and filled directly
+                unmapped = str(error)
+                notes.append(f"no mapped transfers: {error}")
+        if _may_stage(config):
+            try:
+                arena = await _made_arena(config, memory, runner, unmapped)
+            except KvferryError as error:
+                if _must_stage(config):
+                    raise
+                notes.append(f"no staged transfers: {error}")
+        session.check_open()  # else the regions below may be gone
+        if arena is not None:
+            await agent.register(arena.span)
+        for region in manifest.regions if not config.strict else ():
+            await agent.register(session.regions[region.id].span)
+            if slow := session.regions[region.id].slow_source:
+                notes.append(f"region {region.id}: {slow}")
+        await agent.register(leases.words.span)
+        metadata = await agent.metadata()
+        session.check_open()
+    except BaseException:
+        await _close(runner, agent, arena)
+        raise
+    engine = Engine(
+        session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped, tuple(notes),
+        {manifest.rank: config.advertise},
+    )  # fmt: skip
+    return engine
+
+
+def _gpu(session: Session) -> cuda.Device | None:
+    """The GPU of its regions; None for host memory."""
+    spans = [region.span for region in session.regions.values() if region.span.kind == "cuda"]
+    return cuda.device(f"cuda:{spans[0].device}") if spans else None
+
+
+async def _made_arena(config: Config, memory: Provider, runner: Runner | None, unmapped: str) -> Arena:
+    if config.device != "cpu" and runner is None:
+        raise KvferryError(
+            "no_copies",
+            f"nothing can be packed: {unmapped}",
+            field="device",
+            value=config.device,
+            remedy="install a CUDA build of torch (it brings Triton)",
+        )
+    region = await made(lambda: memory.allocate(config.arena_mb << 20))
+    try:
+        return Arena(region, GpuCopies(runner) if runner is not None else HostCopies())
+    except BaseException:  # too small for its slots
+        region.close()
+        raise
+
+
+async def _close(runner: Runner | None, agent: Agent, arena: Arena | None) -> bool:
+    """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
+    Whether the agent has stopped."""
+    if runner is not None:
+        await runner.close()
+    stopped = await agent.close()
+    if arena is not None:
+        await arena.close(unmap=stopped)
+    return stopped
+
+
+def _must_stage(config: Config) -> bool:
+    return config.way == "staged" or config.strict
+
+
+def _may_stage(config: Config) -> bool:
+    """Where staging is asked for, or is to be had for nothing."""
+    return bool(config.arena_mb) and (_must_stage(config) or (config.device != "cpu" and config.way == "auto"))

@@ -1,0 +1,83 @@
+"""The NIXL binding itself: which build, and an agent made the way facts/nixl.md found best."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.errors import Unavailable
+from kvferry.memory.cuda_driver import driver_version
+
+# The meta package `nixl` imports torch to choose a build (1.6 s, 220 MB); the builds themselves take 0.06 s.
+BUILDS = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+PROGRESS_DELAY_US = 10_000
+CUDA_13 = 13000
+_swap = threading.Lock()
+
+
+def keep_no_mappings() -> None:
+    """For a process that holds open what it reads of peers' GPU memory; before NIXL is loaded. An operator's own value
+    stays.
+
+    UCX gives up a mapping that it has cached only when the process ends (openucx/ucx 11753): what a daemon that died
+    had taken of its GPU would stay taken for as long as its readers live.
+    """
+    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
+
+
+def load() -> Any:
+    """The NIXL build for this machine's driver that imports. Raises KvferryError (`nixl_missing`)."""
+    # UCX takes memory that it did not see allocated for host memory, and it does not see IPC mappings being opened:
+    # without its cache it asks the driver. Of the process, not of a context, and read when UCX is loaded.
+    os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
+    older = driver_version() in range(1, CUDA_13)
+    for name in (BUILDS[1], BUILDS[0], BUILDS[2]) if older else BUILDS:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise Unavailable(
+        "nixl_missing",
+        "NIXL is not installed",
+        field="nixl",
+        value=", ".join(BUILDS),
+        remedy='pip install "kvferry[daemon]"',
+    )
+
+
+def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
+    """A nixl_agent with the UCX backend, no listen thread, and a progress thread that sleeps.
+
+    The Python wrapper fixes pthrDelay to 0, which spins one core per agent and halves the rate of scattered reads
+    (facts/nixl.md, 5); so its binding is wrapped for the moment of construction.
+    """
+    api = load()
+    binding = api.nixlBind
+
+    class WithDelay:
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(binding, attribute)
+
+        @staticmethod
+        def nixlAgent(agent_name: str, config: Any) -> Any:  # noqa: N802
+            config.pthrDelay = PROGRESS_DELAY_US
+            return binding.nixlAgent(agent_name, config)
+
+    # One thread of ours drives the agent, but NIXL's progress thread runs beside it: its default is no locking.
+    config = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW)
+    with _swap:
+        api.nixlBind = WithDelay()
+        try:
+            agent = api.nixl_agent(name, config)
+        finally:
+            api.nixlBind = binding
+    options = {"ucx_error_handling_mode": "peer"}
+    if threads:
+        options["num_threads"] = str(threads)
+    if ucx:
+        options["engine_config"] = ",".join(f"{key}={value}" for key, value in ucx.items())
+    agent.create_backend("UCX", options)
+    return agent

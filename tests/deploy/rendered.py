@@ -1,0 +1,211 @@
+"""The overlays and the chart, rendered, and questions that a policy asks of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+OVERLAYS, CHART = DEPLOY / "kustomize" / "overlays", DEPLOY / "helm" / "kvferry"
+NAMESPACE = "kvferry"
+TIMEOUT_S = 60
+Resource = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing to deploy. has: what it has beside a prefill and a decode engine, one rank each."""
+
+    overlay: str
+    has: frozenset[str]
+    values: Mapping[str, Any] = field(hash=False)
+    """The chart's values for the same thing."""
+
+    def __str__(self) -> str:
+        return self.overlay
+
+
+def _variant(overlay: str, has: str, **values: Any) -> Variant:
+    return Variant(overlay, frozenset(has.split()), values)
+
+
+RDMA = {"rdma": {"enabled": True}, "tls": {"enabled": True}}
+VARIANTS = [
+    _variant("gpu", "dra monitoring proxy"),
+    _variant("gpu-rdma", "dra rdma tls monitoring proxy", **RDMA),
+    _variant("gpu-runtime-class", "runtime-class monitoring proxy", gpu={"mode": "runtimeClass"}),
+    _variant("gpu-same-node", "dra same-node monitoring proxy", gpu={"sameNode": True}),
+    _variant("gpu-tp2-one-node", "dra proxy one-node", ranksPerPod=2, monitoring={"enabled": False}),
+    _variant("gpu-tp2-two-nodes", "dra rdma tls proxy two-nodes", nodes=2, monitoring={"enabled": False}, **RDMA),
+    _variant("llm-d", "dra rdma tls monitoring llm-d", front={"kind": "llm-d"}, **RDMA),
+    _variant("cpu", "cpu monitoring proxy", gpu={"mode": "none"}),
+]
+
+
+def kustomize(overlay: str) -> list[Resource]:
+    return json.loads(_kustomize(overlay))
+
+
+@functools.cache
+def _kustomize(overlay: str) -> str:
+    command = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
+    if shutil.which(command[0]) is None:
+        pytest.skip("neither kustomize nor kubectl is installed")
+    done = subprocess.run([*command, str(OVERLAYS / overlay)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return json.dumps(list(yaml.safe_load_all(done.stdout)))
+
+
+def helm(values: Mapping[str, Any]) -> list[Resource]:
+    return json.loads(_helm(json.dumps(values, sort_keys=True)))
+
+
+@functools.cache
+def _helm(values: str) -> str:
+    """By the helm command where there is one, else by Helm's own engine in the package helm-python-sdk."""
+    if shutil.which("helm"):
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(values)
+            file.flush()
+            command = ["helm", "template", "pair", str(CHART), "--namespace", NAMESPACE, "--values", file.name]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+            assert done.returncode == 0, done.stderr
+            texts = [done.stdout]
+    else:
+        engine = pytest.importorskip("helm_python", reason="neither helm nor helm-python-sdk is installed")
+        with engine.Chart.load(str(CHART)) as chart:
+            texts = list(chart.render(json.loads(values), name="pair", namespace=NAMESPACE).values())
+    return json.dumps([part for text in texts for part in yaml.safe_load_all(text) if part])
+
+
+@dataclass
+class Cluster:
+    """What would be applied."""
+
+    resources: list[Resource]
+
+    def of(self, kind: str) -> list[Resource]:
+        return [one for one in self.resources if one["kind"] == kind]
+
+    def remove(self, kind: str) -> None:
+        self.resources = [one for one in self.resources if one["kind"] != kind]
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The StatefulSets."""
+        return [Engine(one) for one in self.of("StatefulSet")]
+
+    def service(self, name: str) -> Resource | None:
+        return next((one for one in self.of("Service") if one["metadata"]["name"] == name), None)
+
+    @property
+    def pods(self) -> Iterator[tuple[str, Resource]]:
+        """(name, pod template) of everything that makes pods."""
+        for kind in ("StatefulSet", "Deployment"):
+            for one in self.of(kind):
+                yield one["metadata"]["name"], one["spec"]["template"]
+
+
+@dataclass
+class Engine:
+    """A StatefulSet: an engine's container and the daemons of its ranks."""
+
+    resource: Resource
+
+    @property
+    def name(self) -> str:
+        return self.resource["metadata"]["name"]
+
+    @property
+    def spec(self) -> Resource:
+        return self.resource["spec"]
+
+    @property
+    def pod(self) -> Resource:
+        return self.spec["template"]["spec"]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.spec["template"]["metadata"]["labels"]
+
+    @property
+    def daemons(self) -> list[Resource]:
+        everything = [*self.pod.get("initContainers", []), *self.pod["containers"]]
+        return [one for one in everything if one["name"].startswith("kvferry")]
+
+    @property
+    def engine(self) -> Resource:
+        return next(one for one in self.pod["containers"] if one["name"] == "engine")
+
+    @property
+    def router(self) -> Resource:
+        return next(one for one in self.pod["initContainers"] if one["name"] == "routing-proxy")
+
+    @property
+    def kv_transfer_config(self) -> dict[str, Any]:
+        return json.loads(self.argument("kv-transfer-config"))
+
+    def argument(self, name: str, default: str = "") -> str:
+        return argument(self.engine, name, default)
+
+    def volume(self, container: Resource, path: str) -> Resource | None:
+        """The volume at or above a path of a container."""
+        mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", [])}
+        above = [path, *map(str, Path(path).parents)]
+        name = next((mounts[one] for one in above if one in mounts), None)
+        return next((one for one in self.pod.get("volumes", []) if one["name"] == name), None)
+
+
+def argument(container: Resource, name: str, default: str = "") -> str:
+    prefix = f"--{name}="
+    return next((one.removeprefix(prefix) for one in container["args"] if one.startswith(prefix)), default)
+
+
+def variable(container: Resource, name: str) -> str:
+    """A variable's value, with the variables in it as the kubelet would expand them; empty where it is not set.
+
+    Like the kubelet it leaves alone what is defined later or not at all. Fields are shown as <FIELD>.
+    """
+    known: dict[str, str] = {}
+    for one in container.get("env", []):
+        if "valueFrom" in one:
+            known[one["name"]] = f"<{one['valueFrom']['fieldRef']['fieldPath']}>"
+        else:
+            known[one["name"]] = re.sub(r"\$\((\w+)\)", lambda m: known.get(m[1], m[0]), one.get("value") or "")
+    return known.get(name, "")
+
+
+def set_variable(container: Resource, name: str, value: str | None) -> None:
+    """None removes it."""
+    for one in container["env"]:
+        if one["name"] == name and value is not None:
+            one["value"] = value
+            return
+    container["env"] = [one for one in container["env"] if one["name"] != name]
+    if value is not None:
+        container["env"].append({"name": name, "value": value})
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def container_port(container: Resource, port: str | int) -> int | None:
+    """The number of a port given by name or number, if the container has it."""
+    numbers = {one["name"]: one["containerPort"] for one in container.get("ports", [])}
+    return numbers.get(port) if isinstance(port, str) else port if port in numbers.values() else None
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    return selector.items() <= labels.items()

@@ -1,0 +1,44 @@
+"""Every overlay and the chart keep every policy, and each policy notices when one of its points is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from policies import POLICIES, Policy
+from rendered import VARIANTS, Cluster, Variant, helm, kustomize
+
+RENDERERS: dict[str, Callable[[Variant], list[dict[str, Any]]]] = {
+    "kustomize": lambda variant: kustomize(variant.overlay),
+    "helm": lambda variant: helm(variant.values),
+}
+KEPT = [pytest.param(renderer, variant, id=f"{renderer}-{variant}") for renderer in RENDERERS for variant in VARIANTS]
+LOST = [
+    pytest.param(renderer, variant, policy, lost, id=f"{policy.name}-{lost}-{renderer}")
+    for renderer in RENDERERS
+    for policy in POLICIES
+    for variant in [next(one for one in VARIANTS if policy.applies(one.has))]
+    for lost in policy.lose
+]
+
+
+@pytest.mark.parametrize(("renderer", "variant"), KEPT)
+def test_every_policy_is_kept(renderer: str, variant: Variant) -> None:
+    cluster = Cluster(RENDERERS[renderer](variant))
+    assert len(cluster.engines) == 2
+    found = [fault for policy in POLICIES if policy.applies(variant.has) for fault in policy.check(cluster)]
+    assert found == []
+
+
+@pytest.mark.parametrize(("renderer", "variant", "policy", "lost"), LOST)
+def test_a_policy_notices_what_is_removed(renderer: str, variant: Variant, policy: Policy, lost: str) -> None:
+    cluster = Cluster(RENDERERS[renderer](variant))
+    assert list(policy.check(cluster)) == []
+    policy.lose[lost](cluster)
+    assert list(policy.check(cluster)) != [], f"{policy.name} does not notice {lost}"
+
+
+def test_every_policy_applies_somewhere_and_can_fail() -> None:
+    assert all(policy.lose for policy in POLICIES)
+    assert all(any(policy.applies(variant.has) for variant in VARIANTS) for policy in POLICIES)

@@ -1,0 +1,87 @@
+"""A receive that is cancelled while a read is under way never passes for quiet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import pytest
+from fleet import TIMEOUT_S, Daemons
+from ranks import describe
+from wire import TOKENS, TcpPair, tcp_pair
+
+from kvferry import engine as engine_module
+from kvferry.blocking import BlockingEngineClient
+from kvferry.engine import ReceiveCancelled, TransferFailed
+from kvferry.router import RouterClient
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+async def pair(daemons: Daemons) -> AsyncIterator[TcpPair]:
+    async with tcp_pair(daemons, "cancelled") as pair:
+        yield pair
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LEAVE_S", 0.5)
+
+
+async def test_a_cancelled_receive_that_is_not_quiet_says_so(pair: TcpPair, request_id: str) -> None:
+    await pair.published(request_id)
+    client, tables = pair.reader.ranks[0].client, pair.reader.take(TOKENS).tables()
+    receive = client.receive(request_id, tables, source=pair.source.source())
+    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
+        receiving.cancel()
+        with pytest.raises(ReceiveCancelled) as cancelled:
+            await asyncio.wait_for(receiving, TIMEOUT_S)
+        assert not cancelled.value.blocks_safe
+        quiesced = asyncio.create_task(cancelled.value.quiesced())
+        assert await pair.quarantined()
+        assert not quiesced.done()
+    await asyncio.wait_for(quiesced, TIMEOUT_S)
+    assert not await pair.quarantined()
+
+
+async def test_a_cancelled_receive_that_is_quiet_is_cancelled_and_nothing_else(pair: TcpPair, request_id: str) -> None:
+    client, tables = pair.reader.ranks[0].client, pair.reader.take(TOKENS).tables()
+    receiving = asyncio.create_task(client.receive(request_id, tables))
+    await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await asyncio.wait_for(receiving, TIMEOUT_S)
+    assert not isinstance(cancelled.value, ReceiveCancelled)
+    assert not client._receives
+
+
+async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether_its_blocks_are_quiet(
+    daemons: Daemons, stack: AsyncExitStack, pair: TcpPair, request_id: str
+) -> None:
+    await pair.published(request_id)
+    shape, name = pair.reader.shape, "blocking-reader"
+    (daemon,) = await daemons.start(name, 1, "--ucx", "TLS=tcp NET_DEVICES=lo")
+
+    def start() -> BlockingEngineClient:
+        client = BlockingEngineClient.connect(str(daemon.socket), engine_id=name, epoch="1")
+        client.register(describe(name, "1", shape, 0, client.allocate(shape.nbytes(0))))  # type: ignore[arg-type]
+        return client
+
+    client = await asyncio.to_thread(start)
+    stack.push_async_callback(asyncio.to_thread, client.close)
+    tables = pair.reader.take(TOKENS).tables()
+    reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
+    receiving = client.receive(request_id, tables, source=pair.source.source())
+    async with reader.stopped_in_mid_read(request_id, asyncio.wait([asyncio.wrap_future(receiving)])):
+        receiving.cancel()
+        assert not receiving.done(), "nobody knows yet"
+        with pytest.raises(TransferFailed) as failed:
+            await asyncio.to_thread(receiving.result, TIMEOUT_S)
+        assert failed.value.state == "aborted"
+        assert not failed.value.blocks_safe
+        quiesced = client.start(failed.value.quiesced())
+        assert not quiesced.done()
+    await asyncio.to_thread(quiesced.result, TIMEOUT_S)

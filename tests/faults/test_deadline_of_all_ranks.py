@@ -1,0 +1,108 @@
+"""A transfer of several ranks has one deadline: a rank whose daemon is stopped, or answers nothing, does not hold it
+up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+import pytest
+from fleet import Daemons, peer_stub
+from ranks import Kv, Shape, TestEngine, start_rank
+from stopping import stopped
+
+from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody, PeerRequest, TransferRecord, TransferState
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
+
+pytestmark = pytest.mark.anyio
+TOKENS, DEADLINE_MS, ENDS_S = 40, 1000, 15.0
+"""ENDS_S: the longest wait for the end; without a deadline of its own such a transfer stayed for a minute or for
+ever."""
+ONE, TWO = Shape.tp(1, num_blocks=16), Shape.tp(2, num_blocks=16)
+
+
+async def source_of(stack: AsyncExitStack, daemons: Daemons, name: str, request_id: str) -> TestEngine:
+    engine = await TestEngine.start(name, await daemons.start(name), ONE)
+    stack.push_async_callback(engine.close)
+    blocks = engine.take(TOKENS)
+    engine.write(Kv.random(TOKENS), blocks)
+    await engine.publish(request_id, blocks, TOKENS)
+    return engine
+
+
+async def outcome(router: RouterClient, source: TestEngine, request_id: str) -> TransferRecord:
+    """Of an order with a deadline, as the router sees it."""
+    order = OrderBody(request_id=request_id, source=source.source(), deadline_ms=DEADLINE_MS)
+    ordered = await router.order(order)
+    return await router.transfer(ordered.transfer_id, wait_s=ENDS_S)
+
+
+def fails_at_rank_1(record: TransferRecord) -> None:
+    assert record.state is TransferState.FAILED, "it has ended, although rank 1 says nothing"
+    by_rank = {share.rank: share for share in record.ranks}
+    assert by_rank[0].state is TransferState.DONE, "the blocks of rank 0 hold its KV"
+    error = by_rank[1].error
+    assert error is not None and (error.code, error.field, error.value) == ("deadline", "rank", "1")
+
+
+async def test_a_rank_whose_daemon_is_stopped(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
+    source = await source_of(stack, daemons, "stopped-source", request_id)
+    ours = await daemons.start("stopped-reader", 2)
+    reader = await TestEngine.start("stopped-reader", ours, TWO)
+    stack.push_async_callback(reader.close)
+    router = await stack.enter_async_context(RouterClient(ours[0].url))
+    await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
+    receiving = asyncio.create_task(reader.ranks[0].client.receive(request_id, reader.take(TOKENS).tables()))
+    with stopped(ours[1].process.pid):
+        record = await outcome(router, source, request_id)
+        await receiving
+    fails_at_rank_1(record)
+
+
+class Silent(peer_pb2_grpc.PeerServicer):
+    """A daemon that takes an order and says nothing."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def Order(  # type: ignore[override]
+        self, request: peer_pb2.OrderRequest, context: Any
+    ) -> AsyncIterator[peer_pb2.RankTransfer]:
+        await self.ended.wait()
+        yield peer_pb2.RankTransfer(rank=1, state="waiting")
+
+    async def Abort(self, request: peer_pb2.AbortRequest, context: Any) -> peer_pb2.AbortReply:  # type: ignore[override]
+        return peer_pb2.AbortReply()
+
+
+async def test_a_rank_whose_daemon_answers_nothing(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
+    source = await source_of(stack, daemons, "silent-source", request_id)
+    (ours,) = await daemons.start("silent-reader")
+    epoch, ring = "1", itertools.cycle(range(TWO.num_blocks))
+    blocks = TestEngine("silent-reader", epoch, TWO, [], [], ring, ring)
+    rank = await start_rank("silent-reader", ours.socket, TWO, 0, epoch, "f")
+    stack.push_async_callback(rank.client.close)
+    silent, server = Silent(), grpc.aio.server()
+    peer_pb2_grpc.add_PeerServicer_to_server(silent, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    stack.push_async_callback(server.stop, 0)
+    stub = await stack.enter_async_context(peer_stub(ours))
+    member = peer_pb2.Member(rank=1, address=address, epoch=epoch)
+    joining = stub.Join(
+        peer_pb2.JoinRequest(protocol_min=1, protocol_max=1, engine_id="silent-reader", member=member, world_size=2)
+    )
+    await joining.read()
+    router = await stack.enter_async_context(RouterClient(ours.url))
+    await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
+    receiving = asyncio.create_task(rank.client.receive(request_id, blocks.take(TOKENS).tables()))
+    record = await outcome(router, source, request_id)
+    await receiving
+    fails_at_rank_1(record)
+    silent.ended.set()
+    joining.cancel()

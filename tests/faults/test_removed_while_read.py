@@ -1,0 +1,52 @@
+"""A peer that is removed while a read of it is under way stays loaded until that read is over.
+
+Over TCP: with CMA a read is over inside NIXL's post, and none is ever seen under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+from test_agent import WAIT_S, Reader, Source, a_reader, a_source
+
+from kvferryd.transport import Read, TransportError
+
+pytestmark = pytest.mark.anyio
+
+
+async def stopped_while_read(source: Source, reader: Reader) -> Read:
+    """A read that is really under way: its source stands still."""
+    source.process.send_signal(signal.SIGSTOP)
+    read = reader.read(source, 0, len(reader.memory))
+    while not read.in_flight:
+        await reader.agent.metadata()  # the agent's thread takes turns: some of these later it has posted the read
+    read.abandon()
+    assert not read.quiet.done()
+    return read
+
+
+async def test_it_is_unloaded_when_its_last_read_is_quiet() -> None:
+    with a_source(TLS="tcp") as source:
+        async with a_reader(source, TLS="tcp") as reader, asyncio.timeout(WAIT_S):
+            read = await stopped_while_read(source, reader)
+            await reader.agent.remove_peer(source.name)
+            source.process.send_signal(signal.SIGCONT)
+            await read.quiet
+            with pytest.raises(TransportError):
+                await reader.agent.peek(source.name, source.word(1))
+
+
+async def test_one_that_is_added_again_meanwhile_stays() -> None:
+    with a_source(TLS="tcp") as source:
+        async with a_reader(source, TLS="tcp") as reader, asyncio.timeout(WAIT_S):
+            read = await stopped_while_read(source, reader)
+            await reader.agent.remove_peer(source.name)
+            await reader.agent.add_peer(source.peer)
+            source.process.send_signal(signal.SIGCONT)
+            await read.quiet
+            assert await reader.agent.peek(source.name, source.word(7)) == 7
+            await reader.agent.remove_peer(source.name)
+            with pytest.raises(TransportError):
+                await reader.agent.peek(source.name, source.word(7))

@@ -1,0 +1,56 @@
+"""Sources that die under load leave their reader's log clean: every task and stream of theirs has an end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from contextlib import AsyncExitStack
+
+import pytest
+from fleet import Daemons, ended
+from lives import engine_on
+from ranks import Kv, TestEngine
+
+from kvferry.errors import KvferryError
+
+pytestmark = pytest.mark.anyio
+RESTARTS, READERS = 4, 6
+NOISE = ("Task was destroyed", "Traceback", "was never", "asynchronous generator", "exception in")
+"""What asyncio and the collector write of a task, a future or a generator that nobody ended."""
+
+
+async def reads_until_it_fails(source: TestEngine, reader: TestEngine, name: str) -> None:
+    """Publish and receive, one request after another."""
+    number = 0
+    while True:
+        blocks, number = source.take(16), number + 1
+        source.write(Kv.random(16), blocks)
+        try:
+            await source.publish(f"{name}-{number}", blocks, 16)
+            await reader.receive(f"{name}-{number}", reader.take(16), source=source.source())
+        except KvferryError:
+            return
+
+
+async def test_a_source_that_dies_under_load(daemons: Daemons, stack: AsyncExitStack) -> None:
+    (ours,) = await daemons.start("noise-reader")
+    reader, _ = await engine_on(stack, "noise-reader", ours)
+    for number in range(RESTARTS):
+        (theirs,) = await daemons.start(f"noise-source-{number}")
+        async with AsyncExitStack() as life:
+            source, _ = await engine_on(life, f"noise-source-{number}", theirs)
+            reading = [
+                asyncio.create_task(reads_until_it_fails(source, reader, f"{number}-{i}")) for i in range(READERS)
+            ]
+            lease = await source.publish(f"first-{number}", source.take(16), 16)
+            await reader.receive(f"first-{number}", reader.take(16), source=source.source())
+            assert lease
+            await ended(theirs, signal.SIGKILL)
+            await asyncio.wait(reading, timeout=20)
+            assert all(task.done() for task in reading)
+    await ended(ours, signal.SIGTERM)  # what is destroyed late is destroyed by then
+    lines = ours.log.read_text().splitlines()
+    assert [line for line in lines if any(noise in line for noise in NOISE)] == []
+    records = [json.loads(line) for line in lines if line.startswith("{")]  # NIXL and UCX write lines of their own
+    assert [record for record in records if record["level"] in ("error", "critical")] == []
