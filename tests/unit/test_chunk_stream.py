@@ -219,3 +219,26 @@ async def test_the_end_of_the_stream_ends_what_is_not_packed_and_gives_slots_bac
         await asyncio.wait_for(stream.want(1), 5)
     assert caught.value.code in {"lease_ended", "peer_lost"}
     await all_slots_are_back(pair.arena)
+
+
+async def test_a_reading_closes_its_own_lease_when_the_request_has_been_published_again(pair: Pair) -> None:
+    view, other = await pair.opened("first"), await pair.opened("other")
+    await carried(pair.stream(view))  # all is packed: the lease is released before the reader closes it
+    lease = pair.publish("first")
+    view.close(complete=True)
+    await carried(pair.stream(other))
+    assert lease.state is LeaseState.PUBLISHED
+
+
+async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish(pair: Pair) -> None:
+    leases = pair.source.leases
+    leases.publish("first", TABLES, 16, more=True, metadata=b"", ttl_s=60, readers=1)
+    view = await pair.view("first")
+    leases.revoke("first", "for a test")
+    async with asyncio.timeout(5):
+        with pytest.raises(KvferryError):
+            await view._next()
+    lease = pair.publish("first")
+    view.close(complete=True)
+    await carried(pair.stream(await pair.opened("other")))
+    assert lease.state is LeaseState.PUBLISHED

@@ -152,7 +152,7 @@ async def test_closing_again_is_the_same_answer(leases: Leases, publish: Publish
 async def test_who_has_not_opened_a_lease_does_not_close_it_for_who_has(leases: Leases, publish: Publish) -> None:
     lease = publish()
     with leases.reading(lease, READER):
-        for opened in (Opened(), None):
+        for opened in (Opened(lease), None):
             with pytest.raises(KvferryError) as refused:
                 leases.close("r", READER, opened, True)
             assert refused.value.code == "not_opened"

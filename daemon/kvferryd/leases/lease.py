@@ -48,6 +48,7 @@ class Publication:
 class Opened:
     """One rank that reads a lease. Only the holder of this very object can close it."""
 
+    lease: Lease
     live: bool = True
     read: bool = False
 
@@ -219,11 +220,11 @@ class Lease:
                 value=self.request_id,
                 remedy="wait for that read to end",
             )
-        return self._add_reader(who, Opened())
+        return self._add_reader(who, Opened(self))
 
     def read_early(self, who: ReaderId) -> None:
         """A rank with nothing to read here finished before the first publish."""
-        self._readers[who] = Opened(live=False, read=True)
+        self._readers[who] = Opened(self, live=False, read=True)
 
     def packed(self, who: ReaderId) -> None:
         """All that this live reader wants has been gathered while the lease held: it counts as one that has read."""
@@ -242,7 +243,7 @@ class Lease:
                 raise _not_opened(self.request_id)
             reader.live = False
         elif reader is None:
-            reader = self._add_reader(who, Opened(live=False))
+            reader = self._add_reader(who, Opened(self, live=False))
         held = self.state in (LeaseState.PUBLISHING, LeaseState.PUBLISHED) or (
             self.state is LeaseState.RELEASED and (reader.read or opened is None)
         )

@@ -169,7 +169,8 @@ class Leases:
 
         opened: None of a rank that had nothing to read here; it only counts as having read.
         """
-        lease = self._live.get(request_id) or self._ended.get(request_id)
+        # The request may have been published again since: what was opened is closed where it was opened.
+        lease = opened.lease if opened else self._live.get(request_id) or self._ended.get(request_id)
         if lease is None and complete and opened is None and not self._closed:
             self._remember_early(request_id, who)
             return True, ""

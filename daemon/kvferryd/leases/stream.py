@@ -224,10 +224,10 @@ class ServedStream:
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
         """Nobody waits for an answer: of a reading that is over or refused there is nothing to close."""
         reading = self._readings.pop(asked.reading, None)
-        if reading is None:
+        if not asked.reading:  # it had nothing to read here
             check_request_id(asked.request_id)
             self.leases.close(asked.request_id, self.who, None, asked.complete)
-        else:
+        elif reading is not None:
             if reading.opened is not None:
                 self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
             reading.close()
