@@ -21,11 +21,9 @@ import grpc
 import numpy as np
 import pytest
 
-from kvferry.errors import KvferryError
-from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.v1 import engine_pb2
 from kvferryd.api.peer import PeerService
 from kvferryd.copy import Batch, host
-from kvferryd.memory import Files
 from kvferryd.transport import Metadata, Read, Span, TransportError
 from kvferryd.transport.read import Descriptors
 
@@ -419,9 +417,7 @@ class _Context:
         raise _Aborted(code, details, trailing)
 
 
-def _rpc_error(
-    code: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, bytes]] = ()
-) -> grpc.aio.AioRpcError:
+def _rpc_error(code: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, bytes]] = ()) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 
 
@@ -715,8 +711,8 @@ class World:
             self.copies.append(Copies(self))
             return self.copies[-1]
 
-        patched.setattr("kvferryd.engine.Agent", functools.partial(Agent, self))
-        patched.setattr("kvferryd.engine.HostCopies", copies)
+        patched.setattr("kvferryd.engine.registration.Agent", functools.partial(Agent, self))
+        patched.setattr("kvferryd.engine.registration.HostCopies", copies)
         patched.setattr("kvferryd.ferry.provider", lambda _: Provider(self.memory, self.arena_nbytes))
         patched.setattr("kvferryd.peers.peers.Screen", Screen)
         patched.setattr("kvferryd.peers.channels._dial", lambda address, _: Channel(self, address))

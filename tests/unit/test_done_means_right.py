@@ -1,19 +1,28 @@
 """A transfer that is done wrote the bytes of one publish, the one that its order meant; else it is not done.
 
-Two whole daemons, and engines that keep their promises, in any order of events that hypothesis finds: what lies outside
-the daemons (stepwise.py) takes one step at a time.
+Two whole daemons (leases and their streams, handshakes, transfers, all paths but mapped), and engines that keep their
+promises, in any order of events that hypothesis finds: what lies outside the daemons (stepwise.py) takes one step at a
+time. Every token that the source's engine publishes names its publish; blocks that it may use again it fills with
+something else.
+
+What the test finds, tried on three seeds each with the code broken on purpose, and the example at which it did:
+- a transfer that is not verified: 4, 6, 114;
+- a claim released at the end of its transfer, not when that is quiet: 4, 4, 6;
+- a receive after done that is answered with the old result: 4, 4, 10;
+- a validity word that is cleared after the lease's end was told: 4, 4, 4;
+- a chunk reported as packed without a look at its lease: 12; not in 34 and 128 examples of two other seeds.
+A reader that never has the source vouch for slots it read late is not found in 400 examples.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -38,7 +47,8 @@ from kvferry.v1 import engine_pb2
 from kvferryd import states
 from kvferryd.api.peer import PeerService
 from kvferryd.config import Config
-from kvferryd.engine import Engine
+from kvferryd.engine.registration import Engine
+from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Lease
 from kvferryd.leases.stream import ServedStream
@@ -56,11 +66,13 @@ REQUESTS, PROMPTS = ("r", "s", "t"), (b"hello", b"adieu")
 METRICS = Metrics()
 UNSEEN = 1 << 48
 """Tags from here on are an engine's other use of a block."""
+NEVER = ("internal", "not_opened", "protocol", "malformed_read", "malformed_pack", "malformed_stream", "cut_differs")
+"""Codes by which a daemon of ours says that another broke the protocol."""
 SELDOM = st.sampled_from((False, False, False, True))
 BLOWS = ("", "", "revoke", "revoke", "abort", "read", "stream", "session", "restart", "time", "late", "again")
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 SETTINGS = settings(
-    max_examples=1500 if THOROUGH else 50,
+    max_examples=400 if THOROUGH else 80,
     stateful_step_count=60 if THOROUGH else 40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -144,6 +156,8 @@ class Side:
     words: np.ndarray[Any, Any] | None = None
     engine: Engine | None = None
     attaching: asyncio.Task[Engine] | None = None
+    ending: asyncio.Task[None] | None = None
+    """Of a session that is lost: the engine waits until the daemon says that nobody reads or writes its memory."""
     epochs: int = 0
 
     def __post_init__(self) -> None:
@@ -160,7 +174,7 @@ class Side:
 
 
 class Done(RuleBasedStateMachine):
-    ends: dict[str, int] = {}
+    ends: ClassVar[dict[str, int]] = {}
     """How transfers ended, in all examples."""
 
     def __init__(self) -> None:
@@ -250,17 +264,17 @@ class Done(RuleBasedStateMachine):
 
     async def _attached(self, side: Side, epoch: str) -> Engine:
         registry = side.ferry.registry
-        engine = await registry.attach(side.name, epoch, 0, 1)
+        session = await registry.attach(Rank(side.name, epoch, 0, 1))
+        side.ferry.memory.brought = side.memory  # type: ignore[attr-defined]
+        await registry.adopt(session, engine_pb2.Memory(region=0, nbytes=side.memory.nbytes), Files())
+        manifest = cache(*attention(heads=1, dim=PIECE // 2, slot=SLOTS, block=BLOCKS), engine=side.name)
+        engine = await registry.register(session, manifest.model_copy(update={"epoch": epoch}))
         if side.words is None:
             side.words = engine.leases.words._words
         else:
             engine.leases.words._words = side.words  # an allocator may well give the same addresses again
             side.words[:] = 0
         self._watch(engine)
-        side.ferry.memory.brought = side.memory  # type: ignore[attr-defined]
-        await registry.adopt(engine, engine_pb2.Memory(region=0, nbytes=side.memory.nbytes), Files())
-        manifest = cache(*attention(heads=1, dim=PIECE // 2, slot=SLOTS, block=BLOCKS), engine=side.name)
-        await registry.register(engine, manifest.model_copy(update={"epoch": epoch}))
         return engine
 
     def _watch(self, engine: Engine) -> None:
@@ -290,12 +304,13 @@ class Done(RuleBasedStateMachine):
         for side in (self.source, self.reader):
             if side.attaching is not None and side.attaching.done():
                 side.engine, side.attaching = side.attaching.result(), None
-                if side is self.reader:  # the one before it is retired: nothing writes for that any more
-                    for attempt in self.attempts[:]:
-                        self._free(attempt)
-            engine = side.engine
-            while engine is not None and not engine.events.empty():
-                event = engine.events.get_nowait()
+            if side.ending is not None and side.ending.done():
+                side.ending.result()
+                side.ending = None
+                self._session_is_over(side)
+            events = side.engine.session.events if side.engine is not None else None
+            while events is not None and not events.empty():
+                event = events.get_nowait()
                 if event is not None:
                     self._on_event(event)
 
@@ -329,11 +344,9 @@ class Done(RuleBasedStateMachine):
         if ended.state == TransferState.DONE:
             assert not attempt.doomed, "an aborted attempt is done"
             self._check_bytes(attempt, (ended.tokens.start, ended.tokens.stop), ended.nbytes)
-        elif ended.problem.code == "other_prompt":
-            numbers = set((self.reader.tags[:, attempt.blocks] >> 16).ravel().tolist())
-            moved = {published.digest for published in self.published if published.number in numbers}
-            assert moved <= {attempt.reservation.digest}, "bytes of another prompt moved"
-        assert ended.problem.code != "internal"
+        elif ended.problem.code == "other_prompt" and not attempt.transfer.announced:
+            assert (self.reader.tags[:, attempt.blocks] >= UNSEEN).all(), "bytes of another prompt moved"
+        assert ended.problem.code not in NEVER, ended.problem.message
         if ended.blocks_safe:
             self._safe(attempt)
 
@@ -461,7 +474,9 @@ class Done(RuleBasedStateMachine):
         self.published.append(published)
         self._publish(published, fenced)
 
-    @precondition(lambda self: any(published.more and not published.fence for published in self.live.values()))
+    @precondition(
+        lambda self: self.source.engine and any(known.more and not known.fence for known in self.live.values())
+    )
     @rule(which=st.integers(0, 7), blocks=st.integers(0, 2), more=st.booleans(), fenced=st.booleans())
     def publish_more(self, which: int, blocks: int, more: bool, fenced: bool) -> None:
         growing = [published for published in self.live.values() if published.more and not published.fence]
@@ -501,7 +516,9 @@ class Done(RuleBasedStateMachine):
 
     def _reach(self, published: Published, fails: bool) -> None:
         fence, published.fence = published.fence, None
-        assert fence is not None and not fence.done()
+        assert fence is not None
+        if fence.done():  # with its lease, of which the engine has yet to learn
+            return
         if fails:
             self._call(self.source, fence.set_exception, KvferryError("fence_timeout", "the GPU is slow"))
         else:
@@ -547,7 +564,8 @@ class Done(RuleBasedStateMachine):
                 counted=counted and rank is not None, from_rank=rank,
             )  # fmt: skip
         except KvferryError as error:
-            assert error.code not in ("internal", "blocks_not_quiet")
+            if error.code in ("internal", "blocks_not_quiet"):
+                raise
 
     @precondition(lambda self: self.reader.engine is not None)
     @rule(
@@ -573,6 +591,8 @@ class Done(RuleBasedStateMachine):
     def _receive(
         self, request_id: str, reservation: Reservation, order: Order | None, deadline_s: float | None, attempt: int
     ) -> None:
+        if self.reader.engine is None:
+            return
         blocks: list[int] = reservation.tables["full"].block_ids.tolist()
         begun = self._tick()
         jobs = self.reader.ferry.jobs
@@ -581,7 +601,12 @@ class Done(RuleBasedStateMachine):
 
         def receive() -> None:
             transfer = jobs.receive(
-                self.reader.engine, request_id, reservation, order, deadline_s, attempt=attempt  # type: ignore[arg-type]
+                self.reader.engine,
+                request_id,
+                reservation,
+                order,
+                deadline_s,
+                attempt=attempt,  # type: ignore[arg-type]
             )
             if transfer.transfer_id in known:
                 assert any(held.transfer is transfer and held.reservation == reservation for held in self.attempts)
@@ -596,14 +621,14 @@ class Done(RuleBasedStateMachine):
         try:
             self._call(self.reader, receive)
         except KvferryError as error:
-            assert error.code != "internal"
-            assert error.code != "blocks_not_quiet" or taken & set(blocks), "safe blocks are refused"
+            if error.code == "internal" or (error.code == "blocks_not_quiet" and not taken & set(blocks)):
+                raise  # those are safe
 
     @precondition(lambda self: self.reader.engine and self.attempts)
     @rule(which=st.integers(0, 7), same=st.booleans(), request_id=st.sampled_from(REQUESTS), attempt=st.integers(0, 3))
     def receive_into_blocks_not_safe(self, which: int, same: bool, request_id: str, attempt: int) -> None:
         """A careless engine. same: the very reservation of the transfer under way."""
-        unsafe = [held for held in self.attempts if not held.safe]
+        unsafe = [held for held in self.attempts if not held.safe and held.claimed()]
         if unsafe:
             held = unsafe[which % len(unsafe)]
             blocks = sorted(held.claimed())
@@ -687,14 +712,21 @@ class Done(RuleBasedStateMachine):
         engine = side.engine
         if engine is None or not unlucky:
             return
-        self._call(side, side.ferry.detach, engine)
         side.engine = None
-        if of_source:
-            self._all_over()
+        self._call(side, side.ferry.registry.stream_ended, engine.session)
+        with self.world.within(side.process):
+            side.ending = self.world.loop.create_task(side.ferry.registry.end(engine.session.id))
+        self.world.loop.settle()
+        self._told()
 
-    def _all_over(self) -> None:
-        for published in list(self.live.values()):
-            self._over(published)
+    def _session_is_over(self, side: Side) -> None:
+        """Its engine may use all its blocks again."""
+        if side is self.source:
+            for published in list(self.live.values()):
+                self._over(published)
+        else:
+            for attempt in self.attempts[:]:
+                self._free(attempt)
 
     @precondition(lambda self: self._can_attach(self.source) or self._can_attach(self.reader))
     @rule(of_source=st.booleans())
@@ -705,7 +737,7 @@ class Done(RuleBasedStateMachine):
 
     @staticmethod
     def _can_attach(side: Side) -> bool:
-        return side.engine is None and side.attaching is None
+        return side.engine is None and side.attaching is None and side.ending is None
 
     @precondition(lambda self: self.source.engine is not None)
     @rule(unlucky=SELDOM)
@@ -718,7 +750,7 @@ class Done(RuleBasedStateMachine):
         with self.world.within(process):
             dying = self.world.loop.create_task(before.close())
         self.source.engine = None
-        self._all_over()
+        self._session_is_over(self.source)
         self._start(self.source)
         self._finish(dying)
         self._attach(self.source)
@@ -794,7 +826,6 @@ class Done(RuleBasedStateMachine):
             self.stream_is_lost(which)
         elif blow == "session" and self.source.engine:
             self.session_is_lost(of_source=True, unlucky=True)
-            self._attach(self.source)
         elif blow == "restart" and self.source.engine:
             self.source_restarts(unlucky=True)
         elif blow == "time":
@@ -802,8 +833,10 @@ class Done(RuleBasedStateMachine):
         elif blow == "late":
             self._pass_time(DEADLINE_S)
         elif blow == "again":
-            for attempt in [held for held in self.attempts if held.request_id == request_id and not held.safe]:
-                self._receive(request_id, attempt.reservation, attempt.order, None, attempt.transfer.attempt + 1)
+            again = [held for held in self.attempts if held.request_id == request_id and not held.safe]
+            for attempt in again:
+                if attempt.claimed():
+                    self._receive(request_id, attempt.reservation, attempt.order, None, attempt.transfer.attempt + 1)
 
     # ---- the end ----
 
@@ -867,7 +900,9 @@ def _watched(move: Callable[..., None], wrong: list[str]) -> Callable[..., None]
 @pytest.fixture
 def quiet() -> Iterator[None]:
     before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"), cache_logger_on_first_use=False)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("critical"), cache_logger_on_first_use=False
+    )
     yield
     structlog.configure(**before)
 
