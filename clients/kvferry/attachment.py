@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.engine import EngineClient
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
 from kvferry.session import CALL_S
@@ -54,7 +54,7 @@ class Attachment:
         client = await self.open(timeout_s, before.session)
         try:
             if client.peer_address != self.peer_address:
-                raise KvferryError(
+                raise Conflict(
                     "address_changed",
                     "the daemon is back with another address than the one that readers are told",
                     field="advertise",
@@ -77,7 +77,7 @@ class Attachment:
         while self.allocated:
             region = self.allocated[-1]
             if isinstance(region, CudaRegion):
-                raise KvferryError(
+                raise Unavailable(
                     "memory_gone",
                     "the cache lies in GPU memory of a daemon that has gone, which no other can be given",
                     field="region",

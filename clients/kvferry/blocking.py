@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.attachment import Attachment
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Deadline, KvferryError, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
 from kvferry.memory.fences import Fence
@@ -74,7 +74,7 @@ class Receipt(Future[Received]):
 
     def _settle(self, task: asyncio.Task[Received]) -> None:
         quiesced: asyncio.Future[None] = self._loop.create_future()
-        aborted = KvferryError("aborted", "the receive was cancelled")
+        aborted = Conflict("aborted", "the receive was cancelled")
         try:
             self.set_result(task.result())
         except ReceiveCancelled as cancelled:
@@ -312,10 +312,10 @@ class BlockingEngineClient:
             raise _closed() from None
         except TimeoutError:
             future.cancel()
-            raise KvferryError(
+            raise Deadline(
                 "deadline", f"the daemon did not answer within {timeout_s:g} s", remedy="see the daemon's log"
             ) from None
 
 
 def _closed() -> KvferryError:
-    return KvferryError("session_closed", "the session is closed", remedy="connect again")
+    return Unavailable("session_closed", "the session is closed", remedy="connect again")

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
@@ -109,7 +109,7 @@ class EngineClient:
                 attached = await client._session.attach(attach)
         except TimeoutError:
             await client.close()
-            raise KvferryError(
+            raise Unavailable(
                 "unreachable",
                 f"no daemon answered on {socket} within {timeout_s:g} s",
                 field="socket",
@@ -208,7 +208,7 @@ class EngineClient:
         The first `fence` does so; do it before, as it takes milliseconds and may wait for work on the GPU. Idempotent.
         """
         if self.device == "cpu":
-            raise KvferryError(
+            raise Malformed(
                 "fence_on_host",
                 "this engine's memory is host memory, which no stream writes",
                 field="stream",
@@ -374,7 +374,7 @@ class EngineClient:
         if before is not None and before.leaving is not None:
             await asyncio.wait([before.leaving], timeout=self._session.call_timeout_s)
         if request_id in self._receives:
-            raise KvferryError(
+            raise Conflict(
                 "receive_pending",
                 f"request {request_id} is being received already, or was and is not quiet",
                 field="request_id",
@@ -466,7 +466,7 @@ class EngineClient:
         """Nothing of the session is read or written any more, or that will never be known."""
         for receiving in (*self._receives.values(), *self._unquiet.values()):
             settle(receiving.quiet, unknown)
-        over = unknown or KvferryError(
+        over = unknown or Unavailable(
             "daemon_gone",
             "the session has ended, and with it the lease: nobody reads it any more",
             remedy="connect again, and publish anew what is still to be read",

@@ -65,7 +65,7 @@ class KvferryError(Exception):
     value: what was wrong, where one field was. remedy: what to do. refusals: the reasons, when a pair was refused.
     """
 
-    kind: Kind = Kind.MALFORMED
+    kind: Kind = Kind.INTERNAL
 
     def __init__(
         self,
@@ -95,19 +95,19 @@ class KvferryError(Exception):
 
 
 class Malformed(KvferryError):
-    """What was said cannot be done, now or later."""
+    """The request is wrong in itself: repeating it does not help."""
 
     kind = Kind.MALFORMED
 
 
 class Unauthorized(KvferryError):
-    """It was not said by whom, or not proven."""
+    """The caller did not prove its identity."""
 
     kind = Kind.UNAUTHORIZED
 
 
 class Forbidden(KvferryError):
-    """Who says it may not."""
+    """The caller may not do that."""
 
     kind = Kind.FORBIDDEN
 
@@ -119,31 +119,31 @@ class NotFound(KvferryError):
 
 
 class Conflict(KvferryError):
-    """It does not fit the state that things are in."""
+    """The request contradicts the current state."""
 
     kind = Kind.CONFLICT
 
 
 class Full(KvferryError):
-    """A bound is reached: later, or with less, it may be done."""
+    """A limit is reached: later, or with less, it may be possible."""
 
     kind = Kind.FULL
 
 
 class Internal(KvferryError):
-    """A fault of ours."""
+    """This process has a fault."""
 
     kind = Kind.INTERNAL
 
 
 class PeerFailed(KvferryError):
-    """Another process that it takes did not do its part."""
+    """Another process that is needed did not do its part."""
 
     kind = Kind.PEER_FAILED
 
 
 class Unavailable(KvferryError):
-    """It cannot be done yet, or not any more."""
+    """This process cannot do it yet, or not any more."""
 
     kind = Kind.UNAVAILABLE
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvferry.errors import KvferryError, first_breach
+from kvferry.errors import Conflict, KvferryError, Malformed, first_breach
 from kvferry.schemas import SourceBody
 
 PARAMS = "kv_transfer_params"
@@ -94,7 +94,7 @@ class Handoff(BaseModel):
         source = self.source()
         num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
         if num_tokens > num_prompt_tokens:
-            raise KvferryError(
+            raise Conflict(
                 "other_prompt",
                 f"the {PARAMS} are those of {num_tokens} tokens, and this prompt has {num_prompt_tokens}",
                 field=f"{PARAMS}.remote_num_tokens",
@@ -175,7 +175,7 @@ def answer(
 def check_one_prompt(prompt: object) -> None:
     """Raises KvferryError (`batch_of_prompts`) for a completion's `prompt` that holds several."""
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        raise KvferryError(
+        raise Malformed(
             "batch_of_prompts",
             f"the body holds {len(prompt)} prompts, and one {PARAMS} object describes the KV of one",
             field="prompt",
@@ -186,4 +186,4 @@ def check_one_prompt(prompt: object) -> None:
 
 def _malformed(name: str, value: object, why: str) -> KvferryError:
     field = f"{PARAMS}.{name}"
-    return KvferryError(MALFORMED, f"{field}: {why}", field=field, value=value, remedy=REMEDY)
+    return Malformed(MALFORMED, f"{field}: {why}", field=field, value=value, remedy=REMEDY)

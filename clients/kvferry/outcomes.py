@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Caused, KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.v1 import engine_pb2
 
@@ -43,18 +43,11 @@ class _InDoubt:
         await asyncio.shield(self._quiesced)
 
 
-class Unsettled(KvferryError, _InDoubt):
+class Unsettled(Caused, _InDoubt):
     """A call that failed while its blocks may still be read or written. Reuse them once `quiesced()` has returned."""
 
     def __init__(self, problem: KvferryError, quiesced: asyncio.Future[None]) -> None:
-        super().__init__(
-            problem.code,
-            problem.message,
-            field=problem.field,
-            value=problem.value,
-            remedy=problem.remedy,
-            refusals=problem.refusals,
-        )
+        super().__init__(problem)
         self._quiesced = quiesced
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import EncodeError, Message
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Deadline, KvferryError, Malformed, Unavailable
 from kvferry.memory.handover import fetch, hand_over
 from kvferry.outcomes import Unsettled
 from kvferry.process import Process
@@ -83,7 +83,7 @@ class Session:
         except grpc.aio.AioRpcError as error:
             raise error_of(error, f"the daemon on {self._socket}") from None
         except StopAsyncIteration:
-            raise KvferryError("unreachable", f"the daemon on {self._socket} closed the session") from None
+            raise Unavailable("unreachable", f"the daemon on {self._socket} closed the session") from None
         self.id, self._instance = attached.session, attached.instance
         self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
         with contextlib.suppress(KvferryError):  # then neither side knows when the other's process is dead
@@ -193,7 +193,7 @@ class Session:
             yield command
 
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
-        why = KvferryError(
+        why: KvferryError = Unavailable(
             "daemon_gone",
             f"the daemon on {self._socket} ended the session",
             field="socket",
@@ -267,7 +267,7 @@ def check_size(message: Message, kind: str) -> None:
         body = getattr(message, kind, message)
         sizes = {field.name: _nbytes(value) for field, value in body.ListFields()}
         largest = max(sizes, key=lambda name: sizes[name])
-        raise KvferryError(
+        raise Malformed(
             "message_too_large",
             f"a message of {nbytes} bytes was not sent: at most {MAX_MESSAGE} are",
             field=f"{kind}.{largest}",
@@ -281,7 +281,7 @@ def _nbytes(value: Any) -> int:
 
 
 def late(socket: str, waited_s: float) -> KvferryError:
-    return KvferryError(
+    return Deadline(
         "deadline",
         f"the daemon on {socket} did not answer within {waited_s:g} s: the blocks are not known to be quiet",
         field="call_timeout_s",
@@ -311,4 +311,4 @@ def settle(quiet: asyncio.Future[None], unknown: KvferryError | None) -> None:
 
 
 def _closed() -> KvferryError:
-    return KvferryError("session_closed", "the session is closed", remedy="connect again")
+    return Unavailable("session_closed", "the session is closed", remedy="connect again")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 
 BlockIds: TypeAlias = npt.NDArray[np.int64]
 MAX_BLOCKS = 1 << 20
@@ -85,4 +85,4 @@ def tables_from_json(data: Any, field: str = "tables") -> dict[str, BlockTable]:
 
 
 def _malformed(field: str, value: object, remedy: str) -> KvferryError:
-    return KvferryError("malformed_tables", f"{field} is not a block table", field=field, value=value, remedy=remedy)
+    return Malformed("malformed_tables", f"{field} is not a block table", field=field, value=value, remedy=remedy)

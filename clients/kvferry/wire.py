@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry.errors import CLASSES, Internal, Kind, KvferryError, Refusal
+from kvferry.errors import CLASSES, Internal, Kind, KvferryError, Malformed, Refusal
 from kvferry.manifest import Component, Group, Manifest, ManifestError
 from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import layout_pb2 as pb
@@ -78,7 +78,7 @@ def tables_to_proto(tables: Tables) -> pb.Tables:
             }
         )
     except UnicodeEncodeError as error:  # a lone surrogate, as a JSON body may hold
-        raise KvferryError(
+        raise Malformed(
             "malformed_tables",
             "a group's name is not text",
             field="tables",

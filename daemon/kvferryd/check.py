@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.manifest import Manifest
 from kvferry.tables import Tables
 from kvferryd.config import WAYS
@@ -15,7 +15,7 @@ MAX_DIGEST = 64
 
 def check_request_id(request_id: str) -> None:
     if not 0 < len(request_id) <= 256:
-        raise KvferryError(
+        raise Malformed(
             "malformed_request_id",
             "a request id has 1 to 256 characters",
             field="request_id",
@@ -27,7 +27,7 @@ def check_request_id(request_id: str) -> None:
 def check_seconds(field: str, seconds: float) -> None:
     """A time to live or a deadline; 0 stands for the default. NaN would upset the order of the event loop's timers."""
     if not 0 <= seconds <= MAX_SECONDS:
-        raise KvferryError(
+        raise Malformed(
             "malformed_seconds",
             f"{field} is no time to wait",
             field=field,
@@ -39,7 +39,7 @@ def check_seconds(field: str, seconds: float) -> None:
 def check_digest(digest: bytes) -> None:
     """Of a prompt; empty where none is given."""
     if len(digest) > MAX_DIGEST:
-        raise KvferryError(
+        raise Malformed(
             "malformed_digest",
             f"a digest has {len(digest)} bytes",
             field="digest",
@@ -51,7 +51,7 @@ def check_digest(digest: bytes) -> None:
 def check_way(way: str) -> None:
     """Empty stands for what is configured."""
     if way not in ("", *WAYS):
-        raise KvferryError(
+        raise Malformed(
             "malformed_way", "there is no such way", field="way", value=way, remedy=f"one of {', '.join(WAYS)}"
         )
 
@@ -59,7 +59,7 @@ def check_way(way: str) -> None:
 def check_source(manifest: Manifest, tables: Tables, num_tokens: int, metadata: bytes) -> None:
     """The blocks of a publish hold all its tokens. Raises KvferryError."""
     if num_tokens < 0:
-        raise KvferryError(
+        raise Malformed(
             "malformed_tables",
             "num_tokens is negative",
             field="num_tokens",
@@ -67,7 +67,7 @@ def check_source(manifest: Manifest, tables: Tables, num_tokens: int, metadata: 
             remedy="publish the tokens [0, num_tokens)",
         )
     if len(metadata) > MAX_METADATA:
-        raise KvferryError(
+        raise Malformed(
             "metadata_too_large",
             f"metadata has {len(metadata)} bytes",
             field="metadata",
@@ -80,7 +80,7 @@ def check_source(manifest: Manifest, tables: Tables, num_tokens: int, metadata: 
         held = table.first_token + len(table.block_ids) * group.block_size
         needed = local_tokens(group.token_shard, num_tokens)
         if group.kind == "paged" and held < needed:
-            raise KvferryError(
+            raise Malformed(
                 "tables_too_short",
                 f"the table of group {group.name} holds local tokens [{table.first_token}, {held}) of {needed}",
                 field=f"tables.{group.name}.block_ids",
@@ -99,7 +99,7 @@ def check_destination(manifest: Manifest, tables: Tables, tokens: tuple[int, int
         _check_length(group.name, len(ids), group.num_blocks)
         held = table.first_token + len(ids) * group.block_size
         if group.kind == "paged" and len(ids) and tokens and held < local_tokens(group.token_shard, tokens[1]):
-            raise KvferryError(
+            raise Malformed(
                 "tables_too_short",
                 f"the table of group {group.name} holds local tokens [{table.first_token}, {held})",
                 field=f"tables.{group.name}.block_ids",
@@ -111,7 +111,7 @@ def check_destination(manifest: Manifest, tables: Tables, tokens: tuple[int, int
 def _check_names(manifest: Manifest, tables: Tables) -> None:
     unknown = set(tables) - {group.name for group in manifest.groups}
     if unknown:
-        raise KvferryError(
+        raise Malformed(
             "unknown_group",
             f"the tables name groups that the manifest lacks: {sorted(unknown)}",
             field="tables",
@@ -122,7 +122,7 @@ def _check_names(manifest: Manifest, tables: Tables) -> None:
 
 def _check_length(name: str, length: int, num_blocks: int) -> None:
     if length > num_blocks:
-        raise KvferryError(
+        raise Malformed(
             "tables_too_long",
             f"the table of group {name} lists {length} blocks of a cache of {num_blocks}",
             field=f"tables.{name}.block_ids",

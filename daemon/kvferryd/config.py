@@ -69,7 +69,9 @@ class Config:
         "staging arena of an engine, MiB; on a GPU made unless way is direct or mapped, on host memory only where "
         "staging is forced; 0: none",
     )
-    way: str = _option("auto", WAY, "how to move runs; auto takes the cheapest by estimate")
+    way: str = _option(
+        "auto", WAY, "how to move runs; auto: mapped if possible, else staged for short runs, direct for long"
+    )
     programs: int = _option(
         16,
         settings.whole(1, 1024),
@@ -188,7 +190,7 @@ def resolve(flags: Mapping[str, object] | None = None, environment: Mapping[str,
 def _read(
     names: Set[str], flags: Mapping[str, object] | None, environment: Mapping[str, str] | None, wrong: list[BadSetting]
 ) -> dict[str, tuple[object, str]]:
-    """(value, origin) of these settings, as far as somebody said. Faults are added to `wrong`."""
+    """(value, origin) of those settings that were given. Faults are added to `wrong`."""
     read: dict[str, tuple[object, str]] = {}
     for name, raw, origin in _raw_settings(flags or {}, os.environ if environment is None else environment, wrong):
         try:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable
 import structlog
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import (
     AbortResult,
@@ -172,7 +172,7 @@ class Ferry:
             if lease is not None:
                 engine.leases.revoke(request_id, "by DELETE /v1/leases")
                 return lease.record()
-        raise KvferryError(
+        raise NotFound(
             "unknown_lease",
             f"no lease of request {request_id} is held here",
             field="request_id",
@@ -206,7 +206,7 @@ class Ferry:
     async def forget_peer(self, engine_id: str) -> list[PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
         if not found:
-            raise KvferryError(
+            raise NotFound(
                 "unknown_peer",
                 f"no handshake with engine {engine_id} is kept",
                 field="engine_id",
@@ -345,7 +345,7 @@ class Ferry:
 def _check_ways(config: Config) -> None:
     """Refuse at the start what contradicts itself, rather than do something else."""
     if not config.arena_mb and (config.strict or config.way == "staged"):
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             f"{'strict = true' if config.strict else 'way = staged'} needs a staging arena",
             field="arena_mb",
@@ -353,7 +353,7 @@ def _check_ways(config: Config) -> None:
             remedy="raise arena_mb, or set strict = false and way = auto, direct or mapped",
         )
     if config.strict and config.way in ("direct", "mapped"):
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             f"strict = true leaves nothing to be read {config.way}",
             field="way",

@@ -1,7 +1,8 @@
-"""The NIXL binding itself: which build, and an agent made the way facts/nixl.md found best."""
+"""The NIXL binding itself: which build, and an agent made with the options that were measured to be best."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import threading
@@ -9,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.errors import Unavailable
-from kvferry.memory.cuda_driver import driver_version
 
 # The meta package `nixl` imports torch to choose a build (1.6 s, 220 MB); the builds themselves take 0.06 s.
 BUILDS = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
@@ -33,7 +33,7 @@ def load() -> Any:
     # UCX takes memory that it did not see allocated for host memory, and it does not see IPC mappings being opened:
     # without its cache it asks the driver. Of the process, not of a context, and read when UCX is loaded.
     os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
-    older = driver_version() in range(1, CUDA_13)
+    older = _driver_version() in range(1, CUDA_13)
     for name in (BUILDS[1], BUILDS[0], BUILDS[2]) if older else BUILDS:
         try:
             return importlib.import_module(name)
@@ -52,7 +52,7 @@ def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
     """A nixl_agent with the UCX backend, no listen thread, and a progress thread that sleeps.
 
     The Python wrapper fixes pthrDelay to 0, which spins one core per agent and halves the rate of scattered reads
-    (facts/nixl.md, 5); so its binding is wrapped for the moment of construction.
+    (docs/decisions.md); so its binding is wrapped for the moment of construction.
     """
     api = load()
     binding = api.nixlBind
@@ -81,3 +81,12 @@ def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
         options["engine_config"] = ",".join(f"{key}={value}" for key, value in ucx.items())
     agent.create_backend("UCX", options)
     return agent
+
+
+def _driver_version() -> int:
+    """1000 times the major and 10 times the minor number of CUDA that the driver knows; 0 where there is no driver."""
+    try:
+        library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return 0
+    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0

@@ -1,6 +1,6 @@
 """The process in which `kvferryd.transport.screen` has peers' metadata loaded: it may die of it.
 
-It imports next to nothing: somebody waits for its start.
+It imports next to nothing: a handshake waits for its start.
 """
 
 from __future__ import annotations

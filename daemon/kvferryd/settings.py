@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 SOCKET_PATH_LIMIT = 104
-"""Linux takes 107; the handover socket lies beside, with 3 bytes more."""
-"""Bytes of a Unix socket's path, as sockaddr_un holds 108 with the final zero."""
+"""Bytes. Linux takes 107; the handover socket lies beside the engine socket, and its path is 3 bytes longer."""
 
 
 class Wrong(Exception):

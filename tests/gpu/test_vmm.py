@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from pathlib import Path
 
 import pytest
 from needs import GPUS
@@ -288,6 +289,10 @@ async def test_it_is_read_and_says_what_it_cannot(near: DaemonService, far: Daem
     await end(source, memory)
 
 
+def files_of(daemon: DaemonService) -> list[str]:
+    return sorted(str(file.readlink()) for file in Path(f"/proc/{daemon.process.pid}/fd").iterdir())
+
+
 async def test_everything_is_given_back(near: DaemonService, far: DaemonService) -> None:
     before: list[int] = []
     opened = 0
@@ -305,7 +310,10 @@ async def test_everything_is_given_back(near: DaemonService, far: DaemonService)
             return fits and open_files(near) <= opened
 
         if n:
-            await until(back, "memory and files are as after the first")
+            try:
+                await until(back, "memory and files are as after the first")
+            except AssertionError as never:
+                raise AssertionError(f"free {free()}, was {before}; {opened} files were {files_of(near)}") from never
         else:
             await asyncio.sleep(2)
             before[:] = free()

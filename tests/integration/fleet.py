@@ -100,7 +100,12 @@ def owned_regions(daemon: DaemonService) -> int:
 def memory_files(daemon: DaemonService) -> set[int]:
     """The host memory regions that the daemon holds, by inode."""
     files = Path(f"/proc/{daemon.process.pid}/fd")
-    return {file.stat().st_ino for file in files.iterdir() if str(file.readlink()).startswith("/memfd:kvferry")}
+    found = set()
+    for file in files.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if str(file.readlink()).startswith("/memfd:kvferry"):
+                found.add(file.stat().st_ino)
+    return found
 
 
 def resident_mb(daemon: DaemonService) -> float:
@@ -131,7 +136,10 @@ class ByHand:
         return await self.heard()
 
     async def heard(self) -> peer_pb2.ReadReply:
-        """The source's next message."""
-        reply = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
-        assert isinstance(reply, peer_pb2.ReadReply)
-        return reply
+        """The source's next message about what it was asked: leases are announced beside that."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                reply = await self.call.read()
+                assert isinstance(reply, peer_pb2.ReadReply)
+                if not reply.HasField("announced"):
+                    return reply

@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from asyncio import Handle
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +104,29 @@ async def test_words_are_those_of_the_peer_whoever_posts_them(source: Source, re
         await beside.done
     assert found == list(range(1, 1000))
     assert (reader.memory == np.arange(len(reader.memory), dtype=np.uint64)).all()
+
+
+async def test_a_read_is_quiet_by_the_time_that_it_is_done(
+    source: Source, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's thread may be held up after each message to the loop. An engine reserves the blocks of a transfer
+    again as soon as it is done, and that is refused while a read of it is not quiet."""
+    loop, here = asyncio.get_running_loop(), threading.current_thread()
+    send = loop.call_soon_threadsafe
+
+    def send_and_wait(callback: Callable[..., object], *arguments: object, context: Context | None = None) -> Handle:
+        handle = send(callback, *arguments, context=context)
+        if threading.current_thread() is not here:
+            acted = threading.Event()
+            send(lambda: loop.call_soon(lambda: loop.call_soon(acted.set)))
+            acted.wait(WAIT_S)
+        return handle
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", send_and_wait)
+    async with asyncio.timeout(WAIT_S):
+        read = reader.read(source, 0, len(reader.memory))
+        await read.done
+        assert read.quiet.done()
 
 
 async def test_a_word_of_a_peer_that_is_gone_fails(source: Source, reader: Reader) -> None:

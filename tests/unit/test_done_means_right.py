@@ -72,7 +72,7 @@ SELDOM = st.sampled_from((False, False, False, True))
 BLOWS = ("", "", "revoke", "revoke", "abort", "read", "stream", "session", "restart", "time", "late", "again")
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 SETTINGS = settings(
-    max_examples=400 if THOROUGH else 80,
+    max_examples=400 if THOROUGH else 60,
     stateful_step_count=60 if THOROUGH else 40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 
 BLOCK, SLOT = "block", "slot"
 ITEMSIZE = {
@@ -18,7 +18,7 @@ ITEMSIZE = {
 """Bytes of one element, by the dtype names that torch and numpy (ml_dtypes) share."""
 
 
-class ManifestError(KvferryError):
+class ManifestError(Malformed):
     """A manifest that breaks a rule. `field` names the component and field, `value` what stands there."""
 
     def __init__(self, code: str, message: str, *, component: str = "", **more: Any) -> None:

@@ -13,7 +13,7 @@ import uuid
 from ctypes import byref, c_float, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.memory.cuda_driver import HANDLE_NBYTES, IpcHandle, Uuid, call, missing
 
 GRANULE = 2 << 20
@@ -110,7 +110,7 @@ class Device:
         """The handle by which another process can open the memory around an address. Raises KvferryError."""
         found = self.attributes(address)
         if not found.legacy_ipc:
-            raise KvferryError(
+            raise Malformed(
                 "not_exportable",
                 "the memory is VMM-backed (cuMemCreate, expandable_segments, a sleep-mode pool): it has no IPC handle",
                 field="address",
@@ -125,7 +125,7 @@ class Device:
     def open(self, handle: bytes) -> Mapping:
         """Map another process's allocation for this GPU, be it of this or of a peer GPU. Raises KvferryError."""
         if len(handle) != HANDLE_NBYTES:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_handle",
                 f"a CUDA IPC handle has {HANDLE_NBYTES} bytes, not {len(handle)}",
                 remedy="hand over the raw bytes of cudaIpcMemHandle_t",
@@ -181,7 +181,7 @@ class Device:
         with self:
             call("cuStreamIsCapturing", stream, byref(capturing))
             if capturing.value:
-                raise KvferryError(
+                raise Conflict(
                     "stream_capturing",
                     "the stream's work is being captured into a graph, and a fence is for one time only",
                     field="stream",
@@ -354,7 +354,7 @@ def device(name: str) -> Device:
     for found in devices():
         if name in (found.uuid, f"cuda:{found.index}"):
             return found
-    raise KvferryError(
+    raise Malformed(
         "unknown_gpu",
         f"{name} is not among the GPUs that this process sees",
         field="device",

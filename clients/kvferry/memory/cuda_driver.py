@@ -7,7 +7,7 @@ import functools
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, KvferryError, Unavailable
 
 HANDLE_NBYTES = 64
 NOT_READY = 600
@@ -116,17 +116,8 @@ def _functions() -> dict[str, Any]:
     return functions
 
 
-def driver_version() -> int:
-    """1000 times the major and 10 times the minor number of CUDA that the driver knows; 0 where there is no driver."""
-    try:
-        library, version = ctypes.CDLL("libcuda.so.1"), c_int()
-    except OSError:
-        return 0
-    return version.value if library.cuDriverGetVersion(byref(version)) == 0 else 0
-
-
 def missing(why: str) -> KvferryError:
-    return KvferryError(
+    return Unavailable(
         "cuda_missing",
         "no CUDA device can be used here",
         field="libcuda.so.1",
@@ -153,7 +144,7 @@ def call(function: str, *arguments: object) -> bool:
         return bool(status == 0)
     name, sentence = _words(functions, status)
     ipc, memory = function.startswith("cuIpc"), name == "CUDA_ERROR_OUT_OF_MEMORY"
-    raise KvferryError(
+    raise Full(
         "out_of_memory" if memory else "cuda_ipc_failed" if ipc else "cuda_failed",
         f"{function} failed: {sentence}",
         field="cuda",

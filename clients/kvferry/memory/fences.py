@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, KvferryError
 from kvferry.memory import cuda
 from kvferry.memory.handover import sealed_file
 
@@ -102,7 +102,7 @@ class Fences:
                 self._value += 1
                 self._given[self._next] = self._value
                 return Fence(self._next, self._value)
-        raise KvferryError(
+        raise Full(
             "too_many_fences",
             f"{WORDS} fences are not reached yet",
             field="stream",

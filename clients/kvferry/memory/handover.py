@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError, Message
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_from_proto
@@ -65,7 +65,7 @@ def _exchange(engine_socket: str) -> Iterator[socket.socket]:
             handing.connect(path)
             yield handing
     except (OSError, ValueError, LookupError, DecodeError) as error:
-        raise KvferryError(
+        raise Unavailable(
             "handover_failed",
             f"the daemon did not exchange files: {error}",
             field="socket",
@@ -101,7 +101,7 @@ def _read(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def too_many_files(count: int) -> KvferryError:
-    return KvferryError(
+    return Full(
         "too_many_files",
         f"at most {MAX_FILES} files are handed over at once, and held for one session",
         field="files",
@@ -121,7 +121,7 @@ def sealed_file(name: str, nbytes: int) -> int:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, OverflowError) as error:
         os.close(file)
-        raise KvferryError(
+        raise Full(
             "out_of_memory",
             f"there is no room for {nbytes} bytes of shared memory: {error}",
             field="nbytes",
@@ -140,7 +140,7 @@ def check_sealed(file: int, nbytes: int) -> None:
         sealed = False
     size = os.fstat(file).st_size
     if not sealed or size < nbytes:
-        raise KvferryError(
+        raise Unavailable(
             "region_unavailable",
             f"the file has {size} bytes and is {'' if sealed else 'not '}sealed against shrinking",
             field="nbytes",

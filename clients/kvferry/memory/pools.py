@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full
 from kvferry.memory.cuda import Mapping
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def torch_pool(region: CudaRegion) -> Iterator[torch.cuda.MemPool]:
     except torch.OutOfMemoryError as error:
         if not bump.refused:
             raise
-        raise KvferryError(
+        raise Full(
             "region_full",
             f"the region has no room: {bump.refused}",
             field="nbytes",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.memory import cuda
 from kvferry.memory.handover import check_sealed, sealed_file
 from kvferry.memory.vmm import POSIX_FD
@@ -115,7 +115,7 @@ def open_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> Sha
 
 
 def _unavailable(why: str, path: str = "") -> KvferryError:
-    return KvferryError(
+    return Unavailable(
         "region_unavailable",
         f"the shared region cannot be mapped: {why}",
         field="path" if path else "file",
@@ -227,7 +227,7 @@ def cuda_memory(
         address = memory
     else:
         if not memory.is_cuda or not memory.is_contiguous():
-            raise KvferryError(
+            raise Malformed(
                 "not_contiguous",
                 f"a region is one contiguous piece of GPU memory, the tensor is on {memory.device}",
                 field="memory",
@@ -240,7 +240,7 @@ def cuda_memory(
     if not found.legacy_ipc:
         if found.handle_types & POSIX_FD:
             return VmmMemory(region, nbytes, address, gpu)
-        raise KvferryError(
+        raise Malformed(
             "not_exportable",
             "the memory is VMM-backed and was not made to be shared as a file descriptor",
             field="handle_types",
@@ -254,7 +254,7 @@ def cuda_memory(
 
 def check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
     if offset < 0 or nbytes <= 0 or offset + nbytes > allocation_nbytes:
-        raise KvferryError(
+        raise Malformed(
             "region_out_of_bounds",
             f"bytes [{offset}, {offset + nbytes}) are not inside an allocation that {said} {allocation_nbytes} bytes",
             field="offset, nbytes",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import byref, c_int, c_uint64
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.memory.cuda import GRANULE, Device
 from kvferry.memory.cuda_driver import Access, Location, call
 from kvferry.memory.handover import MAX_FILES, too_many_files
@@ -81,7 +81,7 @@ class VmmMapping:
     def __init__(self, device: Device, files: Sequence[int], sizes: Sequence[int]) -> None:
         """The caller may close the files then. Raises KvferryError: `region_out_of_bounds`, `cuda_failed`."""
         if len(files) != len(sizes) or not sizes or not all(_whole(size) for size in sizes):
-            raise KvferryError(
+            raise Malformed(
                 "region_out_of_bounds",
                 f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes",
                 field="vmm.nbytes",

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvferry.asgi import disconnected
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed, Unauthorized
 from kvferry.proxy.answer import HOP_BY_HOP, Answer, Whole, refusal
 from kvferry.proxy.daemons import Daemons
 from kvferry.proxy.exchange import Asked, Exchange
@@ -128,7 +128,7 @@ class Proxy:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
         if not hmac.compare_digest(given, f"Bearer {self.options.api_token}".encode()):
-            raise KvferryError("unauthorized", "no valid bearer token", field="Authorization", remedy="ask for a token")
+            raise Unauthorized("unauthorized", "no valid bearer token", field="Authorization", remedy="ask for a token")
 
     def _headers(self, request: Request, request_id: str) -> dict[str, str]:
         """The client's headers for the legs. Its Authorization stops here when it was meant for the proxy."""
@@ -168,7 +168,7 @@ def _client_id(request: Request) -> str:
     """The client's X-Request-Id; empty where it sent none."""
     request_id = request.headers.get("x-request-id")
     if request_id is not None and not re.fullmatch(r"[\x21-\x7e]{1,256}", request_id):
-        raise KvferryError(
+        raise Malformed(
             "malformed_request_id", "X-Request-Id is not a name", field="X-Request-Id", value=request_id,
             remedy="send 1 to 256 visible ASCII characters, or leave it out",
         )  # fmt: skip
@@ -186,7 +186,7 @@ async def _content(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         content += chunk
         if len(content) > limit:
-            raise KvferryError(
+            raise Malformed(
                 "body_too_large", f"the body is larger than {limit} bytes", field="body", value=f"> {limit} bytes",
                 remedy="shorten it, or start the proxy with a larger --max-body-mb",
             )  # fmt: skip

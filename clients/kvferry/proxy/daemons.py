@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterable
 
 import httpx
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Deadline, KvferryError
 from kvferry.proxy.options import Endpoint
 from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import OrderBody, Ordered
@@ -43,7 +43,7 @@ class Daemons:
                     raise
                 await asyncio.sleep(pause_s)
             except TimeoutError as error:
-                raise KvferryError(
+                raise Deadline(
                     "daemon_timeout", f"the decode daemon at {client.url} took no order within {timeout_s:g} s",
                     field="--order-timeout", value=timeout_s, remedy="see its log, or allow more with --order-timeout",
                 ) from error  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, PeerFailed
 from kvferry.proxy.answer import Answer, Whole, passed_on
 from kvferry.proxy.daemons import Daemons
 from kvferry.proxy.legs import JsonObject, TransferParams, decode_body, prefill_body
@@ -147,7 +147,7 @@ class Exchange:
             ) as response,
         ):
             if response.status_code >= 400:
-                self.error = KvferryError("decode_refused", f"decode answered {response.status_code}")
+                self.error = PeerFailed("decode_refused", f"decode answered {response.status_code}")
                 await answer.whole(await whole(response))
                 return False
             headers = (*passed_on(response.headers.multi_items()), ("x-kvferry-request-id", self.lease_id))

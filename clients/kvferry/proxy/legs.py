@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import httpx
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed, PeerFailed
 from kvferry.handoff import MALFORMED, PARAMS, Handoff, check_one_prompt
 from kvferry.schemas import OrderBody
 
@@ -83,7 +83,7 @@ class TransferParams:
         try:
             answer = response.json()
         except (ValueError, RecursionError) as error:
-            raise KvferryError(
+            raise PeerFailed(
                 "malformed_answer", f"the prefill engine answered with something that is not JSON: {error}",
                 field="prefill", value=str(response.url), remedy="is this an OpenAI-compatible engine?",
             ) from None  # fmt: skip
@@ -119,10 +119,10 @@ def _json_type(value: object) -> str:
 
 
 def _malformed(message: str) -> KvferryError:
-    return KvferryError("malformed_json", message, remedy='send an object such as {"model": "m", "prompt": "Once"}')
+    return Malformed("malformed_json", message, remedy='send an object such as {"model": "m", "prompt": "Once"}')
 
 
 def _bad_params(field: str, value: object) -> KvferryError:
     what = f"prefill answered with a {field} that cannot be used"
     remedy = "does the prefill engine run a kvferry plug-in that is attached to a daemon?"
-    return KvferryError(MALFORMED, what, field=field, value=value, remedy=remedy)
+    return Malformed(MALFORMED, what, field=field, value=value, remedy=remedy)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Deadline, Forbidden, KvferryError, Unavailable
 from kvferry.proxy.answer import Whole, passed_on
 from kvferry.proxy.options import Endpoint
 
@@ -33,7 +33,7 @@ class Ring:
         known = {endpoint.host_port for endpoint in self.endpoints}
         for name in wanted:
             if name not in known:
-                raise KvferryError(
+                raise Forbidden(
                     "prefiller_not_allowed", f"{name[:100]} is not a prefill engine of this proxy",
                     field="x-prefiller-host-port", value=name, remedy="name engines given with --prefill, as host:port",
                 )  # fmt: skip
@@ -54,7 +54,7 @@ async def leg(name: str, endpoint: Endpoint, timeout_s: float) -> AsyncIterator[
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as error:
-        raise KvferryError(
+        raise Deadline(
             "engine_timeout", f"the {name} engine took longer than {timeout_s:g} s", field=f"--{name}-timeout",
             value=timeout_s, remedy=f"try again, or allow more with --{name}-timeout",
         ) from error  # fmt: skip
@@ -63,7 +63,7 @@ async def leg(name: str, endpoint: Endpoint, timeout_s: float) -> AsyncIterator[
 
 
 def unreachable(name: str, endpoint: Endpoint, error: Exception) -> KvferryError:
-    return KvferryError(
+    return Unavailable(
         "engine_unreachable", f"the {name} engine at {endpoint.url} failed: {str(error) or type(error).__name__}",
         field=name, value=endpoint.url, remedy="is the engine up? try again",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.manifest import ITEMSIZE, Manifest, ManifestBuilder, ModelInfo, Shard
 from kvferry.reference.config import EngineConfig, ModelConfig
 from kvferry.reference.sharding import RankShard
@@ -33,7 +33,7 @@ def axis_order(layout: str) -> tuple[str, ...]:
     """The axes of a layout's name or of an order spelled out. Raises KvferryError (`bad_option`)."""
     order = tuple(LAYOUTS.get(layout, layout).replace(",", " ").split())
     if sorted(order) != sorted(AXES):
-        raise KvferryError(
+        raise Malformed(
             "bad_option", "the layout is not an order of the six cache axes", field="layout", value=layout,
             remedy=f"one of {', '.join(LAYOUTS)}, or the axes {' '.join(AXES)} in the order you want",
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.digest import prompt_digest
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 from kvferry.handoff import Handoff
 from kvferry.reference.request import Request
 from kvferry.reference.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class CompletionBody(BaseModel):
         }  # fmt: skip
         for name, values in served.items():
             if (value := getattr(self, name)) not in values:
-                raise KvferryError(
+                raise Malformed(
                     "unsupported_parameter", f"{name} = {value} is not supported: the engine decodes greedily",
                     field=name, value=value, remedy=f"leave {name} out or send {values[-1]}",
                 )  # fmt: skip
@@ -155,4 +155,4 @@ class Completion(BaseModel):
 
 
 def _malformed(field: str, value: object, wanted: str) -> KvferryError:
-    return KvferryError("malformed_request", f"{field}: expected {wanted}", field=field, value=value)
+    return Malformed("malformed_request", f"{field}: expected {wanted}", field=field, value=value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -165,9 +165,9 @@ class EngineConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise KvferryError("bad_option", f"{field.name} must be 1 or more", field=field.name, value=value)
+                raise Malformed("bad_option", f"{field.name} must be 1 or more", field=field.name, value=value)
         if self.daemons and len(self.daemons) != self.tp:
-            raise KvferryError(
+            raise Malformed(
                 "bad_option", f"{len(self.daemons)} daemons for {self.tp} ranks", field="daemon", value=self.daemons,
                 remedy="give --daemon once per rank, in rank order, or not at all",
             )  # fmt: skip
@@ -175,4 +175,4 @@ class EngineConfig:
 
 def _unsupported(field: str, value: object, wanted: str) -> KvferryError:
     what = "the reference engine cannot serve this model"
-    return KvferryError("unsupported_model", what, field=field, value=value, remedy=f"it takes {wanted}")
+    return Malformed("unsupported_model", what, field=field, value=value, remedy=f"it takes {wanted}")

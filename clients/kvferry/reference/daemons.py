@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
-from kvferry.errors import KvferryError
+from kvferry.errors import Caused, Deadline, Internal, KvferryError, Malformed, Unavailable
 from kvferry.handoff import Attempts, Origin
 from kvferry.manifest import ModelInfo
 from kvferry.memory import SharedRegion
@@ -19,14 +19,11 @@ from kvferry.tables import Tables
 T = TypeVar("T")
 
 
-class LoadFailed(KvferryError):
+class LoadFailed(Caused):
     """The KV of a request did not arrive on every rank. Its blocks may be reused once `quiesced()` has returned."""
 
     def __init__(self, cause: KvferryError, quiescence: Sequence[Awaitable[object]]) -> None:
-        super().__init__(
-            cause.code, cause.message, field=cause.field, value=cause.value, remedy=cause.remedy,
-            refusals=cause.refusals,
-        )  # fmt: skip
+        super().__init__(cause)
         self._quiescence = quiescence
 
     async def quiesced(self) -> None:
@@ -76,7 +73,7 @@ class Daemons:
         client = self._clients[rank]
         region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
         if not isinstance(region, SharedRegion):
-            raise KvferryError(
+            raise Malformed(
                 "wrong_memory_kind", "the reference engine computes on the CPU, its daemon runs beside a GPU",
                 field="device", value=client.device, remedy="start the daemon with --device cpu",
             )  # fmt: skip
@@ -117,7 +114,7 @@ class Daemons:
                 await self.abort(origin.request_id)
             await asyncio.wait(receives, timeout=self._engine.daemon_timeout_s)
             raise LoadFailed(
-                cause or KvferryError("deadline", f"request {origin.request_id} did not arrive in {deadline_s:g} s"),
+                cause or Deadline("deadline", f"request {origin.request_id} did not arrive in {deadline_s:g} s"),
                 [_quiescence(receive) for receive in receives],
             )
         return receives[0].result()
@@ -148,7 +145,7 @@ class Daemons:
             for wait in waits:
                 wait.cancel()
         socket = self._engine.daemons[rank]
-        return KvferryError(
+        return Unavailable(
             "daemon_gone", f"the daemon of rank {rank} on {socket} ended the session", field="daemon", value=socket,
             remedy="start the engine again when its daemon is back",
         )  # fmt: skip
@@ -164,7 +161,7 @@ class Daemons:
             async with asyncio.timeout(self._engine.daemon_timeout_s):
                 results = await asyncio.gather(*calls, return_exceptions=True)
         except TimeoutError:
-            raise KvferryError("deadline", f"a daemon did not answer in {self._engine.daemon_timeout_s:g} s") from None
+            raise Deadline("deadline", f"a daemon did not answer in {self._engine.daemon_timeout_s:g} s") from None
         answers: list[T] = []
         for result in results:
             if isinstance(result, BaseException):
@@ -177,7 +174,7 @@ def _failure(receive: asyncio.Task[Received]) -> KvferryError:
     error = receive.exception()
     if isinstance(error, KvferryError):
         return error
-    return KvferryError("internal", f"receiving failed: {error!r}")
+    return Internal("internal", f"receiving failed: {error!r}")
 
 
 async def _quiescence(receive: asyncio.Task[Received]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Deadline, Full, KvferryError, Malformed, Unavailable
 from kvferry.handoff import Handoff, answer
 from kvferry.manifest import ModelInfo
 from kvferry.reference.cache import axis_order
@@ -66,7 +66,7 @@ class Engine:
     async def stop(self) -> None:
         """End every request, session and process. Takes seconds at most."""
         healthy = not self.failed.done()
-        self._fail(KvferryError("stopping", "the engine is shutting down"))
+        self._fail(Unavailable("stopping", "the engine is shutting down"))
         if self._loop is not None:
             await asyncio.wait({self._loop}, timeout=_LAST_STEP_S)
         for task in self._tasks:
@@ -92,7 +92,7 @@ class Engine:
                 yield output
         except TimeoutError:
             limit = f"{self.config.request_timeout_s:g} s"
-            raise KvferryError("deadline", f"request {request.request_id} took more than {limit}") from None
+            raise Deadline("deadline", f"request {request.request_id} took more than {limit}") from None
         finally:
             if not finished:
                 self._cancel(request)
@@ -104,16 +104,16 @@ class Engine:
         if self.failed.done():
             raise self.failed.result()
         if len(self._requests) >= self.config.max_waiting:
-            raise KvferryError("full", "too many requests are waiting", remedy="try again later")
+            raise Full("full", "too many requests are waiting", remedy="try again later")
         length = len(request.prompt) + request.max_tokens
         limit = min(self.source.config.max_positions, self.config.num_blocks * self.config.block_size)
         if length > limit:
-            raise KvferryError(
+            raise Malformed(
                 "prompt_too_long", f"prompt and max_tokens are {length} tokens, the engine holds {limit}",
                 field="prompt", value=length, remedy="shorten the prompt, or give the engine more --num-blocks",
             )  # fmt: skip
         if self._daemons is None and (request.hold or request.origin):
-            raise KvferryError(
+            raise Unavailable(
                 "no_daemon", "this engine runs without a daemon and exchanges no KV", field="kv_transfer_params",
                 remedy="start it with --daemon SOCKET for each rank",
             )  # fmt: skip
@@ -121,7 +121,7 @@ class Engine:
             if (request.hold and other.hold and request.request_id == other.request_id) or (
                 request.origin and other.origin and request.origin.request_id == other.origin.request_id
             ):
-                raise KvferryError(
+                raise Conflict(
                     "request_exists", f"the KV of request {other.request_id} is being exchanged already",
                     field="X-Request-Id", value=other.request_id, remedy="use a new id for a new request",
                 )  # fmt: skip

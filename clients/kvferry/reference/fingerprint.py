@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.reference.config import ModelSource
 
 _SAMPLES, _SAMPLE_NBYTES = 64, 4096
@@ -19,10 +19,10 @@ def weight_files(folder: Path) -> list[Path]:
         held = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
         files = [folder / Path(str(name)).name for name in sorted(set(held))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise KvferryError("malformed_checkpoint", f"{index} is not a safetensors index: {error}") from None
+        raise Malformed("malformed_checkpoint", f"{index} is not a safetensors index: {error}") from None
     if missing := [file for file in files if not file.is_file()]:
         remedy = "a checkpoint folder holds config.json and model.safetensors, or its shards and their index"
-        raise KvferryError("malformed_checkpoint", f"{missing[0]} is missing", remedy=remedy)
+        raise Malformed("malformed_checkpoint", f"{missing[0]} is missing", remedy=remedy)
     return files
 
 

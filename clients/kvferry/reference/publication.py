@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvferry.digest import prompt_digest
 from kvferry.engine import Lease
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict
 from kvferry.reference.config import EngineConfig, ModelConfig
 from kvferry.reference.daemons import Daemons
 from kvferry.reference.request import Request
@@ -87,7 +87,7 @@ class Publication:
 
     def _check(self) -> None:
         if self._withdrawn:
-            raise KvferryError("aborted", f"request {self._request.request_id} was aborted")
+            raise Conflict("aborted", f"request {self._request.request_id} was aborted")
 
     async def ended(self) -> None:
         """Until no reader may read any more: read, expired, revoked, or the daemon is gone."""

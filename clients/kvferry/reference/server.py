@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from kvferry.asgi import disconnected, openai_error
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 from kvferry.reference.completions import Choice, Completion, CompletionBody, Usage, requests_of
 from kvferry.reference.daemons import LoadFailed
 from kvferry.reference.engine import Engine
@@ -66,7 +66,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
     async def malformed(_: HttpRequest, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:2] if isinstance(part, str)) or "body"
-        return error_answer(KvferryError("malformed_request", f"{field}: {first['msg']}", field=field))
+        return error_answer(Malformed("malformed_request", f"{field}: {first['msg']}", field=field))
 
     @app.get("/health")
     async def health() -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.reference.config import ModelConfig
 
 
@@ -30,7 +30,7 @@ class RankShard:
         ranks that hold the same one share out its query heads. Raises KvferryError for more ranks than query heads."""
         per_kv = config.num_heads // config.num_kv_heads
         if tp > min(config.num_heads, config.intermediate_size):
-            raise KvferryError(
+            raise Malformed(
                 "bad_option", f"{tp} ranks for {config.num_heads} query heads leave a rank without work",
                 field="tp", value=tp, remedy=f"use at most {config.num_heads} ranks",
             )  # fmt: skip

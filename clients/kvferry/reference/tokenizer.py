@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.reference.config import ModelSource
 
 
@@ -31,7 +31,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         if self._vocab_size <= self.END:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_request", f"a vocabulary of {self._vocab_size} tokens has no room for bytes",
                 field="prompt", remedy="send the prompt as token ids",
             )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 from kvferry.reference.config import ModelConfig, ModelSource
 from kvferry.reference.fingerprint import weight_files
 
@@ -129,4 +129,4 @@ def _part(tensor: torch.Tensor, rows: range | None, columns: range | None) -> to
 
 
 def _malformed(folder: Path, name: str, wanted: str) -> KvferryError:
-    return KvferryError("malformed_checkpoint", f"{folder}: the tensor {name} was expected {wanted}", field=name)
+    return Malformed("malformed_checkpoint", f"{folder}: the tensor {name} was expected {wanted}", field=name)

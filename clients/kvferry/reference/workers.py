@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Internal, KvferryError
 from kvferry.reference.config import EngineConfig, ModelSource
 from kvferry.reference.wire import Done, Failed, Message, Start, Step, packed, unpacked
 
@@ -72,7 +72,7 @@ class _Worker:
         return message
 
     def failed(self, why: str) -> KvferryError:
-        return KvferryError(
+        return Internal(
             "worker_failed", f"the worker of rank {self.rank}, process {self.process.pid}, failed: {why}",
             field="rank", value=self.rank, remedy="its last words are on stderr; start the engine again",
         )  # fmt: skip

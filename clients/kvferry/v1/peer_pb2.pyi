@@ -410,25 +410,31 @@ Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
 
 @typing.final
 class LeaseClose(google.protobuf.message.Message):
-    """Ends a reading. With number 0: the reader has finished without opening the lease, since it had nothing to read here."""
+    """Ends a reading. With number 0: the reader has finished without opening the lease. It had nothing to read here, or went
+    by an announcement and was quick.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     READING_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
+    WORD_FIELD_NUMBER: builtins.int
     reading: builtins.int
     request_id: builtins.str
     complete: builtins.bool
     """false: the reader gave up, and does not count as one that has read"""
+    word: builtins.int
+    """of the announced lease that was read: no other is meant; 0: whichever there is"""
     def __init__(
         self,
         *,
         reading: builtins.int = ...,
         request_id: builtins.str = ...,
         complete: builtins.bool = ...,
+        word: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "reading", b"reading", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "reading", b"reading", "request_id", b"request_id", "word", b"word"]) -> None: ...
 
 Global___LeaseClose: typing_extensions.TypeAlias = LeaseClose
 
@@ -664,6 +670,7 @@ class PackOpen(google.protobuf.message.Message):
         def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     WORD_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PAIRING_FIELD_NUMBER: builtins.int
@@ -674,6 +681,8 @@ class PackOpen(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """opens the lease with the same message, as LeaseOpen does with this word and version"""
     word: builtins.int
     """of the LeaseUpdate whose tables the reader uses: no other lease is packed"""
     version: builtins.int
@@ -695,6 +704,7 @@ class PackOpen(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        request_id: builtins.str = ...,
         word: builtins.int = ...,
         version: builtins.int = ...,
         pairing: builtins.str = ...,
@@ -707,7 +717,7 @@ class PackOpen(google.protobuf.message.Message):
         last: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version", "word", b"word"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 

@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.vllm.parts import Part, attention_parts, recurrent_parts
 
 CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
@@ -33,7 +33,7 @@ def parts(
         return recurrent_parts(conv, states, CONVOLVED[spec.mamba_type.name], shards, narrow)
     if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
         remedy = "serve a model whose layers docs/vllm.md names"
-        raise KvferryError("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
+        raise Malformed("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
     shards = min(ranks, spec.max_tp_shards or heads)
     blocks = cache.view(num_blocks, -1, *cache.shape[1:])
     plain = cache.shape[1] == spec.num_kv_heads and cache.shape[3] == spec.head_size + spec.head_size_v

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvferry.errors import KvferryError, first_breach
+from kvferry.errors import Malformed, first_breach
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 
@@ -51,5 +51,5 @@ class Options(BaseModel):
             what = f"every one of {world_size} ranks needs a daemon of its own"
             remedy = "name them apart, for example /run/kvferry/engine-{rank}.sock"
             field = "kv_connector_extra_config.socket"
-            raise KvferryError("bad_option", what, field=field, value=self.socket, remedy=remedy)
+            raise Malformed("bad_option", what, field=field, value=self.socket, remedy=remedy)
         return path

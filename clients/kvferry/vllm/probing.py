@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ def _digits(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _unknown(what: str, why: str) -> KvferryError:
-    return KvferryError(
+    return Malformed(
         "unknown_layout",
         f"where {what} lie cannot be told: {why}",
         field="kv_cache",

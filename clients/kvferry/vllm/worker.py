@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs, get_kv_cache_spec_sliding_window
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
 from kvferry.vllm.fingerprint import fingerprint
@@ -83,7 +83,7 @@ class WorkerSide:
         if memory is None or not 0 <= storage.data_ptr() - memory.address <= memory.nbytes - self._nbytes:
             field, remedy = "kv_connector_extra_config.memory", '"owned", or on a GPU "adopted"'
             what = "vLLM's cache does not lie in memory that the daemon can reach"
-            raise KvferryError("cache_elsewhere", what, field=field, value=self._options.memory, remedy=remedy)
+            raise Malformed("cache_elsewhere", what, field=field, value=self._options.memory, remedy=remedy)
         self._memory = memory
         model = ModelInfo(name=self._config.model_config.model, fingerprint=fingerprint(self._config, self._options))
         parallel = {"tp": self._tp, "pp": self._world_size // self._tp}

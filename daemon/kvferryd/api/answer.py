@@ -95,7 +95,9 @@ async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Reques
         return await asyncio.wait_for(anext(aiter(requests)), timeout_s)
     except (TimeoutError, StopAsyncIteration):
         raise Malformed(
-            "malformed_stream", f"the stream did not begin within {timeout_s:g} s", remedy="say first who you are"
+            "malformed_stream",
+            f"the stream did not begin within {timeout_s:g} s",
+            remedy="send the first message, which names the sender, at once",
         ) from None
 
 

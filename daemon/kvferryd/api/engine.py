@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
@@ -38,7 +38,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         ferry = self._ferry
         first = await first_of(commands, ferry.config.connect_timeout_s)
         if not first.HasField("attach"):
-            raise KvferryError("malformed_stream", "the first command is to attach", field="kind")
+            raise Malformed("malformed_stream", "the first command is to attach", field="kind")
         request = first.attach
         version = protocol(request.protocol_min, request.protocol_max)
         rank = Rank(request.engine_id, request.epoch, request.rank, request.world_size)
@@ -77,7 +77,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     case "probe":
                         pass
                     case kind:
-                        raise KvferryError("malformed_command", "the command is none", field="kind", value=kind)
+                        raise Malformed("malformed_command", "the command is none", field="kind", value=kind)
             except KvferryError as error:
                 answer.problem.CopyFrom(problem_to_proto(error))
             except Exception:
@@ -175,7 +175,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def _fence(self, engine: Engine, after: engine_pb2.Fence) -> asyncio.Future[None]:
         fences = engine.session.fences
         if fences is None:
-            raise KvferryError(
+            raise Conflict(
                 "no_fences",
                 f"engine {engine.engine_id} has opened no page of fences",
                 field="after",
@@ -190,7 +190,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
 def _registered(session: Session) -> Engine:
     if session.engine is None:
-        raise KvferryError(
+        raise Conflict(
             "not_registered",
             f"engine {session.rank.engine_id} has not described its cache",
             field="session",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Forbidden, KvferryError, Malformed, NotFound
 from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
 from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
@@ -50,7 +50,7 @@ class Handovers:
         """The caller's from now on. Raises KvferryError (`unknown_ticket`)."""
         held = self._held.get(ticket)
         if held is None or held.session != session:
-            raise KvferryError(
+            raise NotFound(
                 "unknown_ticket",
                 f"no files are held for this session under the ticket; files are held for {HELD_S:g} s",
                 field="ticket",
@@ -123,7 +123,7 @@ class Handovers:
         """(the answer, what goes with it)"""
         _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
-            raise KvferryError(
+            raise Forbidden(
                 "wrong_user",
                 f"files are taken from user {os.geteuid()} and root only",
                 field="uid",
@@ -202,7 +202,7 @@ async def _readable(connection: socket.socket) -> None:
 
 
 def _malformed(why: str) -> KvferryError:
-    return KvferryError(
+    return Malformed(
         "malformed_handover",
         f"what came is no handover: {why}",
         field="files",

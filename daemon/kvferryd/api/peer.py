@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from urllib.parse import unquote
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
@@ -50,7 +50,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             async with asyncio.timeout(_left(context, self._ferry.config.connect_timeout_s)):
                 await engine.until_whole()
         except TimeoutError:
-            raise KvferryError(
+            raise Unavailable(
                 "roster_incomplete",
                 f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
                 field="engine_id",
@@ -87,7 +87,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         member = request.member
         allow.check(member.address, self._ferry.config.allow_peers)
         if max(len(request.engine_id), len(member.epoch)) > 256 or member.rank >= MAX_WORLD_SIZE:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_member", "engine_id, epoch or rank are out of bounds", field="member", value=member.rank
             )
         joined = self._ferry.roster.seed.join(request.engine_id, member.epoch, member.rank, member.address)
@@ -130,7 +130,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def _read(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncIterator[peer_pb2.ReadReply]:
         first = await first_of(requests, self._ferry.config.connect_timeout_s)
         if not first.HasField("opening"):
-            raise KvferryError("malformed_stream", "the first message says who reads from whom", field="opening")
+            raise Malformed("malformed_stream", "the first message says who reads from whom", field="opening")
         opening = first.opening
         engine = self._of_epoch(opening.engine_id, opening.epoch)
         regions = {id: region.span.address for id, region in engine.regions.items()}
@@ -209,7 +209,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def _of_epoch(self, engine_id: str, epoch: str) -> Engine:
         engine = self._ferry.registry.get(engine_id)
         if engine.epoch != epoch:
-            raise KvferryError(
+            raise Conflict(
                 "stale_epoch",
                 f"engine {engine_id} is in epoch {engine.epoch}",
                 field="epoch",
@@ -259,7 +259,7 @@ def _staging(arena: Arena) -> peer_pb2.Staging:
 def _reader(reader: peer_pb2.Reader) -> ReaderId:
     named = 0 < len(reader.engine_id) <= 256 and len(reader.epoch) <= 256
     if not named or not 0 <= reader.rank < reader.world_size <= MAX_WORLD_SIZE:
-        raise KvferryError(
+        raise Malformed(
             "malformed_reader",
             "the reader is not a rank of an engine",
             field="reader",

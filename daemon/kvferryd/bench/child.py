@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Internal
 
 START_S = 60.0
 
@@ -36,7 +36,7 @@ def child(module: str, *arguments: str, env: Mapping[str, str] | None = None) ->
         said = next((line for line in process.stdout if line.startswith("{")), "")
         late.cancel()
         if not said:
-            raise KvferryError("child_ended", f"{module} ended without a word", remedy="read what it wrote to stderr")
+            raise Internal("child_ended", f"{module} ended without a word", remedy="read what it wrote to stderr")
         yield json.loads(said)
     finally:
         late.cancel()

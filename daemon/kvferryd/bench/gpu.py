@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 from kvferry.memory import cuda
 from kvferryd.bench import Options, gpu_raw, rpc
 from kvferryd.bench.gpu_cases import FULL, TINY, Case, Pair, cases
@@ -76,7 +76,7 @@ async def _run(options: Options, gpus: tuple[cuda.Device, ...], table: Table) ->
     every = cases(FULL, len(gpus)) if gpus else cases(TINY, 4)
     wanted = [case for case in every[: QUICK if options.quick else None] if options.case in case.name]
     if not wanted:
-        raise KvferryError(
+        raise Malformed(
             "unknown_case",
             "no case has that in its name",
             field="--case",

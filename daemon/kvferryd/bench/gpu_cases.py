@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Internal, KvferryError
 from kvferry.manifest import Manifest
 from kvferryd.plan.axes import Ints
 
@@ -206,7 +206,7 @@ class Case:
             raise self._wrong(rank, "words that nobody asked for were written")
 
     def _wrong(self, rank: int, what: str) -> KvferryError:
-        return KvferryError("wrong_bytes", f"{self.name}, {self.tokens} tokens, destination rank {rank}: {what}")
+        return Internal("wrong_bytes", f"{self.name}, {self.tokens} tokens, destination rank {rank}: {what}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.engine import EngineClient
-from kvferry.errors import KvferryError
+from kvferry.errors import Internal, KvferryError
 from kvferry.memory import cuda, cuda_memory
 from kvferry.schemas import SourceBody
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
@@ -240,7 +240,7 @@ def cpu_s(daemons: Sequence[DaemonService]) -> float:
     ticks = 0
     for daemon in daemons:
         if daemon.process.poll() is not None:
-            raise KvferryError("process_ended", f"{daemon.name} has ended: {daemon.tail(1)}")
+            raise Internal("process_ended", f"{daemon.name} has ended: {daemon.tail(1)}")
         # After the name, which is in brackets and may hold anything: fields 14 and 15 of proc(5), from 3 on.
         fields = Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])

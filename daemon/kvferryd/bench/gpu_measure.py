@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from kvferry.engine import EngineClient
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.router import RouterClient
 from kvferry.schemas import TransferRecord
 from kvferry.tables import BlockTable
@@ -116,7 +116,7 @@ async def _records(reader: Engine, taken: Taken) -> list[list[TransferRecord]]:
 def _check_way(way: str, records: list[list[TransferRecord]]) -> None:
     paths = {record.path for request in records for record in request}
     if way != AUTO and paths != {way}:
-        raise KvferryError("other_way", f"it went {' and '.join(sorted(paths))}, not {way}")
+        raise Malformed("other_way", f"it went {' and '.join(sorted(paths))}, not {way}")
 
 
 def _phase_s(records: list[list[TransferRecord]], phase: str) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed
 
 LEGEND = """\
 total ms: from the engine's order to its done event, median (of a raw row: the operation). reading ms: of it, the phase
@@ -65,7 +65,7 @@ class Table:
             try:
                 self._file = path.open("w")
             except OSError as error:
-                raise KvferryError(
+                raise Malformed(
                     "not_writable", f"the rows cannot be kept: {error.strerror}", field="json", value=path,
                     remedy="name a file in a folder that exists and is yours",
                 ) from None  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Deadline, PeerFailed
 from kvferry.memory import SharedRegion, open_file_region
 from kvferryd.bench.child import child, tell
 from kvferryd.memory.cuda import CudaProvider
@@ -46,10 +46,10 @@ class RawPair:
         while state == "PROC":
             state = self.agent.check_xfer_state(handle)
             if time.perf_counter() - began > READ_S:
-                raise KvferryError("deadline", f"NIXL did not end a read within {READ_S:g} s")
+                raise Deadline("deadline", f"NIXL did not end a read within {READ_S:g} s")
         seconds = time.perf_counter() - began
         if state != "DONE":
-            raise KvferryError("transport_failed", f"NIXL ended a read with {state}")
+            raise PeerFailed("transport_failed", f"NIXL ended a read with {state}")
         for each in (handle, local, remote):
             each.release()
         return seconds

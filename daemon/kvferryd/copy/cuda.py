@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Unavailable
 from kvferry.memory import cuda
 from kvferryd.copy.batch import Batch, Side, Table
 from kvferryd.plan.axes import Ints
@@ -64,7 +64,7 @@ def load() -> tuple[Any, Any]:
 
         from kvferryd.copy import kernel
     except ImportError as error:
-        raise KvferryError(
+        raise Unavailable(
             "triton_missing",
             f"copies on a GPU need torch for CUDA and its Triton: {error}",
             field="triton",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.memory import cuda
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import Copier, NotPrepared
@@ -181,7 +181,7 @@ class Runner:
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
             copy = heapq.heappop(self._waiting)[1]
             if copy.abandoned:
-                _end(copy, KvferryError("abandoned", "the copy was given up"))
+                _end(copy, Conflict("abandoned", "the copy was given up"))
             else:
                 self._launch(copy)
         if self._in_flight and self._asking is None:
@@ -269,7 +269,7 @@ class Runner:
                 and 0 <= probe.offset <= probe.offset + len(probe.held) <= mapping.nbytes
             )
             if not fits or read(self.device, mapping.address + probe.offset, len(probe.held)) != probe.held:
-                raise KvferryError(
+                raise Internal(
                     "probe_failed",
                     "the mapped memory is not what the source has there",
                     field="allocation_nbytes",
@@ -316,22 +316,22 @@ class Runner:
         except KvferryError:
             pass  # a broken context: nothing runs any more, and the process keeps what it holds until it ends
         for copy in self._in_flight:
-            settle(copy.done, error=_closed())
             settle(copy.quiet)
+            settle(copy.done, error=_closed())
 
 
 def _end(copy: GpuCopy, problem: KvferryError | None) -> None:
     if copy.launched_at:
         copy.seconds = time.monotonic() - copy.launched_at
-    settle(copy.done, error=problem)
     settle(copy.quiet)
+    settle(copy.done, error=problem)
 
 
 def _closed() -> KvferryError:
-    return KvferryError("copies_closed", "the engine whose copies these are has ended")
+    return Unavailable("copies_closed", "the engine whose copies these are has ended")
 
 
 def _typed(error: Exception) -> KvferryError:
     if isinstance(error, KvferryError):
         return error
-    return KvferryError("copy_failed", f"the copy failed: {type(error).__name__} {error}"[:500])
+    return Internal("copy_failed", f"the copy failed: {type(error).__name__} {error}"[:500])

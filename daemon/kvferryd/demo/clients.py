@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Internal, KvferryError
 from kvferryd.demo.prompts import Prompt
 
 TIMEOUT_S = 60.0
@@ -73,4 +73,4 @@ def _events(text: str) -> Iterator[Any]:
 
 
 def _failed(prompt: Prompt, why: str) -> KvferryError:
-    return KvferryError("request_failed", f"{prompt.request_id} ({len(prompt.tokens)} tokens) failed: {why}")
+    return Internal("request_failed", f"{prompt.request_id} ({len(prompt.tokens)} tokens) failed: {why}")

@@ -31,7 +31,7 @@ from typing import NoReturn, TypeVar
 
 import httpx
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, Internal
 
 HOST = "127.0.0.1"
 PORTS = range(18000, 32000)
@@ -77,7 +77,7 @@ class DaemonService(Service):
     socket: Path
 
 
-class ServiceError(KvferryError):
+class ServiceError(Internal):
     """A process of the fleet ended, or did not come up in time. `service` says which."""
 
     def __init__(self, code: str, message: str, service: Service) -> None:
@@ -232,7 +232,7 @@ class Fleet:
                 if port not in self._ports and _binds(probe, port):
                     self._ports.add(port)
                     return port
-        raise KvferryError("no_free_port", f"no port of {PORTS} is free", remedy="end what listens on them")
+        raise Full("no_free_port", f"no port of {PORTS} is free", remedy="end what listens on them")
 
     def _start(self, name: str, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Path]:
         log = next(path for path in self._logs(name) if not path.exists())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Malformed
 from kvferry.memory.fences import NBYTES, WORDS, Fence
 from kvferry.memory.handover import check_sealed
 from kvferryd.settle import settle
@@ -40,7 +40,7 @@ class Fences:
     def __init__(self, files: Sequence[int]) -> None:
         """Maps the one file, which the caller may close then. Raises KvferryError."""
         if len(files) != 1:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_handover", "a page of fences is one file", field="ticket", value=f"{len(files)} files"
             )
         check_sealed(files[0], NBYTES)
@@ -56,7 +56,7 @@ class Fences:
         Raises KvferryError (`malformed_fence`).
         """
         if not (0 <= fence.word < WORDS and fence.value > 0):
-            raise KvferryError(
+            raise Malformed(
                 "malformed_fence",
                 f"a fence is one of {WORDS} words and a value above 0",
                 field="after",
@@ -103,7 +103,7 @@ class Fences:
         if time.monotonic() - wait.began > wait.timeout_s:
             settle(
                 wait.reached,
-                error=KvferryError(
+                error=Conflict(
                     "fence_timeout",
                     f"the engine's stream did not reach the fence of a publish within {wait.timeout_s:g} s",
                     field="fence_timeout_s",

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
 from kvferry.v1 import engine_pb2
@@ -106,7 +106,7 @@ async def register(
     In strict exposure that is the staging arena alone. Raises KvferryError.
     """
     if session.engine is not None or session.registering:
-        raise KvferryError(
+        raise Conflict(
             "already_registered",
             f"engine {session.rank.engine_id} registered in this session already",
             field="manifest",
@@ -204,7 +204,7 @@ def _gpu(session: Session) -> cuda.Device | None:
 
 async def _made_arena(config: Config, memory: Provider, runner: Runner | None, unmapped: str) -> Arena:
     if config.device != "cpu" and runner is None:
-        raise KvferryError(
+        raise Unavailable(
             "no_copies",
             f"nothing can be packed: {unmapped}",
             field="device",

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.manifest import Manifest
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
@@ -100,7 +100,7 @@ class Engines:
         kept = self._kept.get(resume)
         resumed = kept is not None and kept.rank == rank
         if rank[:2] in self._epochs and not resumed:
-            raise KvferryError(
+            raise Conflict(
                 "epoch_reused",
                 f"epoch {rank.epoch} of engine {rank.engine_id} is over",
                 field="epoch",
@@ -133,7 +133,7 @@ class Engines:
                 await asyncio.wait_for(old.detached.wait(), DETACH_S)
             old = self._current.get(engine_id)
         if old is not None and old.attached and not old.retired.is_set():
-            raise KvferryError(
+            raise Conflict(
                 "engine_attached",
                 f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already",
                 field="engine_id",
@@ -158,7 +158,7 @@ class Engines:
         """Raises KvferryError (`unknown_session`)."""
         session = self._by_id.get(id)
         if session is None or session.retired.is_set():
-            raise KvferryError(
+            raise NotFound(
                 "unknown_session",
                 "the session is not known or has ended",
                 field="session",
@@ -175,7 +175,7 @@ class Engines:
             if engine.engine_id == engine_id:
                 return engine
         known = ", ".join(sorted(engine.engine_id for engine in ready)) or "none"
-        raise KvferryError(
+        raise NotFound(
             "unknown_engine",
             f"engine {engine_id} is not registered here" if engine_id else f"{len(ready)} engines are registered here",
             field="engine_id",
@@ -212,7 +212,7 @@ class Engines:
         """The page of words that the engine's streams write, once for each session; the files are closed."""
         with files as numbers:
             if session.fences is not None:
-                raise KvferryError(
+                raise Conflict(
                     "fences_open",
                     f"engine {session.rank.engine_id} has opened its fences already",
                     field="ticket",
@@ -246,7 +246,7 @@ class Engines:
         if id in self._retiring:
             await asyncio.shield(self._retiring[id])
         if id in self._stuck:
-            raise KvferryError(
+            raise Conflict(
                 "not_quiet",
                 "the session's NIXL agent could not be stopped: its reads may still write",
                 field="session",
@@ -329,7 +329,7 @@ class Engines:
 
 def _check(rank: Rank) -> None:
     if not rank.engine_id or not rank.epoch or len(rank.engine_id) > 256 or len(rank.epoch) > 256:
-        raise KvferryError(
+        raise Malformed(
             "malformed_attach",
             "engine_id and epoch must be given, at most 256 characters each",
             field="engine_id, epoch",
@@ -337,7 +337,7 @@ def _check(rank: Rank) -> None:
             remedy="use a new epoch for every start",
         )
     if rank.rank >= rank.world_size or rank.world_size > MAX_WORLD_SIZE:
-        raise KvferryError(
+        raise Malformed(
             "rank_out_of_range",
             f"rank {rank.rank} does not exist in a world of {rank.world_size}, or the world is too large",
             field="rank",

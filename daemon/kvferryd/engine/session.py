@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Malformed, Unavailable
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferryd import logs
@@ -67,7 +67,7 @@ class Session:
     async def add(self, id: int, nbytes: int, make: Callable[[], Region]) -> Region:
         """A new region. Only if the session still stands when it is made."""
         if nbytes <= 0:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_region",
                 "a region has no bytes",
                 field="nbytes",
@@ -75,7 +75,7 @@ class Session:
                 remedy="ask for at least one byte",
             )
         if id in self.regions or id in self._allocating or self.registering or self.engine is not None:
-            raise KvferryError(
+            raise Conflict(
                 "region_taken",
                 f"region {id} exists, or the engine has registered already",
                 field="region",
@@ -96,7 +96,7 @@ class Session:
     def check_open(self) -> None:
         """Raises KvferryError (`session_closed`)."""
         if self.retired.is_set() or not self.attached:
-            raise KvferryError("session_closed", f"the session of engine {self.rank.engine_id} has ended")
+            raise Unavailable("session_closed", f"the session of engine {self.rank.engine_id} has ended")
 
     def detach(self) -> None:
         """The session has ended, which does not tell what has become of the engine."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from kvferry.errors import KvferryError, Refusal
+from kvferry.errors import KvferryError, Malformed, Refusal
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.tables import tables_from_json
 from kvferryd.explain.summary import Bindings, explain_json, source_tables_from_json
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse exits by itself; a wrong argument is told like everything else that is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        raise KvferryError("bad_argument", message, remedy="kvferry explain --help")
+        raise Malformed("bad_argument", message, remedy="kvferry explain --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     files = [*args.source, *filter(None, (args.destination, args.source_tables, args.destination_tables, args.tokens))]
     if args.transfer is not None and files:
-        raise KvferryError(
+        raise Malformed(
             "bad_argument",
             "--transfer is of a transfer that there was, files are of one that there might be",
             field="--transfer",
@@ -86,7 +86,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     missing = [flag for flag, given in (("--source", args.source), ("--destination", args.destination)) if not given]
     if args.transfer is None and missing:
-        raise KvferryError(
+        raise Malformed(
             "bad_argument",
             f"the following arguments are required: {', '.join(missing)}",
             field=missing[0],
@@ -143,7 +143,7 @@ def _tables(args: argparse.Namespace, sources: Sequence[Manifest]) -> Bindings |
     if len(missing) == 3:
         return None
     if missing:
-        raise KvferryError(
+        raise Malformed(
             "bad_argument",
             f"{missing[0]} is missing",
             field=missing[0],
@@ -159,7 +159,7 @@ def _tables(args: argparse.Namespace, sources: Sequence[Manifest]) -> Bindings |
 def _token_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text, re.ASCII)
     if match is None or int(match[1]) > int(match[2]):
-        raise KvferryError(
+        raise Malformed(
             "bad_argument",
             "--tokens is not a range of tokens",
             field="--tokens",
@@ -173,7 +173,7 @@ def _read(file: str, flag: str) -> Any:
     try:
         return json.loads(Path(file).read_bytes())
     except OSError as error:
-        raise KvferryError(
+        raise Malformed(
             "unreadable_file",
             f"{file} cannot be read: {error.strerror}",
             field=flag,
@@ -181,7 +181,7 @@ def _read(file: str, flag: str) -> Any:
             remedy="give the path of a JSON file",
         ) from None
     except (ValueError, RecursionError) as error:  # bad JSON and bytes that are not UTF-8
-        raise KvferryError(
+        raise Malformed(
             "malformed_json", f"{file} is not JSON: {error}", field=flag, value=file, remedy="give a JSON file"
         ) from None
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 
-from kvferry.errors import KvferryError
+from kvferry.errors import NotFound
 from kvferry.schemas import PeerRecord, TransferRecord
 from kvferryd import ask
 from kvferryd import config as configuration
@@ -20,7 +20,7 @@ async def explain_transfer(arguments: argparse.Namespace) -> int:
         wanted = arguments.transfer
         found = [record for record in records if wanted in (record.transfer_id, record.request_id)]
         if not found:
-            raise KvferryError(
+            raise NotFound(
                 "unknown_transfer",
                 f"the daemon at {daemon.url} knows no transfer and no request {wanted}",
                 field="--transfer",

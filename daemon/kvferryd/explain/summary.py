@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.manifest import Group, Manifest
 from kvferry.tables import BlockTable, Tables, tables_from_json
 from kvferryd.plan import Bound, Copy, Plan, bind, plan
@@ -65,7 +65,7 @@ def plan_distinct(sources: Sequence[Manifest], destination: Manifest) -> Plan:
     ranks = [source.rank for source in sources]
     twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
     if twice is not None:
-        raise KvferryError(
+        raise Malformed(
             "duplicate_rank",
             f"source rank {twice} is given {ranks.count(twice)} times",
             field="sources",
@@ -126,7 +126,7 @@ def source_tables_from_json(data: Any, sources: Sequence[Manifest], field: str =
     known = {str(source.rank): source.rank for source in sources}
     for name in data:
         if name not in known:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_tables",
                 f"{field} names a rank that is not among the sources",
                 field=field,

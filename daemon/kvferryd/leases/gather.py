@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Deadline, Internal, KvferryError, Malformed, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
@@ -51,11 +51,11 @@ class Gatherer:
         Raises KvferryError, as does what is returned, where the reader may not have them.
         """
         if self.arena is None:
-            raise KvferryError("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
+            raise Conflict("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
         if lease.state.ended:
             raise lease.over()
         if lease.word.value != opening.word:
-            raise KvferryError(
+            raise Conflict(
                 "lease_changed",
                 f"request {lease.request_id} has another lease by now",
                 field="word",
@@ -63,7 +63,7 @@ class Gatherer:
             )
         share = self.pairings.get(opening.pairing)
         if not SLOT_ALIGN <= opening.chunk_nbytes <= self.arena.slot_nbytes:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_pack",
                 f"chunks of {opening.chunk_nbytes} bytes do not fit",
                 field="chunk_nbytes",
@@ -72,7 +72,7 @@ class Gatherer:
             )
         tokens = opening.tokens.start, opening.tokens.stop
         if tokens[1] > lease.num_tokens or (opening.states and lease.more):
-            raise KvferryError(
+            raise Conflict(
                 "tokens_unpublished",
                 f"tokens up to {tokens[1]} are wanted but {lease.num_tokens} were published",
                 field="tokens",
@@ -88,7 +88,7 @@ class Gatherer:
             chunks = packs(*told)
             found = len(chunks), sum(chunk.nbytes for chunk in chunks)
             if found != expected:
-                raise KvferryError(
+                raise Conflict(
                     "cut_differs",
                     f"this rank would pack {found[0]} chunks of {found[1]} bytes",
                     field="chunks, nbytes",
@@ -267,15 +267,15 @@ class Gather:
         """Nothing is gathered, or reported as packed, unless the lease holds and the reader is there."""
         assert self._lease is not None
         if self._over:
-            raise KvferryError("abandoned", "the gather is over")
+            raise Conflict("abandoned", "the gather is over")
         if self._lease.state.ended:
             raise self._lease.over()
 
     def _vouch(self) -> None:
         if self._unread or self._lease is None:
-            raise KvferryError("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
+            raise Malformed("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
         if self._arena.closed:  # a slot that was read late may have been gone
-            raise KvferryError("arena_closed", "the staging arena was closed: its engine is gone")
+            raise Unavailable("arena_closed", "the staging arena was closed: its engine is gone")
         self._reply().vouched = True
 
     def _break(self, error: Exception) -> None:
@@ -283,7 +283,7 @@ class Gather:
             self.end(error)
         else:
             log.error("gather broke", exc_info=error)
-            self.end(KvferryError("internal", f"the source failed: {type(error).__name__}"))
+            self.end(Internal("internal", f"the source failed: {type(error).__name__}"))
 
     def _reply(self) -> peer_pb2.PackReply:
         """The next message, to be added to."""
@@ -302,10 +302,10 @@ class Gather:
 
     def _on_idle(self) -> None:
         held = len(self._held)
-        self.end(KvferryError("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
+        self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
-        return KvferryError(
+        return Malformed(
             "malformed_pack",
             f"chunk {chunk} cannot be named here",
             field=field,

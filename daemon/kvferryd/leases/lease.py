@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Full, KvferryError
 from kvferry.schemas import LeaseRecord, LeaseState
 from kvferry.tables import Tables
 from kvferryd.leases.versions import Versions
@@ -154,7 +154,7 @@ class Lease:
 
     def _check_follows(self, before: Publication, said: Publication) -> None:
         if not before.more:
-            raise KvferryError(
+            raise Conflict(
                 "already_published",
                 f"request {self.request_id} was published whole already",
                 field="request_id",
@@ -162,7 +162,7 @@ class Lease:
                 remedy="use more=True for every publish but the last, or another request id",
             )
         if said.num_tokens < before.num_tokens:
-            raise KvferryError(
+            raise Conflict(
                 "published_less",
                 f"request {self.request_id} had {before.num_tokens} tokens published already",
                 field="num_tokens",
@@ -170,7 +170,7 @@ class Lease:
                 remedy="published tokens cannot be taken back: abort the request",
             )
         if said.digest != before.digest:
-            raise KvferryError(
+            raise Conflict(
                 "published_other_prompt",
                 f"request {self.request_id} had another digest before",
                 field="digest",
@@ -178,7 +178,7 @@ class Lease:
                 remedy="publish one prompt under one request id",
             )
         if len(self._fenced) >= MAX_FENCED:
-            raise KvferryError(
+            raise Full(
                 "full",
                 f"{MAX_FENCED} publishes of request {self.request_id} wait for fences",
                 field="after",
@@ -213,7 +213,7 @@ class Lease:
         """`who` is a live reader from now on. Raises KvferryError: `already_reading`, `full`."""
         known = self._readers.get(who)
         if known is not None and known.live:
-            raise KvferryError(
+            raise Conflict(
                 "already_reading",
                 f"{who.engine_id} rank {who.rank} reads request {self.request_id} already",
                 field="request_id",
@@ -252,9 +252,7 @@ class Lease:
 
     def _add_reader(self, who: ReaderId, reader: Opened) -> Opened:
         if who not in self._readers and len(self._readers) >= MAX_READERS:
-            raise KvferryError(
-                "full", f"request {self.request_id} has {MAX_READERS} readers already", value=MAX_READERS
-            )
+            raise Full("full", f"request {self.request_id} has {MAX_READERS} readers already", value=MAX_READERS)
         self._readers[who] = reader
         return reader
 
@@ -296,7 +294,7 @@ def _check_kept(request_id: str, published: Tables, tables: Tables) -> None:
             continue  # a window that moves on
         kept = now.block_ids[: len(before.block_ids)]
         if not np.array_equal(kept, before.block_ids):
-            raise KvferryError(
+            raise Conflict(
                 "published_blocks_moved",
                 f"request {request_id} had other blocks of group {name} published already",
                 field=f"tables.{name}.block_ids",
@@ -306,7 +304,7 @@ def _check_kept(request_id: str, published: Tables, tables: Tables) -> None:
 
 
 def _not_opened(request_id: str) -> KvferryError:
-    return KvferryError(
+    return Conflict(
         "not_opened",
         f"request {request_id} is being read by this rank, in another reading",
         field="reading",
@@ -316,7 +314,7 @@ def _not_opened(request_id: str) -> KvferryError:
 
 def lease_ended(request_id: str, why: str) -> KvferryError:
     """The error for a lease that cannot be read any more, or never could."""
-    return KvferryError(
+    return Conflict(
         "lease_ended",
         f"the lease of request {request_id} is {why}",
         field="request_id",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.schemas import LeaseState
 from kvferry.tables import Tables
 from kvferryd.leases.lease import Lease, Opened, Publication, ReaderId, lease_ended
@@ -76,10 +76,10 @@ class Leases:
         said = Publication(tables, num_tokens, metadata, more, digest)
         lease = self._live.get(request_id)
         if self._closed:
-            raise KvferryError("session_closed", self._closed, remedy="attach again with a new epoch")
+            raise Unavailable("session_closed", self._closed, remedy="attach again with a new epoch")
         if lease is None:
             if len(self._live) >= self.limit:
-                raise KvferryError(
+                raise Full(
                     "full",
                     f"{self.limit} leases are held already",
                     field="max_leases",
@@ -139,7 +139,7 @@ class Leases:
         awaited = self._awaited.get(request_id)
         if awaited is None:
             if len(self._awaited) >= self.limit:
-                raise KvferryError("full", f"readers wait for {self.limit} publishes already", value=self.limit)
+                raise Full("full", f"readers wait for {self.limit} publishes already", value=self.limit)
             awaited = self._awaited[request_id] = _Awaited(asyncio.get_running_loop().create_future())
         awaited.readers += 1
         try:

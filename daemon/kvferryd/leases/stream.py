@@ -10,9 +10,10 @@ import asyncio
 import functools
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from typing import Protocol
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Full, KvferryError, Malformed
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.check import check_request_id
@@ -199,6 +200,8 @@ class ServedStream:
                 return  # not "the lease has ended": the end of the stream says that the engine may have started anew
             match request.WhichOneof("kind"):
                 case "pack":
+                    if request.pack.open.request_id:
+                        self._open(_opening(request.pack))
                     if (reading := self._readings.get(request.pack.reading)) is not None:
                         reading.pack(request.pack)
                 case "open":
@@ -206,13 +209,11 @@ class ServedStream:
                 case "close":
                     self._close(request.close)
                 case kind:
-                    raise KvferryError(
-                        "malformed_read", "a message has no open, pack or close", field="kind", value=kind
-                    )
+                    raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
     def _open(self, asked: peer_pb2.LeaseOpen) -> None:
         if asked.reading in self._readings or len(self._readings) >= self.leases.limit:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_read",
                 f"reading {asked.reading} is open already, or {len(self._readings)} readings are too many",
                 field="open.reading",
@@ -223,11 +224,13 @@ class ServedStream:
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
         """Nobody waits for an answer: of a reading that is over or refused there is nothing to close."""
-        reading = self._readings.pop(asked.reading, None)
-        if not asked.reading:  # it had nothing to read here
+        if not asked.reading:
             check_request_id(asked.request_id)
-            self.leases.close(asked.request_id, self.who, None, asked.complete)
-        elif reading is not None:
+            lease = self.leases.get(asked.request_id)
+            if not asked.word or (lease is not None and lease.word.value == asked.word):
+                with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
+                    self.leases.close(asked.request_id, self.who, None, asked.complete)
+        elif (reading := self._readings.pop(asked.reading, None)) is not None:
             if reading.opened is not None:
                 self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
             reading.close()
@@ -264,6 +267,13 @@ class _Announcements:
             return None
         announced = peer_pb2.Announcement(request_id=lease.request_id, update=_update_of(lease))
         return peer_pb2.ReadReply(announced=announced)
+
+
+def _opening(said: peer_pb2.Pack) -> peer_pb2.LeaseOpen:
+    opening = said.open
+    return peer_pb2.LeaseOpen(
+        reading=said.reading, request_id=opening.request_id, known_word=opening.word, known_version=opening.version
+    )
 
 
 def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict
 from kvferry.tables import Tables
 
 WINDOWS = 64
@@ -35,7 +35,7 @@ class Versions:
         for since, tables in reversed(self._kept):
             if since <= version <= self._last:
                 return tables
-        raise KvferryError(
+        raise Conflict(
             "lease_version",
             f"the tables of publish {version} are not kept",
             field="version",

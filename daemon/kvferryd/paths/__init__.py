@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict
 from kvferryd.engine import Engine
 from kvferryd.paths.direct import Direct
 from kvferryd.paths.mapped import Mapped
@@ -38,7 +38,7 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
     if way in able:
         return PATHS[PathName(way)]
     if way == PathName.MAPPED:
-        raise KvferryError(
+        raise Conflict(
             "way_unavailable",
             f"way = mapped is forced, and engine {peer.engine_id} cannot be read so: {why[PathName.MAPPED]}",
             field="way",
@@ -47,7 +47,7 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         )
     if not able or way == PathName.DIRECT:
         reason = why[PathName.STAGED] or f"way = {way} was requested"
-        raise KvferryError(
+        raise Conflict(
             "cannot_stage",
             f"strict requires staging ({why[PathName.DIRECT]}), but {reason}",
             field="strict",

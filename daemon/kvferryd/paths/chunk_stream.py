@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto
 from kvferryd.copy import Chunk
@@ -100,4 +100,4 @@ class ChunkStream:
             self._reader.send(self)
 
     def _broken(self, why: str) -> KvferryError:
-        return KvferryError("protocol", f"peer {self._address} {why}", field="pack")
+        return Conflict("protocol", f"peer {self._address} {why}", field="pack")

@@ -1,4 +1,4 @@
-"""Connections to other daemons: one gRPC channel per address, open for as long as somebody uses it."""
+"""Connections to other daemons: one gRPC channel per address, open for as long as it has users."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class asking:  # noqa: N801  used like a function
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, (grpc.aio.UsageError, grpc.aio.AioRpcError)):
-            # Its frames hold the call, and as long as the call lives a closed channel goes on dialling: no error that
-            # somebody keeps may hold them.
+            # Its frames hold the call, and as long as the call lives a closed channel goes on dialling. An error may be
+            # kept for long, so it must not hold those frames.
             error.__traceback__ = None
             del traceback
             raise self._problem(error) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import structlog
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, PeerFailed
 from kvferry.memory import cuda
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferryd.copy import mapped
@@ -49,7 +49,7 @@ class RankMapping:
                     await self._open(stub, address, manifest, tries_left)
                 return
             except TimeoutError:
-                raise KvferryError("peer_unreachable", f"{address} did not say how to map its memory") from None
+                raise PeerFailed("peer_unreachable", f"{address} did not say how to map its memory") from None
             except KvferryError as error:
                 if error.code != "probe_failed":
                     raise
@@ -67,7 +67,7 @@ class RankMapping:
         async with asking(address):
             reply = await self._stream.read()
         if not isinstance(reply, peer_pb2.MapReply):
-            raise KvferryError("stale_epoch", f"engine {manifest.engine_id} ended")
+            raise Conflict("stale_epoch", f"engine {manifest.engine_id} ended")
         if reply.HasField("slots"):
             try:
                 self._slots.append(await self._runner.open(exported_of(reply.slots), 0))
@@ -88,9 +88,9 @@ class RankMapping:
         for wanted in manifest.regions:
             region = offered.get(wanted.id)
             if region is None or region.nbytes < wanted.nbytes:
-                raise KvferryError("not_mappable", f"region {wanted.id} of the source is {wanted.kind} memory")
+                raise Conflict("not_mappable", f"region {wanted.id} of the source is {wanted.kind} memory")
             if region.refusal:
-                raise KvferryError("not_mappable", f"region {wanted.id} of the source: {region.refusal}")
+                raise Conflict("not_mappable", f"region {wanted.id} of the source: {region.refusal}")
             self.regions[wanted.id] = await self._runner.open(
                 exported_of(region.allocation), region.nbytes, Probe(region.probe_offset, region.probe)
             )

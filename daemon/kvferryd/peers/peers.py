@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
@@ -53,7 +53,7 @@ class Peers:
         Raises KvferryError: `peer_unreachable`, `unknown_engine`, `stale_epoch`, `protocol`, PlanRefused, ...
         """
         if engine_id == engine.engine_id:
-            raise KvferryError(
+            raise Malformed(
                 "own_engine",
                 f"engine {engine_id} is to read from itself",
                 field="source.engine_id",
@@ -74,7 +74,7 @@ class Peers:
             shaking.add_done_callback(lambda task: self._shaken(flight, task))
         peer = await asyncio.shield(shaking)
         if epoch and peer.epoch != epoch:
-            raise KvferryError(
+            raise Conflict(
                 "stale_epoch",
                 f"engine {engine_id} is in epoch {peer.epoch}",
                 field="source.epoch",
@@ -94,7 +94,7 @@ class Peers:
             peer = await self._handshake(engine, engine_id, address)
             if engine.retired.is_set():
                 await self._unload(peer)
-                raise KvferryError("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
+                raise Unavailable("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
         except KvferryError as error:
             outcome = error.code
             raise
@@ -141,7 +141,7 @@ class Peers:
         epochs = {rank.manifest.epoch for rank in ranks.values()}
         missing = set(range(first.manifest.world_size)) - set(ranks)
         if len(epochs) > 1 or missing:
-            raise KvferryError(
+            raise Unavailable(
                 "roster_incomplete",
                 f"engine {engine_id} is not whole: ranks {sorted(missing)} are missing, epochs {sorted(epochs)}",
                 field="source.engine_id",
@@ -183,7 +183,7 @@ class Peers:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     await agent.warm(rank.agent_name, readable[0])
             except TimeoutError:
-                raise KvferryError(
+                raise PeerFailed(
                     "peer_unreachable",
                     f"NIXL did not connect to {rank.address}",
                     field="address",
@@ -231,7 +231,7 @@ class Peers:
         async with asking(address):
             reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
         if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
-            raise KvferryError(
+            raise Conflict(
                 "protocol",
                 f"peer {address} chose protocol {reply.protocol}",
                 field="protocol",
@@ -240,7 +240,7 @@ class Peers:
             )
         manifest = manifest_from_proto(reply.manifest)
         if manifest.engine_id != engine_id:
-            raise KvferryError(
+            raise Conflict(
                 "protocol",
                 f"peer {address} answered for engine {manifest.engine_id}",
                 field="engine_id",
@@ -254,7 +254,7 @@ class Peers:
         # A strict daemon tells where its staging slots are, and nothing else.
         for region in manifest.regions if regions or staging is None else ():
             if region.id not in regions or regions[region.id].nbytes < region.nbytes:
-                raise KvferryError(
+                raise Conflict(
                     "protocol",
                     f"peer {address} gave no address for region {region.id}",
                     field="regions",
@@ -339,7 +339,7 @@ def _kind(kind: layout_pb2.MemoryKind.ValueType) -> str:
 def _staging(reply: peer_pb2.HandshakeReply, address: str) -> Staging:
     said = reply.staging
     if not ALIGN <= said.slot_nbytes <= said.nbytes:
-        raise KvferryError(
+        raise Conflict(
             "protocol",
             f"peer {address} has no sensible staging slots",
             field="staging.slot_nbytes",

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import grpc
 from cachetools import LRUCache
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, PeerFailed
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.peers.channels import asking
@@ -63,9 +63,10 @@ class ReaderStream:
         stream = self._current()
         return stream.follow(listener), stream
 
-    def finished(self, request_id: str) -> None:
-        """This rank has finished with the lease although it never opened it: it had nothing to read there."""
-        self._current().close_reading(0, request_id, complete=True)
+    def finished(self, request_id: str, word: int) -> None:
+        """This rank has finished with a lease that it never opened. word: of the announcement that it went by, or 0."""
+        closing = peer_pb2.LeaseClose(request_id=request_id, complete=True, word=word)
+        self._current().send(peer_pb2.ReadRequest(close=closing))
 
     def _current(self) -> OpenStream:
         if self._stream is None or self._stream.over:
@@ -130,7 +131,7 @@ class OpenStream:
             await self._call.done_writing()
 
     async def _read(self) -> None:
-        why = KvferryError("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
+        why: KvferryError = PeerFailed("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
         refusal: KvferryError | None = None
         try:
             async with asking(self._address, ended=why):

@@ -30,7 +30,7 @@ class _Member:
 
 
 class Seed:
-    """The seed's side: who has joined, by (engine, epoch). A member is one as long as its stream is open."""
+    """The seed's side: which ranks have joined, by (engine, epoch). A member is one as long as its stream is open."""
 
     def __init__(self) -> None:
         self._members: dict[tuple[str, str], dict[int, _Member]] = {}

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.manifest import Group, TokenShard
 from kvferry.tables import BlockTable, Tables
 from kvferryd.plan.axes import Ints, Radix, offsets
@@ -91,7 +91,7 @@ def bind(
     """
     start, stop = tokens
     if not 0 <= start <= stop:
-        raise KvferryError(
+        raise Malformed(
             "malformed_tables",
             f"the token range {start}:{stop} is not a range",
             field="tokens",
@@ -167,7 +167,7 @@ def _cut(
         return None
     _check_holds(theirs, source, int(source_at[-1] + count[-1]), f"source rank {rank}")
     if source_at[0] < theirs.first_token:
-        raise KvferryError(
+        raise Malformed(
             "tables_too_short",
             f"the source rank {rank} table of group {source.name} begins with local token {theirs.first_token}, "
             f"{source_at[0]} is to be moved",
@@ -197,7 +197,7 @@ def _cut(
 def _cut_state(theirs: BlockTable, ours: BlockTable, source: Group, own: Group, rank: int) -> _Cut | None:
     for table, group, whose in ((theirs, source, f"source rank {rank}"), (ours, own, "destination")):
         if len(table.block_ids) != 1:
-            raise KvferryError(
+            raise Malformed(
                 "tables_mismatch",
                 f"the {whose} table of state group {group.name} has {len(table.block_ids)} ids",
                 field=f"tables.{group.name}.block_ids",
@@ -291,7 +291,7 @@ def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
     """The table of a group, with every id checked against it. Raises KvferryError naming table, value and remedy."""
     table = tables.get(group.name)
     if table is None:
-        raise KvferryError(
+        raise Malformed(
             "tables_mismatch",
             f"the {whose} has no block table for group {group.name}",
             field=f"tables.{group.name}",
@@ -301,7 +301,7 @@ def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
     lowest, highest = table.span
     if lowest < 0 or highest >= group.num_blocks:
         wrong = lowest if lowest < 0 else highest
-        raise KvferryError(
+        raise Malformed(
             "block_id_out_of_range",
             f"the {whose} table of group {group.name} names block {wrong}",
             field=f"tables.{group.name}.block_ids",
@@ -315,7 +315,7 @@ def destination_table_of(tables: Tables, group: Group) -> BlockTable:
     """The same for a destination, whose blocks must be distinct."""
     table = table_of(tables, group, "destination")
     if table.twice is not None:
-        raise KvferryError(
+        raise Malformed(
             "duplicate_block",
             f"the destination table of group {group.name} names a block twice",
             field=f"tables.{group.name}.block_ids",
@@ -328,7 +328,7 @@ def destination_table_of(tables: Tables, group: Group) -> BlockTable:
 def _check_holds(table: BlockTable, group: Group, stop: int, whose: str) -> None:
     end = table.first_token + len(table.block_ids) * group.block_size
     if stop > end:
-        raise KvferryError(
+        raise Malformed(
             "tables_too_short",
             f"the {whose} table of group {group.name} holds local tokens [{table.first_token}, {end}) "
             f"but tokens up to {stop} are to be moved",

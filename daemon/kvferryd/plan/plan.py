@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvferry.errors import KvferryError, Refusal
+from kvferry.errors import Malformed, Refusal
 from kvferry.manifest import Component, Group, Manifest, TokenShard
 from kvferryd.plan.axes import Box, Radix, pair
 from kvferryd.plan.layout import Layout, Layouts
@@ -16,7 +16,7 @@ from kvferryd.plan.rows import Pattern, patterns
 from kvferryd.plan.span import Span, Uncovered, cover
 
 
-class PlanRefused(KvferryError):
+class PlanRefused(Malformed):
     """The two sides cannot be paired. `refusals` lists every reason with both values."""
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Region
 from kvferryd.staging.copies import Copies
@@ -191,7 +191,7 @@ def slot_nbytes(span: Span) -> int:
     """The usual size, or less where the arena is small. Raises KvferryError (`bad_config`)."""
     nbytes = min(SLOT_NBYTES[span.kind], span.nbytes // FEWEST // SLOT_ALIGN * SLOT_ALIGN)
     if nbytes < SLOT_ALIGN:
-        raise KvferryError(
+        raise Malformed(
             "bad_config",
             f"a staging arena of {span.nbytes} bytes has no room for {FEWEST} slots",
             field="arena_mb",
@@ -202,4 +202,4 @@ def slot_nbytes(span: Span) -> int:
 
 
 def _closed() -> KvferryError:
-    return KvferryError("arena_closed", "the staging arena is closed: its engine is gone")
+    return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")

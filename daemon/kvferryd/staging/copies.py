@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Unavailable
 from kvferryd.copy import Batch, host
 from kvferryd.copy.runner import Runner
 
@@ -91,4 +91,4 @@ async def over(copying: asyncio.Future[None]) -> None:
 
 
 def _closed() -> KvferryError:
-    return KvferryError("arena_closed", "the staging arena is closed: its engine is gone")
+    return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")

@@ -7,7 +7,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, NotFound
 from kvferry.manifest import Manifest
 from kvferryd.plan import Plan
 from kvferryd.staging.share import share_of
@@ -28,7 +28,7 @@ class Pairings:
         Raises KvferryError (`protocol`) when the reader sees this rank otherwise than it is, PlanRefused.
         """
         if [source for source in sources if source.rank == own.rank] != [own]:
-            raise KvferryError(
+            raise Conflict(
                 "protocol",
                 f"the reader does not know rank {own.rank} of engine {own.engine_id} as it is",
                 field="sources",
@@ -45,7 +45,7 @@ class Pairings:
     def get(self, name: str) -> Plan:
         """Raises KvferryError (`unknown_pairing`)."""
         if name not in self._known:
-            raise KvferryError(
+            raise NotFound(
                 "unknown_pairing",
                 "the plan of this pair of engines is not known, or was forgotten",
                 field="pairing",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable, Tables
 from kvferryd.copy import Chunk, cut, moves
@@ -59,7 +59,7 @@ def packs(share: Plan, rank: int, tables: Tables, wanted: Wanted, chunk_nbytes: 
 
 def _stand_in(shape: Shape, num_blocks: int, group: str) -> BlockTable:
     if not 0 <= shape.blocks <= num_blocks:
-        raise KvferryError(
+        raise Malformed(
             "malformed_tables",
             f"the table of group {group} is said to list {shape.blocks} blocks",
             field=f"tables.{group}.blocks",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict
 from kvferry.manifest import Group, Manifest
 from kvferry.tables import BlockIds, BlockTable
 from kvferryd.plan.bind import local_tokens
@@ -55,7 +55,7 @@ class Claims:
             holders = self._holder[name][ids]
             if holders.any():
                 first = int(np.flatnonzero(holders)[0])
-                raise KvferryError(
+                raise Conflict(
                     "blocks_not_quiet",
                     f"a transfer of request {self._held[int(holders[first])].request_id} may still write block "
                     f"{int(ids[first])} of group {name}",

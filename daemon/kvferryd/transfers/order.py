@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Malformed
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody
 from kvferry.tables import Tables, tables_from_json
 
@@ -67,7 +67,7 @@ def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int
     ):
         missing = [rank for rank in ranks if str(rank) not in given]
         if missing:
-            raise KvferryError(
+            raise Malformed(
                 "malformed_tables",
                 f"ranks {missing} have no tables",
                 field="destination.tables",
@@ -83,7 +83,7 @@ def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int
 def reservation(tables: Tables, tokens: tuple[int, int] | None, digest: bytes = b"") -> Reservation:
     """Checked. Raises KvferryError (`malformed_tables`)."""
     if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
-        raise KvferryError(
+        raise Malformed(
             "malformed_tables",
             f"the token range {tokens[0]}:{tokens[1]} is not a range",
             field="token_range",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavailable
 from kvferry.schemas import ErrorBody, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
@@ -100,7 +100,7 @@ class Ranks:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await engine.until_whole()
         except TimeoutError:
-            why = KvferryError(
+            why = Unavailable(
                 "roster_incomplete",
                 f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
                 field="roster",
@@ -127,7 +127,7 @@ class Ranks:
             return
         share = transfer.ranks[rank]
         if not share.state.ended:
-            self._failed(transfer, rank, KvferryError("peer_lost", f"rank {rank} at {address} stopped answering"))
+            self._failed(transfer, rank, PeerFailed("peer_lost", f"rank {rank} at {address} stopped answering"))
         elif share.state is not TransferState.DONE:
             self._stop_own(transfer, share)
 
@@ -150,10 +150,10 @@ class Ranks:
     def _stop_own(transfer: Transfer, share: RankTransfer) -> None:
         """One rank without its KV makes the others' useless: tell this rank's engine now, not at the deadline."""
         if share.state is TransferState.ABORTED:
-            why = KvferryError("aborted", f"rank {share.rank} of the same engine was aborted")
+            why: KvferryError = Conflict("aborted", f"rank {share.rank} of the same engine was aborted")
         else:
             code = share.error.code if share.error else share.state.value
-            why = KvferryError(
+            why = PeerFailed(
                 "rank_failed",
                 f"rank {share.rank} of the same engine failed: {code}",
                 field="rank",
@@ -204,7 +204,7 @@ def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
 
 def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> RankTransfer:
     if reply.state not in {state.value for state in TransferState} or reply.rank != rank:
-        raise KvferryError(
+        raise Conflict(
             "protocol",
             f"peer {address} answered with state {reply.state} of rank {reply.rank}",
             field="state",
@@ -226,7 +226,7 @@ def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> Ran
 
 
 def _silent(rank: int, address: str, state: TransferState) -> KvferryError:
-    return KvferryError(
+    return Deadline(
         "deadline",
         f"the deadline passed while rank {rank} at {address or 'an unknown address'} was {state.value}",
         field="rank",

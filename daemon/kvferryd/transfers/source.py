@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import OpenStream, Outbox
 from kvferryd.transport import Agent
+
+OPEN_AFTER_S = 0.02
+"""How long a reader goes by an announcement before it opens the lease, so that the lease does not expire under a long
+read. A short read is over by then, and costs its source one message."""
 
 
 class Gathering(Protocol):
@@ -26,8 +30,9 @@ class Gathering(Protocol):
 class SourceReader:
     """The lease of one request on one source rank. `advance` opens it; `close` it at the end.
 
-    The source may have announced the lease. Then the first `advance` goes by the announcement at once and opens the
-    lease without waiting: the source answers only if it holds something else by now.
+    The source may have announced the lease. Then the first `advance` goes by the announcement at once. The lease is
+    opened beside reading, with the first message that there is or after OPEN_AFTER_S; the source answers only if it
+    holds something else by now.
     """
 
     def __init__(self, source: PeerRank, request_id: str, digest: bytes) -> None:
@@ -44,6 +49,8 @@ class SourceReader:
         self._updates: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
         self._number = 0
         self._stream: OpenStream | None = None
+        self._opening: asyncio.TimerHandle | None = None
+        """The lease goes by an announcement and is not open yet."""
         self._gathering: Gathering | None = None
         self._gatherings = 0
 
@@ -52,13 +59,14 @@ class SourceReader:
 
         Raises KvferryError: the source's reason, `other_prompt`, `peer_lost`.
         """
-        if self._stream is None:
+        if self._stream is None and self._opening is None:
             update = self.source.stream.announced(self.request_id)
-            self._open(update)
             if update is not None:
                 self.announced = True
+                self._opening = asyncio.get_running_loop().call_later(OPEN_AFTER_S, self._open_announced)
                 self._apply(update)
                 return
+            self._open(peer_pb2.LeaseOpen())
         self._apply(await self._next())
 
     async def ask_again(self) -> None:
@@ -67,15 +75,27 @@ class SourceReader:
             self.announced = False
             if self._updates.empty():
                 self.close(complete=False)
-                self._open(None)
+                self._open(peer_pb2.LeaseOpen())
             self._apply(await self._next())
 
-    def _open(self, known: peer_pb2.LeaseUpdate | None) -> None:
+    def _open_announced(self) -> None:
+        self._open(peer_pb2.LeaseOpen(known_word=self._word[1], known_version=self.version))
+
+    def _open(self, opening: peer_pb2.LeaseOpen) -> None:
+        stream = self._follow()
+        opening.reading, opening.request_id = self._number, self.request_id
+        stream.send(peer_pb2.ReadRequest(open=opening))
+
+    def _follow(self) -> OpenStream:
+        """Take a number on the stream: replies come here from now on."""
+        self._open_no_more()
         self._number, self._stream = self.source.stream.follow(self)
-        opening = peer_pb2.LeaseOpen(reading=self._number, request_id=self.request_id)
-        if known is not None:
-            opening.known_word, opening.known_version = known.word, known.version
-        self._stream.send(peer_pb2.ReadRequest(open=opening))
+        return self._stream
+
+    def _open_no_more(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
 
     async def _next(self) -> peer_pb2.LeaseUpdate:
         update = await self._updates.get()
@@ -85,7 +105,7 @@ class SourceReader:
 
     def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
         if self._digest and update.digest != self._digest:
-            raise KvferryError(
+            raise Conflict(
                 "other_prompt",
                 f"request {self.request_id} was published for another prompt than the one it is to be read for"
                 if update.digest
@@ -104,9 +124,12 @@ class SourceReader:
     def gather(self, gathering: Gathering, opening: peer_pb2.PackOpen) -> int:
         """Replies go to `gathering` from now on, under the number returned. Completes the opening: the lease is to be
         gathered as it was told last. Raises KvferryError when the stream is over."""
+        opening.word, opening.version = self._word[1], self.version
+        if self._opening is not None:
+            self._follow()
+            opening.request_id = self.request_id
         assert self._stream is not None
         self._stream.check()
-        opening.word, opening.version = self._word[1], self.version
         self._gathering = gathering
         self._gatherings += 1
         return self._gatherings
@@ -143,7 +166,7 @@ class SourceReader:
         """The lease held while its blocks were read: its validity word is whole. Raises KvferryError (`torn`)."""
         address, word = self._word
         if await agent.peek(self.source.agent_name, address) != word:
-            raise KvferryError(
+            raise Conflict(
                 "torn",
                 f"the lease of request {self.request_id} did not hold while it was read",
                 field="request_id",
@@ -153,10 +176,11 @@ class SourceReader:
 
     def close(self, *, complete: bool) -> None:
         """The reading is over. complete: all that was wanted has been read, or there was nothing to read."""
+        self._open_no_more()
         if self._stream is not None:
             self._stream.close_reading(self._number, self.request_id, complete=complete)
         elif complete:
-            self.source.stream.finished(self.request_id)
+            self.source.stream.finished(self.request_id, self._word[1])
 
 
 def readers_of(peer: PeerEngine, request_id: str, digest: bytes) -> tuple[list[SourceReader], list[SourceReader]]:

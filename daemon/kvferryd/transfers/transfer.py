@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Deadline, Internal, KvferryError
 from kvferry.schemas import ErrorBody, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import problem_to_proto
@@ -216,13 +216,13 @@ class Transfer:
             except TimeoutError:
                 raise self.late() from None
         except asyncio.CancelledError:
-            state, why = self._stop or (TransferState.ABORTED, KvferryError("aborted", "the daemon stops"))
+            state, why = self._stop or (TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
             self._end(state, why)
         except KvferryError as error:
             self._end(TransferState.FAILED, error)
         except Exception as error:
             log.exception("transfer broke", request_id=self.request_id, transfer_id=self.transfer_id)
-            self._end(TransferState.FAILED, KvferryError("internal", f"the daemon failed: {type(error).__name__}"))
+            self._end(TransferState.FAILED, Internal("internal", f"the daemon failed: {type(error).__name__}"))
         else:
             self._end(TransferState.DONE, None)
 
@@ -231,7 +231,7 @@ class Transfer:
         if self.state is TransferState.WAITING:
             self._waits_for = "the router's order" if self.order is None else "the engine's reservation"
         waiting = f" for {self._waits_for}" if self._waits_for else ""
-        return KvferryError(
+        return Deadline(
             "deadline",
             f"the deadline passed while {self.state.value}{waiting}",
             field="deadline_ms",
@@ -393,7 +393,7 @@ class Transfer:
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:
     """All that is wanted has been published, by all ranks alike. Raises KvferryError."""
     if wanted is not None and published < wanted[1]:
-        raise KvferryError(
+        raise Conflict(
             "tokens_unpublished",
             f"tokens up to {wanted[1]} are wanted but {published} were published",
             field="token_range",
@@ -401,7 +401,7 @@ def _check_published(readers: list[SourceReader], published: int, wanted: tuple[
             remedy=f"ask for tokens up to {published}",
         )
     if wanted is None and any(reader.num_tokens != published for reader in readers):
-        raise KvferryError(
+        raise Conflict(
             "ranks_disagree",
             "the source ranks published different numbers of tokens: "
             + ", ".join(f"rank {reader.source.rank} {reader.num_tokens}" for reader in readers),

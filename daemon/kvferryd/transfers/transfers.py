@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from cachetools import LRUCache
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, Full, KvferryError, NotFound, PeerFailed, Unavailable
 from kvferry.schemas import TransferState
 from kvferryd import logs
 from kvferryd.config import Config
@@ -62,7 +62,7 @@ class Transfers:
     def get(self, transfer_id: str) -> Transfer:
         transfer = self._by_id.get(transfer_id)
         if transfer is None:
-            raise KvferryError(
+            raise NotFound(
                 "unknown_transfer",
                 f"transfer {transfer_id} is not known",
                 field="transfer_id",
@@ -166,7 +166,7 @@ class Transfers:
         """
         current = self._current.get(key)
         if attempt and attempt <= self._dead.get(key, 0):
-            raise KvferryError("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
+            raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
         if current is None or attempt in (0, current.attempt):
             return current
         if current.counted and not current.ended.is_set():
@@ -175,7 +175,7 @@ class Transfers:
                 current.attempt, current.counted = attempt, counted
                 return current
         if attempt < current.attempt:
-            raise KvferryError(
+            raise Conflict(
                 STALE_ATTEMPT,
                 f"request {key[2]} is in attempt {current.attempt} by now",
                 field="attempt",
@@ -201,7 +201,7 @@ class Transfers:
             raise
         before = self._current.get(key)
         if before is not None:
-            why = KvferryError("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
+            why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
             before.stop(TransferState.ABORTED, why)
         transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
         self.unfinished += 1
@@ -213,13 +213,13 @@ class Transfers:
 
     def _check_room(self, engine: Engine) -> None:
         if self.draining:
-            raise KvferryError(
+            raise Unavailable(
                 "draining",
                 "the daemon is draining and takes no new transfers",
                 remedy="send the request to another decode worker",
             )
         if not engine.attached:
-            raise KvferryError(
+            raise NotFound(
                 "unknown_engine",
                 f"engine {engine.engine_id} is gone; only what it published is still here",
                 field="engine_id",
@@ -227,7 +227,7 @@ class Transfers:
                 remedy="send the request to another decode worker",
             )
         if self.unfinished >= self._config.max_transfers:
-            raise KvferryError(
+            raise Full(
                 "full",
                 f"{self._config.max_transfers} transfers are under way",
                 field="max_transfers",
@@ -306,9 +306,9 @@ class Transfers:
         if transfer.ended.is_set():
             self._ranks.abort(transfer)
         elif failed:
-            transfer.stop(TransferState.FAILED, KvferryError("rank_failed", f"another rank failed: {why}"))
+            transfer.stop(TransferState.FAILED, PeerFailed("rank_failed", f"another rank failed: {why}"))
         else:
-            problem = KvferryError("aborted", f"request {request_id} was aborted: {why}")
+            problem = Conflict("aborted", f"request {request_id} was aborted: {why}")
             transfer.stop(TransferState.ABORTED, problem)
         return True
 
@@ -316,7 +316,7 @@ class Transfers:
         """The engine is gone or retired: nothing is read for it any more."""
         for transfer in self:
             if transfer.engine is engine:
-                transfer.stop(TransferState.FAILED, KvferryError("engine_gone", why))
+                transfer.stop(TransferState.FAILED, Unavailable("engine_gone", why))
 
     async def leave(self, engine: Engine) -> None:
         """The engine is retired: nothing more is said to its other ranks."""
@@ -336,7 +336,7 @@ class Transfers:
     async def close(self, timeout_s: float = 10.0) -> None:
         running = [transfer for transfer in self if not transfer.ended.is_set()]
         for transfer in running:
-            transfer.stop(TransferState.ABORTED, KvferryError("aborted", "the daemon stops"))
+            transfer.stop(TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for transfer in running:
@@ -369,7 +369,7 @@ def _check_reserved(transfer: Transfer, reservation: Reservation | None) -> None
     """Raise KvferryError (`receive_conflict`) when other blocks are reserved."""
     held = transfer.reservation
     if reservation is not None and held is not None and held != reservation:
-        raise KvferryError(
+        raise Conflict(
             "receive_conflict",
             f"request {transfer.request_id} has other blocks reserved already",
             field="request_id",
@@ -379,7 +379,7 @@ def _check_reserved(transfer: Transfer, reservation: Reservation | None) -> None
 
 
 def _conflict(request_id: str, why: str) -> KvferryError:
-    return KvferryError(
+    return Conflict(
         "order_conflict",
         f"request {request_id} {why}",
         field="request_id",

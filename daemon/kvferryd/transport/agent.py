@@ -112,7 +112,7 @@ class Agent:
         self._peers[peer.alias] = self._peers.get(peer.alias, 0) + 1
 
     async def remove_peer(self, alias: str) -> None:
-        """Of who added it last: it is unloaded as soon as all reads from it are quiet."""
+        """The last of these unloads the peer, as soon as all reads from it are quiet."""
         await self._call(lambda: self._remove_peer(alias))
 
     def _remove_peer(self, alias: str) -> None:
@@ -283,7 +283,7 @@ class Agent:
                 log.warning("GPU memory could not be freed", agent=self.name, error=str(error))
         for read in ended:
             self._end(read)
-        self._gone = True  # first: what is put in now is taken out by who puts it in
+        self._gone = True  # first: from now on a caller that puts work in takes it out itself
         self._empty_inbox()
 
     # ---- on either ----
@@ -297,5 +297,5 @@ class Agent:
 
     def _end(self, read: Read) -> None:
         closed = TransportError("agent_closed", f"the NIXL agent {self.name} was closed")
-        settle(read.done, error=closed)
         settle(read.quiet)
+        settle(read.done, error=closed)

@@ -25,8 +25,8 @@ LENGTH, DESCRIPTOR = struct.Struct("<Q"), struct.Struct("<QQQ")
 class Metadata:
     """Well-formed metadata of one agent.
 
-    alias: the name to load and read it by. It belongs to these very bytes, so nobody who uses another agent's name
-    can be taken for it or keep it out.
+    alias: the name to load and read it by. It belongs to these very bytes, so an impostor with the name of another
+    agent is neither taken for that agent nor keeps it out.
     """
 
     alias: str

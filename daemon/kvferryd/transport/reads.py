@@ -70,7 +70,7 @@ class Reads:
         return any(read.peer == peer for read in (*self._waiting, *(read for _, _, read in self._to_post)))
 
     def drain(self) -> list[Read]:
-        """All of them, without their handles: for who destroys NIXL's agent next."""
+        """All of them, without their handles: the caller destroys NIXL's agent next."""
         found = [*self._waiting, *(read for _, _, read in self._to_post)]
         self._waiting.clear()
         self._to_post.clear()
@@ -86,8 +86,7 @@ class Reads:
 
 
 def post(nixl: Any, read: Read) -> None:
-    """Post the next chunk. What NIXL has not done by then is in `in_flight`; who wants to know why not all is well
-    finds it in `problem`."""
+    """Post the next chunk. What NIXL has not finished by then is in `in_flight`; errors are stored in `problem`."""
     start, stop = read.chunks.popleft()
     began = time.monotonic()
     try:
@@ -121,8 +120,8 @@ def _finish(read: Read) -> None:
     """NIXL has nothing of it any more."""
     if read.abandoned and read.problem is None:
         read.problem = TransportError("abandoned", "the read was given up")
+    settle(read.quiet)  # first: a thread can be held up between the two, and what is done is quiet
     settle(read.done, error=read.problem)
-    settle(read.quiet)
 
 
 def _poll(nixl: Any, read: Read) -> None:

@@ -1,4 +1,4 @@
-"""REST, as design.md section 9 fixes it: one router per resource, one form of error.
+"""REST: one router per resource, one form of error.
 
 `create_app(ferry, metrics)` is the application, `rest_server(app, config)` what serves it.
 """

@@ -1,4 +1,4 @@
-"""/v1/engines: who is here, and how their caches are laid out."""
+"""/v1/engines: which engines are here, and how their caches are laid out."""
 
 from __future__ import annotations
 

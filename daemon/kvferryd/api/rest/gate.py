@@ -73,7 +73,7 @@ class Observed:
 
 
 class Authenticated:
-    """Lets in who shows a token."""
+    """Lets a request in that carries a token."""
 
     def __init__(self, app: ASGIApp, tokens: TokenFile) -> None:
         self._app = app
@@ -94,8 +94,8 @@ class Authenticated:
 class BoundedBody:
     """Reads a body of at most MAX_BODY bytes, JSON by its type, before the route runs.
 
-    A browser sends JSON or a DELETE to another origin only after asking, which nothing here answers; that leaves
-    a POST without a body, so the Origin of a request that changes something must be our own.
+    Before it sends JSON or a DELETE to another origin a browser asks in advance (CORS preflight), which is not answered
+    here. It does send a POST without a body: so the Origin of a request that changes something must be our own.
     """
 
     def __init__(self, app: ASGIApp) -> None:

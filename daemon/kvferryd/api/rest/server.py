@@ -45,7 +45,7 @@ def rest_server(app: FastAPI, config: Config, certificates: Certificates | None 
         access_log=False,
         lifespan="off",
         ws="none",
-        proxy_headers=False,  # nobody's word for who the client is
+        proxy_headers=False,  # no header says which address the client has
         server_header=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
@@ -108,8 +108,8 @@ class Connection(H11Protocol):
 
 
 class Door:
-    """Accepts connections for as long as there is room. A full house loses the one that has asked for nothing longest;
-    where all are being answered the newcomer is turned away."""
+    """Accepts connections for as long as there is room. At the limit the connection that has been without a
+    request for the longest is ended; where all are being answered the new one is."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Door:
         self._limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._beginning: set[asyncio.Task[None]] = set()
         self._spare = _spare()
-        """A descriptor for who comes, a probe perhaps, when there is no other."""
+        """A descriptor for one more connection, a probe perhaps, when there is no other."""
         self._accepting = asyncio.create_task(self._accept(listening), name="rest-door")
 
     async def _accept(self, listening: socket.socket) -> None:
