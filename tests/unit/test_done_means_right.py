@@ -10,8 +10,8 @@ What the test finds, tried on three seeds each with the code broken on purpose, 
 - a claim released at the end of its transfer, not when that is quiet: 4, 4, 6;
 - a receive after done that is answered with the old result: 4, 4, 10;
 - a validity word that is cleared after the lease's end was told: 4, 4, 4;
-- a chunk reported as packed without a look at its lease: 12; not in 34 and 128 examples of two other seeds.
-A reader that never has the source vouch for slots it read late is not found in 400 examples.
+- a chunk reported as packed without a look at its lease: 12, on one of three seeds.
+It has not been shown to find a reader that never has the source vouch for slots which it read late.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ SELDOM = st.sampled_from((False, False, False, True))
 BLOWS = ("", "", "revoke", "revoke", "abort", "read", "stream", "session", "restart", "time", "late", "again")
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 SETTINGS = settings(
-    max_examples=400 if THOROUGH else 60,
+    max_examples=150 if THOROUGH else 60,
     stateful_step_count=60 if THOROUGH else 40,
     deadline=None,
+    derandomize="HYPOTHESIS_RANDOM" not in os.environ,  # a gate tries what was tried before; set it to look further
     suppress_health_check=list(HealthCheck),
 )
 
