@@ -126,8 +126,14 @@ def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) ->
     """In the network namespace of this thread."""
     rest, peer = (f"{address}:{daemons.fleet.free_port()}" for _ in range(2))
     places = ("--rest", rest, "--peer", peer, "--roster", peer, "--allow-peers", f"{far.here},{far.there}")
-    apart = ("--ucx", f"TLS=tcp NET_DEVICES={far.device if address == far.here else 'eth0'}")
-    started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])
+    device = far.device if address == far.here else "eth0"
+    apart = ("--ucx", f"TLS=tcp NET_DEVICES={device}")
+    before = os.environ.pop("UCX_NET_DEVICES", None)  # of the tests that stay on loopback
+    try:
+        started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])
+    finally:
+        if before is not None:
+            os.environ["UCX_NET_DEVICES"] = before
     return replace(started, url=f"http://{rest}", peer=peer)
 
 
