@@ -166,7 +166,7 @@ class Ferry:
     def leases(self) -> list[LeaseRecord]:
         return [lease.record() for engine in self.registry for lease in engine.leases]
 
-    async def revoke_lease(self, request_id: str) -> LeaseRecord:
+    def revoke_lease(self, request_id: str) -> LeaseRecord:
         for engine in self.registry:
             lease = engine.leases.get(request_id)
             if lease is not None:
@@ -203,7 +203,7 @@ class Ferry:
         engine = self.registry.get(body.destination)
         return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
 
-    async def forget_peer(self, engine_id: str) -> list[PeerRecord]:
+    def forget_peer(self, engine_id: str) -> list[PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
         if not found:
             raise NotFound(

@@ -102,7 +102,7 @@ async def _serve(config: Config) -> int:
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
-        rest = rest_server(create_app(ferry, metrics), config, ferry.certificates)
+        rest = rest_server(create_app(ferry), config, ferry.certificates)
         rest.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are ours
         serving = asyncio.create_task(_serve_rest(rest))
         stack.push_async_callback(_stop_rest, rest, serving)

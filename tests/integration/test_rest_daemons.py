@@ -198,7 +198,7 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
 @asynccontextmanager
 async def served(ferry: Ferry) -> AsyncIterator[int]:
     """The application on a real socket in this loop; gives its port."""
-    server = rest_server(create_app(ferry, ferry.metrics), ferry.config, ferry.certificates)
+    server = rest_server(create_app(ferry), ferry.config, ferry.certificates)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     serving = asyncio.create_task(server.serve())
     try:

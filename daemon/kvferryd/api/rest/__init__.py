@@ -1,6 +1,6 @@
-"""REST: one router per resource, one form of error.
+"""REST: the routes, the gate before them, one form of error.
 
-`create_app(ferry, metrics)` is the application, `rest_server(app, config)` what serves it.
+`create_app(ferry)` is the application, `rest_server(app, config)` what serves it.
 """
 
 from kvferryd.api.rest.app import create_app
