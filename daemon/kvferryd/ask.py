@@ -16,20 +16,20 @@ from pydantic import BaseModel
 from kvferry.errors import Malformed
 from kvferry.router import RouterClient
 from kvferry.schemas import PeerRequest, TransferRecord, TransferState
-from kvferryd.config import Reach
+from kvferryd.config import Config
 
 DONE, NOT_YET = 0, 1
 PROGRESS_S = 5.0
 """A line of progress at least this often while draining."""
 
 
-def client(reach: Reach, arguments: argparse.Namespace) -> RouterClient:
+def client(config: Config, arguments: argparse.Namespace) -> RouterClient:
     """The client of the daemon named by --daemon, else of this machine's."""
-    url = arguments.daemon or reach.url
+    url = arguments.daemon or config.url
     if "://" not in url:
         url = f"http://{url}"
-    tls = _tls(reach) if url.startswith("https:") else None
-    return RouterClient(url, token=_token(reach.token_file), tls=tls)
+    tls = _tls(config) if url.startswith("https:") else None
+    return RouterClient(url, token=_token(config.token_file), tls=tls)
 
 
 def _token(file: Path | None) -> str:
@@ -39,23 +39,23 @@ def _token(file: Path | None) -> str:
     return lines[0] if lines else ""
 
 
-def _tls(reach: Reach) -> ssl.SSLContext | None:
+def _tls(config: Config) -> ssl.SSLContext | None:
     """A daemon asks for a certificate of its own authority; ours is the one that this machine's daemon has."""
-    if reach.tls_cert is None or reach.tls_key is None or reach.tls_ca is None:
+    if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
         return None
     try:
-        context = ssl.create_default_context(cafile=str(reach.tls_ca))
-        context.load_cert_chain(reach.tls_cert, reach.tls_key)
+        context = ssl.create_default_context(cafile=str(config.tls_ca))
+        context.load_cert_chain(config.tls_cert, config.tls_key)
     except (ssl.SSLError, OSError) as error:
         raise Malformed(
-            "bad_config", f"the certificates cannot be used: {error}", field="tls_cert", value=reach.tls_cert,
+            "bad_config", f"the certificates cannot be used: {error}", field="tls_cert", value=config.tls_cert,
             remedy="tls_cert and tls_key are a pair, tls_ca is who signed the daemon's certificate",
         ) from None  # fmt: skip
     return context
 
 
-async def status(reach: Reach, arguments: argparse.Namespace) -> int:
-    async with client(reach, arguments) as daemon:
+async def status(config: Config, arguments: argparse.Namespace) -> int:
+    async with client(config, arguments) as daemon:
         ready = await daemon.ready()
         info, engines, left = await asyncio.gather(daemon.info(), daemon.engines(), daemon.drain_status())
     if arguments.json:
@@ -90,9 +90,9 @@ async def status(reach: Reach, arguments: argparse.Namespace) -> int:
     return DONE if ready.ready else NOT_YET
 
 
-async def transfers(reach: Reach, arguments: argparse.Namespace) -> int:
+async def transfers(config: Config, arguments: argparse.Namespace) -> int:
     state = _state(arguments.state)
-    async with client(reach, arguments) as daemon:
+    async with client(config, arguments) as daemon:
         while True:
             records = await daemon.transfers(arguments.request_id, state)
             if arguments.json:
@@ -116,8 +116,8 @@ def _state(text: str | None) -> TransferState | None:
         ) from None  # fmt: skip
 
 
-async def peers(reach: Reach, arguments: argparse.Namespace) -> int:
-    async with client(reach, arguments) as daemon:
+async def peers(config: Config, arguments: argparse.Namespace) -> int:
+    async with client(config, arguments) as daemon:
         if arguments.forget:
             await daemon.forget_peer(arguments.forget)
         if arguments.prewarm:
@@ -152,10 +152,10 @@ def _prewarm(engine_id: str, address: str) -> PeerRequest:
         ) from None
 
 
-async def drain(reach: Reach, arguments: argparse.Namespace) -> int:
+async def drain(config: Config, arguments: argparse.Namespace) -> int:
     """The daemon holds each answer until nothing is left; a line says how it stands whenever that changed."""
     deadline, said = time.monotonic() + arguments.wait, ""
-    async with client(reach, arguments) as daemon:
+    async with client(config, arguments) as daemon:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             left = await daemon.drain(min(left_s, PROGRESS_S if said else 0.0))
@@ -174,7 +174,7 @@ async def drain(reach: Reach, arguments: argparse.Namespace) -> int:
     return DONE if left.drained else NOT_YET
 
 
-COMMANDS: dict[str, Callable[[Reach, argparse.Namespace], Coroutine[object, object, int]]] = {
+COMMANDS: dict[str, Callable[[Config, argparse.Namespace], Coroutine[object, object, int]]] = {
     "status": status,
     "transfers": transfers,
     "peers": peers,

@@ -13,7 +13,6 @@ from types import ModuleType
 
 from kvferry import __version__
 from kvferry.errors import KvferryError, Malformed, Unavailable
-from kvferryd import config as configuration
 
 OK, NOT_YET, FAILED = 0, 1, 2
 INTERRUPTED = 130
@@ -99,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
     serve = _command(
         commands, "serve", "run the daemon", _serve,
@@ -111,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "  KVFERRY_DEVICE=cuda:0 kvferry serve --config /etc/kvferry.toml --check",
     )  # fmt: skip
     serve.add_argument("--check", action="store_true", help="print every setting and where it comes from, and exit")
-    _add_flags(serve)
+    serve.settings = True
     for name, forwarded in FORWARDED.items():
         commands.add_parser(name, help=forwarded.help, add_help=False)
 
@@ -154,9 +153,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str,
+    commands: argparse._SubParsersAction[_Parser], name: str, help: str,
     run: Callable[[argparse.Namespace], int], description: str, epilog: str,
-) -> argparse.ArgumentParser:  # fmt: skip
+) -> _Parser:  # fmt: skip
     parser = commands.add_parser(
         name, help=help, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -164,30 +163,36 @@ def _command(
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of one command. settings: it takes a flag for every setting, also in the spelling of the file.
+
+    They are added when they are needed, as pydantic is loaded for them.
+    """
+
+    settings = False
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        if self.settings:
+            _add_flags(self)
+            args = [
+                word.replace("_", "-", word.partition("=")[0].count("_")) if word[:2] == "--" else word for word in args
+            ]
+        return super().parse_known_args(args, namespace)
+
+
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per setting; `parse_args` leaves what was not given at None, and everything else raw."""
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"TOML file of settings (environment: {configuration.PREFIX}CONFIG)"
-    )
-    group = parser.add_argument_group(
-        "settings", f"also in the file, and as {configuration.PREFIX}* variables; flags win"
-    )
-    defaults = configuration.Config()
-    for name, option in configuration.OPTIONS.items():
-        dash = f"--{name.replace('_', '-')}"
-        said = f"{option.help} (default: {option.kind.write(getattr(defaults, name)) or 'none'})".replace("%", "%%")
-        if option.kind is configuration.FLAG:
-            group.add_argument(dash, dest=name, action=argparse.BooleanOptionalAction, default=None, help=said)
-        elif option.kind.many:
-            group.add_argument(dash, dest=name, action="append", metavar=option.kind.metavar, help=said)
+    from kvferryd.config import OPTIONS, PREFIX, form, written
+
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file of settings (environment: {PREFIX}CONFIG)")
+    group = parser.add_argument_group("settings", f"also in the file, and as {PREFIX}* variables; flags win")
+    for name, field in OPTIONS.items():
+        flag, help = f"--{name.replace('_', '-')}", f"{field.description} (default: {written(field.default) or 'none'})"
+        if field.annotation is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
         else:
-            group.add_argument(dash, dest=name, metavar=option.kind.metavar, help=said)
-        if "_" in name:  # the spelling of the file works as a flag too
-            many = "append" if option.kind.many else "store"
-            if option.kind is configuration.FLAG:
-                parser.add_argument(f"--{name}", dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
-            else:
-                parser.add_argument(f"--{name}", dest=name, action=many, help=argparse.SUPPRESS)
+            action = "append" if isinstance(field.default, tuple | dict) else "store"
+            group.add_argument(flag, action=action, metavar=form(field).metavar, help=help)
 
 
 def _seconds(text: str) -> float:
@@ -198,18 +203,19 @@ def _seconds(text: str) -> float:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    loaded = configuration.resolve(vars(arguments))
-    config = loaded.config
+    from kvferryd.config import OPTIONS, misspelt, resolve, written
+
+    config, origins = resolve(vars(arguments))
     if arguments.check:
-        for name, option in configuration.OPTIONS.items():
-            print(f"{name:<18} {option.kind.write(getattr(config, name)) or '-':<32} {loaded.origins[name]}")
+        for name in OPTIONS:
+            print(f"{name:<18} {written(getattr(config, name)) or '-':<32} {origins[name]}")
         for warning in config.warnings():
             print(f"note: {warning}")
         return OK
     logs = _needs("kvferryd.logs", "daemon", "serve")
     logs.configure(config)
     log = logs.get(__name__)
-    for variable, meant in configuration.misspelt():
+    for variable, meant in misspelt():
         log.warning("nothing reads this variable", variable=variable, did_you_mean=meant)
     serve = _needs("kvferryd.serve", "daemon", "serve")
     status: int = serve.run(config)
@@ -221,8 +227,9 @@ def _ask(command: str) -> Callable[[argparse.Namespace], int]:
 
     def run(arguments: argparse.Namespace) -> int:
         from kvferryd import ask
+        from kvferryd.config import reach
 
         flags = {"token_file": arguments.token_file, "config": arguments.config}
-        return asyncio.run(ask.COMMANDS[command](configuration.reach(flags), arguments))
+        return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))
 
     return run

@@ -15,7 +15,6 @@ import structlog
 from structlog.typing import Processor
 
 from kvferryd.config import Config
-from kvferryd.settings import LogFormat
 
 SILENT = ("uvicorn.access",)
 """REST requests have a line of their own, at debug: `kvferryd.api.rest.gate`."""
@@ -32,7 +31,7 @@ def configure(config: Config, stream: TextIO | None = None) -> None:
         structlog.processors.StackInfoRenderer(),
     ]
     last: list[Processor]
-    if config.log_format is LogFormat.JSON:
+    if config.log_format == "json":
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
         last = [

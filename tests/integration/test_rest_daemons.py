@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -199,7 +198,6 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
 async def served(ferry: Ferry) -> AsyncIterator[int]:
     """The application on a real socket in this loop; gives its port."""
     server = rest_server(create_app(ferry), ferry.config, ferry.certificates)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     serving = asyncio.create_task(server.serve())
     try:
         async with asyncio.timeout(10):

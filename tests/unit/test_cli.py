@@ -12,13 +12,14 @@ import pytest
 from kvferry.schemas import ErrorBody, SourceBody, TransferRecord, TransferState
 from kvferryd import ask, cli
 from kvferryd.cli import FORWARDED, main
+from kvferryd.config import OPTIONS
 
 OWN = ("serve", "status", "transfers", "peers", "drain")
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*cli.configuration.OPTIONS, "config"):
+    for name in (*OPTIONS, "config"):
         monkeypatch.delenv(f"KVFERRY_{name.upper()}", raising=False)
     return
 

@@ -107,6 +107,9 @@ class RestServer(uvicorn.Server):
         self._spare = _spare()
         """A descriptor for one more connection, a probe perhaps, when there is no other."""
 
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()  # they are the process's
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.config.host, self.config.port
