@@ -240,6 +240,11 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str,
             yield name, "is missing beside the other tls_* settings", "set all three or none"
     if config.rest_tls and not config.tls:
         yield "rest_tls", "has no certificate", "set tls_cert, tls_key and tls_ca"
+    if not config.arena_mb and (config.strict or config.way == "staged"):
+        why = f"is too little: {'strict = true' if config.strict else 'way = staged'} needs a staging arena"
+        yield "arena_mb", why, "raise arena_mb, or set strict = false and way = auto, direct or mapped"
+    if config.strict and config.way in ("direct", "mapped"):
+        yield "way", "is what strict = true leaves nothing to be read by", "set way = auto or staged, or strict = false"
     if settings.is_wildcard(config.peer) and origins["advertise"] == "default":
         why = f"is no address to dial, as peer = {config.peer} is every interface"
         yield "advertise", why, "set advertise to the HOST:PORT at which other daemons reach this one"

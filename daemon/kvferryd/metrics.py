@@ -31,15 +31,21 @@ class Stats:
     live_readers: int = 0
     owned_nbytes: int = 0
     adopted_nbytes: int = 0
-    quarantined_nbytes: int = 0
-    staging_nbytes: int = 0
-    staging_used_nbytes: int = 0
+    quarantined: int = 0
+    staging: int = 0
+    staging_used: int = 0
     queue_depth: int = 0
     """Transfers in state waiting (the router's order or the engine's reservation is still to come), and waits for a
     slot of the staging arena."""
     peers: int = 0
     engines_attached: int = 0
     draining: bool = False
+
+
+AS_THEY_ARE = (
+    "live_readers", "quarantined", "staging", "staging_used", "queue_depth", "peers", "engines_attached", "draining"
+)  # fmt: skip
+"""Gauges of the same name, without labels."""
 
 
 class Few:
@@ -132,16 +138,10 @@ class Metrics:
             self.transfers.labels(transfer_state.value).set(stats.transfers.get(transfer_state, 0))
         for lease_state in LeaseState:
             self.leases.labels(lease_state.value).set(stats.leases.get(lease_state, 0))
-        self.live_readers.set(stats.live_readers)
         self.regions.labels("owned").set(stats.owned_nbytes)
         self.regions.labels("adopted").set(stats.adopted_nbytes)
-        self.quarantined.set(stats.quarantined_nbytes)
-        self.staging.set(stats.staging_nbytes)
-        self.staging_used.set(stats.staging_used_nbytes)
-        self.queue_depth.set(stats.queue_depth)
-        self.peers.set(stats.peers)
-        self.engines_attached.set(stats.engines_attached)
-        self.draining.set(stats.draining)
+        for name in AS_THEY_ARE:
+            getattr(self, name).set(getattr(stats, name))
         self.ready.set(ready)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
