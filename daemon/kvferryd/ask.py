@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
-from pydantic_core import to_jsonable_python
+from pydantic import TypeAdapter
 
 from kvferry.errors import Malformed
 from kvferry.router import RouterClient
@@ -242,4 +243,4 @@ def duration(ms: float) -> str:
 
 
 def _json(answer: object) -> None:
-    print(json.dumps(to_jsonable_python(answer), indent=2), flush=True)
+    print(json.dumps(TypeAdapter(Any).dump_python(answer, mode="json"), indent=2), flush=True)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import grpc
 
-from kvferry.errors import Malformed
 from kvferryd import logs
-from kvferryd.config import Config
+from kvferryd.config import Config, bad_config
 
 log = logs.get(__name__)
 
@@ -42,13 +41,8 @@ class Certificates:
             self._seen = self._stamps()
             self._current = self._read()
         except OSError as error:
-            raise Malformed(
-                "bad_config",
-                f"the tls_* files cannot be used: {error}",
-                field="tls_cert",
-                value=certificate,
-                remedy="name a certificate, its own private key and the authority that signed it, all PEM",
-            ) from None
+            remedy = "name a certificate, its own private key and the authority that signed it, all PEM"
+            raise bad_config("tls_cert", certificate, f"the tls_* files cannot be used: {error}", remedy) from None
 
     @classmethod
     def of(cls, config: Config) -> Certificates | None:

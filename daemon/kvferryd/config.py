@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from kvferry.errors import Malformed
 from kvferry.schemas import Way
@@ -217,7 +216,7 @@ def resolve(
     return config, origins
 
 
-def _phrase(name: str, fault: ErrorDetails) -> tuple[str, str]:
+def _phrase(name: str, fault: Mapping[str, Any]) -> tuple[str, str]:
     """(what is wrong, what to do) of what pydantic has found."""
     if fault["type"] == "extra_forbidden":
         remedy = (

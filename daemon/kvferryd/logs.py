@@ -16,9 +16,6 @@ from structlog.typing import Processor
 
 from kvferryd.config import Config
 
-SILENT = ("uvicorn.access",)
-"""REST requests have a line of their own, at debug: `kvferryd.api.rest.gate`."""
-
 
 def configure(config: Config, stream: TextIO | None = None) -> None:
     """Send every line to `stream` (stderr where absent) as the settings say. May be called again."""
@@ -66,8 +63,7 @@ def configure(config: Config, stream: TextIO | None = None) -> None:
         theirs.propagate = True
         theirs.setLevel(logging.NOTSET)
     logging.getLogger("kvferryd").setLevel(config.log_level.upper())
-    for name in SILENT:
-        logging.getLogger(name).disabled = True
+    logging.getLogger("uvicorn.access").disabled = True  # requests have a line of their own: `kvferryd.api.rest.gate`
 
 
 def get(name: str) -> structlog.stdlib.BoundLogger:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -77,33 +78,36 @@ class Metrics:
 
         build = Info("kvferry_build", "version of the daemon", registry=self.registry)
         build.info({"version": __version__, "python": platform.python_version()})
-        self.ended = self._counter("transfers_ended", "this rank's share of transfers by its end", "state", *by_read)
-        self.failures = self._counter("transfer_failures", "failed transfers by code", "code", "peer_engine")
-        self.read = self._counter("read_bytes", "bytes of done transfers", *by_read)
-        self.descriptors = self._counter("descriptors", "NIXL descriptors of done transfers", *by_read)
-        self.leases_ended = self._counter("leases_ended", "leases by how they ended", "state")
-        self.handshakes = self._counter("handshakes", "handshakes with peers by outcome", "outcome")
-        self.refused = self._counter("orders_refused", "orders that were not taken, by code", "code")
-        self.phases = self._histogram(
-            "transfer_phase_seconds", "time of transfers in each phase", SECONDS, "phase", "path"
+        counter = partial(Counter, namespace="kvferry", registry=self.registry)
+        gauge = partial(Gauge, namespace="kvferry", registry=self.registry)
+        histogram = partial(Histogram, namespace="kvferry", registry=self.registry)
+        self.ended = counter("transfers_ended", "this rank's share of transfers by its end", ["state", *by_read])
+        self.failures = counter("transfer_failures", "failed transfers by code", ["code", "peer_engine"])
+        self.read = counter("read_bytes", "bytes of done transfers", by_read)
+        self.descriptors = counter("descriptors", "NIXL descriptors of done transfers", by_read)
+        self.leases_ended = counter("leases_ended", "leases by how they ended", ["state"])
+        self.handshakes = counter("handshakes", "handshakes with peers by outcome", ["outcome"])
+        self.refused = counter("orders_refused", "orders that were not taken, by code", ["code"])
+        self.phases = histogram(
+            "transfer_phase_seconds", "time of transfers in each phase", ["phase", "path"], buckets=SECONDS
         )
-        self.sizes = self._histogram("transfer_bytes", "size of done transfers", BYTES, "path")
-        self.handshake_times = self._histogram("handshake_seconds", "time of handshakes", SECONDS, "outcome")
+        self.sizes = histogram("transfer_bytes", "size of done transfers", ["path"], buckets=BYTES)
+        self.handshake_times = histogram("handshake_seconds", "time of handshakes", ["outcome"], buckets=SECONDS)
 
-        self.transfers = self._gauge("transfers", "transfers held now, the history included", "state")
-        self.leases = self._gauge("leases", "leases held now", "state")
-        self.live_readers = self._gauge("live_readers", "peers that read from a lease now")
-        self.regions = self._gauge("region_bytes", "registered cache memory", "ownership")
-        self.quarantined = self._gauge("quarantined_bytes", "blocks that a read given up on may still write")
-        self.staging = self._gauge("staging_bytes", "size of the staging arena")
-        self.staging_used = self._gauge("staging_used_bytes", "staging slots in use")
-        self.queue_depth = self._gauge(
+        self.transfers = gauge("transfers", "transfers held now, the history included", ["state"])
+        self.leases = gauge("leases", "leases held now", ["state"])
+        self.live_readers = gauge("live_readers", "peers that read from a lease now")
+        self.regions = gauge("region_bytes", "registered cache memory", ["ownership"])
+        self.quarantined = gauge("quarantined_bytes", "blocks that a read given up on may still write")
+        self.staging = gauge("staging_bytes", "size of the staging arena")
+        self.staging_used = gauge("staging_used_bytes", "staging slots in use")
+        self.queue_depth = gauge(
             "queue_depth", "waiting transfers (order or reservation to come) and waits for a staging slot"
         )
-        self.peers = self._gauge("peers", "peers with a finished handshake")
-        self.engines_attached = self._gauge("engines_attached", "engine ranks with an open session")
-        self.draining = self._gauge("draining", "1 while the daemon takes no new transfers")
-        self.ready = self._gauge("ready", "what /readyz says: 1 for ready")
+        self.peers = gauge("peers", "peers with a finished handshake")
+        self.engines_attached = gauge("engines_attached", "engine ranks with an open session")
+        self.draining = gauge("draining", "1 while the daemon takes no new transfers")
+        self.ready = gauge("ready", "what /readyz says: 1 for ready")
 
     def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
         """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""
@@ -145,15 +149,6 @@ class Metrics:
         self.ready.set(ready)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
-
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"kvferry_{name}", help, labels, registry=self.registry)
-
-    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
-        return Gauge(f"kvferry_{name}", help, labels, registry=self.registry)
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"kvferry_{name}", help, labels, buckets=buckets, registry=self.registry)
 
 
 def markdown_table() -> str:

@@ -39,13 +39,8 @@ def load() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise Unavailable(
-        "nixl_missing",
-        "NIXL is not installed",
-        field="nixl",
-        value=", ".join(BUILDS),
-        remedy='pip install "kvferry[daemon]"',
-    )
+    value, remedy = ", ".join(BUILDS), 'pip install "kvferry[daemon]"'
+    raise Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=value, remedy=remedy)
 
 
 def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
