@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 from kvferry import __version__
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in FORWARDED:
-            return _forward(FORWARDED[arguments[0]], arguments)
+            forwarded = FORWARDED[arguments[0]]
+            return int(_needs(forwarded.module, forwarded.extra, arguments[0]).main(arguments[1:]))
         parsed = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = parsed.command
         return command(parsed)
@@ -65,12 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `kvferry transfers | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-
-
-def _forward(command: Forwarded, arguments: list[str]) -> int:
-    module = _needs(command.module, command.extra, arguments[0])
-    status: int = module.main(arguments[1:])
-    return status
 
 
 def _needs(module: str, extra: str, command: str) -> ModuleType:
@@ -115,12 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=forwarded.help, add_help=False)
 
     status = _command(
-        commands, "status", "is a daemon ready, and what is it", _ask("status"),
+        commands, "status", "is a daemon ready, and what is it", partial(_ask, "status"),
         "Shows a daemon and its engines. Exits 0 when it is ready, 1 when it is not, 2 when it does not answer.",
         "examples:\n  kvferry status\n  kvferry status --daemon http://10.0.0.7:7410 --token-file token",
     )  # fmt: skip
     transfers = _command(
-        commands, "transfers", "what moves and what has moved", _ask("transfers"),
+        commands, "transfers", "what moves and what has moved", partial(_ask, "transfers"),
         "Lists transfers, unfinished ones first.",
         "examples:\n  kvferry transfers --watch\n  kvferry transfers --state failed --json",
     )  # fmt: skip
@@ -130,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "--watch", nargs="?", const=2.0, type=_seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
     )
     peers = _command(
-        commands, "peers", "with whom a handshake is done", _ask("peers"),
+        commands, "peers", "with whom a handshake is done", partial(_ask, "peers"),
         "Lists peers; with --prewarm shakes hands first, with --forget drops an engine first.",
         "examples:\n  kvferry peers\n  kvferry peers --prewarm prefill-0@10.0.0.7:7411\n"
         "  kvferry peers --forget prefill-0",
@@ -138,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     peers.add_argument("--prewarm", metavar="ENGINE@HOST:PORT", help="shake hands with every rank of that engine now")
     peers.add_argument("--forget", metavar="ENGINE", help="drop what is held of that engine's ranks")
     drain = _command(
-        commands, "drain", "take no more work, wait until leases are read", _ask("drain"),
+        commands, "drain", "take no more work, wait until leases are read", partial(_ask, "drain"),
         "Tells a daemon to take no more work. Exits 0 only when nothing is left: no lease, no transfer; else 1.",
         "examples:\n  kvferry drain                what is left now\n"
         "  kvferry drain --wait 300     a pod's preStop hook: return when all is read, or after 300 seconds",
@@ -212,24 +208,17 @@ def _serve(arguments: argparse.Namespace) -> int:
         for warning in config.warnings():
             print(f"note: {warning}")
         return OK
-    logs = _needs("kvferryd.logs", "daemon", "serve")
+    logs, serve = (_needs(f"kvferryd.{module}", "daemon", "serve") for module in ("logs", "serve"))
     logs.configure(config)
-    log = logs.get(__name__)
     for variable, meant in misspelt():
-        log.warning("nothing reads this variable", variable=variable, did_you_mean=meant)
-    serve = _needs("kvferryd.serve", "daemon", "serve")
-    status: int = serve.run(config)
-    return status
+        logs.get(__name__).warning("nothing reads this variable", variable=variable, did_you_mean=meant)
+    return int(serve.run(config))
 
 
-def _ask(command: str) -> Callable[[argparse.Namespace], int]:
-    """A command that asks a daemon over REST; `kvferryd.ask` has one coroutine for each."""
+def _ask(command: str, arguments: argparse.Namespace) -> int:
+    """Ask a daemon over REST; `kvferryd.ask` has one coroutine for each command."""
+    from kvferryd import ask
+    from kvferryd.config import reach
 
-    def run(arguments: argparse.Namespace) -> int:
-        from kvferryd import ask
-        from kvferryd.config import reach
-
-        flags = {"token_file": arguments.token_file, "config": arguments.config}
-        return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))
-
-    return run
+    flags = {"token_file": arguments.token_file, "config": arguments.config}
+    return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))

@@ -11,22 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import structlog
 
-from kvferry import __version__
+from kvferry import __version__, schemas
 from kvferry.errors import KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.schemas import (
-    AbortResult,
-    DrainStatus,
-    EngineRecord,
-    Info,
-    LeaseRecord,
-    OrderBody,
-    PeerRecord,
-    PeerRequest,
-    Readiness,
-    TransferRecord,
-    TransferState,
-)
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.certificates import Certificates
@@ -66,7 +53,7 @@ class Ferry:
 
     # ---- transfers ----
 
-    async def order(self, body: OrderBody, traceparent: str = "") -> tuple[TransferRecord, bool]:
+    async def order(self, body: schemas.OrderBody, traceparent: str = "") -> tuple[schemas.TransferRecord, bool]:
         """Take a router's order; (the record, whether it is new)."""
         try:
             wanted = body.destination
@@ -83,16 +70,18 @@ class Ferry:
             raise
         return transfer.record(), created
 
-    def transfer(self, transfer_id: str) -> TransferRecord:
+    def transfer(self, transfer_id: str) -> schemas.TransferRecord:
         return self.jobs.get(transfer_id).record()
 
-    async def wait_transfer(self, transfer_id: str, wait_s: float) -> TransferRecord:
+    async def wait_transfer(self, transfer_id: str, wait_s: float) -> schemas.TransferRecord:
         """The record at the end of the transfer, or after `wait_s`."""
         transfer = self.jobs.get(transfer_id)
         await self.jobs.wait(transfer, _over, wait_s)
         return transfer.record()
 
-    def transfers(self, request_id: str | None = None, state: TransferState | None = None) -> list[TransferRecord]:
+    def transfers(
+        self, request_id: str | None = None, state: schemas.TransferState | None = None
+    ) -> list[schemas.TransferRecord]:
         records = (transfer.record() for transfer in self.jobs if request_id in (None, transfer.request_id))
         return [record for record in records if state in (None, record.state)]
 
@@ -104,14 +93,14 @@ class Ferry:
                     await self.jobs.wait_new()
                 await asyncio.gather(*(self.jobs.wait(transfer, _over, wait_s) for transfer in transfers))
 
-    async def abort_transfer(self, transfer_id: str) -> TransferRecord:
+    async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:
         transfer = self.jobs.get(transfer_id)
         if not transfer.over:
             self.jobs.abort(transfer.engine, transfer.request_id, "by DELETE /v1/transfers")
             await self.jobs.wait(transfer, lambda it: it.ended.is_set(), self.config.connect_timeout_s)
         return transfer.record()
 
-    async def abort_request(self, request_id: str) -> AbortResult:
+    async def abort_request(self, request_id: str) -> schemas.AbortResult:
         """End the request on both sides: here, on the other ranks, and where its KV comes from."""
         check_request_id(request_id)
         transfers = self.jobs.of_request(request_id)
@@ -123,7 +112,7 @@ class Ferry:
         ranks = await asyncio.gather(*(self.fan_out_abort(engine, request_id) for engine in {*reading, *holding}))
         sources = [self._abort_at(order.address, order.engine_id, request_id, fan_out=True) for order in orders]
         ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
-        return AbortResult(transfers_ended=ended, leases_ended=revoked)
+        return schemas.AbortResult(transfers_ended=ended, leases_ended=revoked)
 
     def abort_here(self, engine: Engine, request_id: str, why: str) -> tuple[int, int]:
         """(transfers, leases) ended on this rank."""
@@ -152,10 +141,10 @@ class Ferry:
 
     # ---- leases, engines, peers ----
 
-    def leases(self) -> list[LeaseRecord]:
+    def leases(self) -> list[schemas.LeaseRecord]:
         return [lease.record() for engine in self.registry for lease in engine.leases]
 
-    def revoke_lease(self, request_id: str) -> LeaseRecord:
+    def revoke_lease(self, request_id: str) -> schemas.LeaseRecord:
         for engine in self.registry:
             lease = engine.leases.get(request_id)
             if lease is not None:
@@ -164,12 +153,12 @@ class Ferry:
         why, remedy = f"no lease of request {request_id} is held here", "GET /v1/leases lists them"
         raise NotFound("unknown_lease", why, field="request_id", value=request_id, remedy=remedy)
 
-    def engines(self) -> list[EngineRecord]:
+    def engines(self) -> list[schemas.EngineRecord]:
         records = []
         for session in self.registry.sessions:
             engine = session.engine
             records.append(
-                EngineRecord(
+                schemas.EngineRecord(
                     **session.rank._asdict(),
                     attached=session.attached,
                     members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
@@ -179,15 +168,15 @@ class Ferry:
             )
         return records
 
-    def peers(self) -> list[PeerRecord]:
+    def peers(self) -> list[schemas.PeerRecord]:
         return _peer_records(self.peers_known)
 
-    async def prewarm(self, body: PeerRequest) -> list[PeerRecord]:
+    async def prewarm(self, body: schemas.PeerRequest) -> list[schemas.PeerRecord]:
         """Shake hands now, so that the first transfer need not."""
         engine = self.registry.get(body.destination)
         return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
 
-    def forget_peer(self, engine_id: str) -> list[PeerRecord]:
+    def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
         if not found:
             why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them"
@@ -198,9 +187,9 @@ class Ferry:
 
     # ---- the daemon itself ----
 
-    def info(self) -> Info:
+    def info(self) -> schemas.Info:
         shown = {"device", "rest", "peer", "advertise", "engine_socket", "way", "strict"}
-        return Info(
+        return schemas.Info(
             **self.config.model_dump(mode="json", include=shown),
             version=__version__,
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
@@ -209,7 +198,7 @@ class Ferry:
             uptime_s=time.monotonic() - self._began,
         )
 
-    def readiness(self) -> Readiness:
+    def readiness(self) -> schemas.Readiness:
         reasons = []
         if self.jobs.draining:
             reasons.append("draining")
@@ -223,7 +212,7 @@ class Ferry:
         ]
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
-        return Readiness(ready=not reasons, reasons=reasons)
+        return schemas.Readiness(ready=not reasons, reasons=reasons)
 
     def stats(self) -> Stats:
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
@@ -238,23 +227,23 @@ class Ferry:
             quarantined=sum(transfer.quarantined_nbytes for transfer in self.jobs),
             staging=sum(arena.span.nbytes for arena in arenas),
             staging_used=sum(arena.used_nbytes for arena in arenas),
-            queue_depth=states[TransferState.WAITING] + sum(arena.waiting for arena in arenas),
+            queue_depth=states[schemas.TransferState.WAITING] + sum(arena.waiting for arena in arenas),
             peers=sum(len(peer.ranks) for peer in self.peers_known),
             engines_attached=sum(session.attached for session in self.registry.sessions),
             draining=self.jobs.draining,
         )
 
-    def drain_status(self) -> DrainStatus:
+    def drain_status(self) -> schemas.DrainStatus:
         leases = sum(len(engine.leases) for engine in self.registry)
         transfers = sum(not _finished(transfer) for transfer in self.jobs)
-        return DrainStatus(
+        return schemas.DrainStatus(
             draining=self.jobs.draining,
             leases=leases,
             transfers=transfers,
             drained=self.jobs.draining and not leases and not transfers,
         )
 
-    async def drain(self, wait_s: float) -> DrainStatus:
+    async def drain(self, wait_s: float) -> schemas.DrainStatus:
         """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`."""
         if not self.jobs.draining:
             self.jobs.draining = True
@@ -322,9 +311,9 @@ def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(transfers for transfers, _ in ended), sum(leases for _, leases in ended)
 
 
-def _peer_records(peers: Iterable[PeerEngine]) -> list[PeerRecord]:
+def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
     return [
-        PeerRecord(
+        schemas.PeerRecord(
             engine_id=peer.engine_id,
             rank=rank.rank,
             address=rank.address,

@@ -72,8 +72,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._peer, self._path, self._transport = Few(64), Few(4), Few(8)
-        self._phase, self._code, self._outcome = Few(16), Few(64), Few(32)
+        self._peer, self._code = Few(64), Few(64)
         by_read = ("path", "transport", "peer_engine")
 
         build = Info("kvferry_build", "version of the daemon", registry=self.registry)
@@ -111,10 +110,9 @@ class Metrics:
 
     def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
         """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""
-        state = share.state.value
-        path, peer = self._path(share.path), self._peer(peer_engine)
-        by_read = (path, self._transport(share.transport), peer)
-        self.ended.labels(state, *by_read).inc()
+        path, peer = share.path or NONE, self._peer(peer_engine)
+        by_read = (path, share.transport or NONE, peer)
+        self.ended.labels(share.state.value, *by_read).inc()
         if share.state is TransferState.DONE:
             self.read.labels(*by_read).inc(share.bytes)
             self.descriptors.labels(*by_read).inc(share.descriptors)
@@ -122,14 +120,14 @@ class Metrics:
         if share.error is not None:
             self.failures.labels(self._code(share.error.code), peer).inc()
         for phase, milliseconds in share.phases_ms.items():
-            self.phases.labels(self._phase(phase), path).observe(milliseconds / 1000)
+            self.phases.labels(phase, path).observe(milliseconds / 1000)
 
     def lease_ended(self, state: LeaseState) -> None:
         self.leases_ended.labels(state.value).inc()
 
     def handshake(self, outcome: str, seconds: float) -> None:
         """outcome: `ok`, or the code of the error."""
-        outcome = self._outcome(outcome)
+        outcome = self._code(outcome)
         self.handshakes.labels(outcome).inc()
         self.handshake_times.labels(outcome).observe(seconds)
 
@@ -138,10 +136,10 @@ class Metrics:
 
     def exposition(self, stats: Stats, *, ready: bool, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) in the format that the scraper's Accept header asks for."""
-        for transfer_state in TransferState:
-            self.transfers.labels(transfer_state.value).set(stats.transfers.get(transfer_state, 0))
-        for lease_state in LeaseState:
-            self.leases.labels(lease_state.value).set(stats.leases.get(lease_state, 0))
+        for each in TransferState:
+            self.transfers.labels(each.value).set(stats.transfers.get(each, 0))
+        for state in LeaseState:
+            self.leases.labels(state.value).set(stats.leases.get(state, 0))
         self.regions.labels("owned").set(stats.owned_nbytes)
         self.regions.labels("adopted").set(stats.adopted_nbytes)
         for name in AS_THEY_ARE:

@@ -15,8 +15,12 @@ from kvferry.errors import KvferryError, Malformed
 from kvferry.schemas import Problem, RefusalBody
 
 MEDIA_TYPE = "application/problem+json"
-RETRY_AFTER_S = 1
-"""A full daemon frees a place whenever a transfer ends, which is a matter of milliseconds to seconds."""
+OF_STATUS = {
+    # A full daemon frees a place whenever a transfer ends, which is a matter of milliseconds to seconds.
+    429: {"retry-after": "1"},
+    401: {"www-authenticate": 'Bearer realm="kvferry"'},
+}
+"""Headers."""
 OF_HTTP = {
     "no_such_route": 404,
     "method_not_allowed": 405,
@@ -40,11 +44,7 @@ def problem(error: KvferryError, headers: Mapping[str, str] | None = None) -> Re
         remedy=error.remedy,
         refusals=[RefusalBody(**dataclasses.asdict(why)) for why in error.refusals],
     )
-    more = dict(headers or {})
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        more["retry-after"] = str(RETRY_AFTER_S)
-    if status == HTTPStatus.UNAUTHORIZED:
-        more["www-authenticate"] = 'Bearer realm="kvferry"'
+    more = {**OF_STATUS.get(status, {}), **(headers or {})}
     # Escaped to ASCII, as what is echoed may hold lone surrogates, which have no UTF-8.
     return Response(json.dumps(body.model_dump(mode="python")), status, more, MEDIA_TYPE)
 

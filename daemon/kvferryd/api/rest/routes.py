@@ -13,25 +13,8 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from pydantic import AfterValidator
 
+from kvferry import schemas
 from kvferry.errors import Malformed
-from kvferry.schemas import (
-    AbortResult,
-    DrainRequest,
-    DrainStatus,
-    EngineList,
-    Health,
-    Info,
-    LeaseList,
-    LeaseRecord,
-    OrderBody,
-    Ordered,
-    PeerList,
-    PeerRequest,
-    Readiness,
-    TransferList,
-    TransferRecord,
-    TransferState,
-)
 from kvferryd import logs
 from kvferryd.api.rest.gate import TRACEPARENT
 from kvferryd.api.rest.openapi import DRAIN, ORDERS, PREWARM, problems
@@ -79,27 +62,27 @@ def transfers(ferry: Ferry) -> APIRouter:
     """/v1/transfers: order, look up, wait for, abort."""
     router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
     same: dict[int | str, dict[str, Any]] = {
-        200: {"model": Ordered, "description": "the same order was made before: this is its transfer"}
+        200: {"model": schemas.Ordered, "description": "the same order was made before: this is its transfer"}
     }
 
     @router.post("", status_code=202, responses={**same, **problems(403, 404, 409, 413, 415, 429, 503)})
     async def order(
         response: Response,
-        body: Annotated[OrderBody, Body(openapi_examples=ORDERS)],
+        body: Annotated[schemas.OrderBody, Body(openapi_examples=ORDERS)],
         traceparent: Annotated[str, Header(description="W3C trace context, joined by the daemon's span")] = "",
-    ) -> Ordered:
+    ) -> schemas.Ordered:
         """Order a transfer. Idempotent: the same order again answers 200 with the same transfer."""
         trace = traceparent if TRACEPARENT.fullmatch(traceparent) else ""
         with logs.bound(request_id=body.request_id):
             record, created = await ferry.order(body, trace)
         response.status_code = 202 if created else 200
         response.headers["location"] = f"/v1/transfers/{record.transfer_id}"
-        return Ordered(transfer_id=record.transfer_id, state=record.state)
+        return schemas.Ordered(transfer_id=record.transfer_id, state=record.state)
 
     @router.get("", responses=problems())
     async def several(
-        request: Request, request_id: Name | None = None, state: TransferState | None = None, wait: Wait = 0.0
-    ) -> TransferList:
+        request: Request, request_id: Name | None = None, state: schemas.TransferState | None = None, wait: Wait = 0.0
+    ) -> schemas.TransferList:
         """The transfers this daemon knows. With `request_id` and `wait`: waits until that request's transfer
         has come and ended."""
         if wait and request_id is None:
@@ -109,17 +92,17 @@ def transfers(ferry: Ferry) -> APIRouter:
             )  # fmt: skip
         if wait and request_id is not None:
             await while_connected(request, ferry.wait_request(request_id, wait))
-        return TransferList(transfers=ferry.transfers(request_id, state))
+        return schemas.TransferList(transfers=ferry.transfers(request_id, state))
 
     @router.get("/{transfer_id}", responses=problems(404))
-    async def one(request: Request, transfer_id: str, wait: Wait = 0.0) -> TransferRecord:
+    async def one(request: Request, transfer_id: str, wait: Wait = 0.0) -> schemas.TransferRecord:
         """A transfer as it is now, or with `wait` as it ended."""
         if not wait:
             return ferry.transfer(transfer_id)
         return await while_connected(request, ferry.wait_transfer(transfer_id, wait))
 
     @router.delete("/{transfer_id}", responses=problems(404))
-    async def abort(transfer_id: str) -> TransferRecord:
+    async def abort(transfer_id: str) -> schemas.TransferRecord:
         """Abort. A transfer that has ended stays as it ended, and the answer is the same however often asked."""
         return await ferry.abort_transfer(transfer_id)
 
@@ -131,44 +114,46 @@ def held(ferry: Ferry) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
     @router.post("/requests/{request_id:path}/abort", tags=["requests"], responses=problems())
-    async def abort(request_id: str) -> AbortResult:
+    async def abort(request_id: str) -> schemas.AbortResult:
         """Abort the request's transfer and revoke its lease, whichever are here. Idempotent."""
         return await ferry.abort_request(request_id)
 
     @router.get("/leases", tags=["leases"])
-    async def leases() -> LeaseList:
+    async def leases() -> schemas.LeaseList:
         """Leases, with their readers and the time they have left."""
-        return LeaseList(leases=ferry.leases())
+        return schemas.LeaseList(leases=ferry.leases())
 
     @router.delete("/leases/{request_id:path}", tags=["leases"], responses=problems(404))
-    async def revoke(request_id: str) -> LeaseRecord:
+    async def revoke(request_id: str) -> schemas.LeaseRecord:
         """Revoke. Readers in the middle of a read fail at `verifying`. A lease that has ended stays as it ended."""
         return ferry.revoke_lease(request_id)
 
     @router.get("/engines", tags=["engines"])
-    async def engines() -> EngineList:
+    async def engines() -> schemas.EngineList:
         """Engine ranks beside this daemon: epochs, manifests, and what their operator should know."""
-        return EngineList(engines=ferry.engines())
+        return schemas.EngineList(engines=ferry.engines())
 
     @router.get("/peers", tags=["peers"])
-    async def peers() -> PeerList:
+    async def peers() -> schemas.PeerList:
         """Engine ranks elsewhere with which a handshake is done."""
-        return PeerList(peers=ferry.peers())
+        return schemas.PeerList(peers=ferry.peers())
 
     @router.post("/peers", tags=["peers"], responses=problems(403, 404, 413, 415, 502, 503, 504))
-    async def prewarm(request: Request, body: Annotated[PeerRequest, Body(openapi_examples=PREWARM)]) -> PeerList:
+    async def prewarm(
+        request: Request, body: Annotated[schemas.PeerRequest, Body(openapi_examples=PREWARM)]
+    ) -> schemas.PeerList:
         """Shake hands with every rank of an engine now, so that the first transfer need not."""
-        return PeerList(peers=await while_connected(request, ferry.prewarm(body)))
+        return schemas.PeerList(peers=await while_connected(request, ferry.prewarm(body)))
 
     @router.delete("/peers", tags=["peers"], responses=problems(404))
-    async def forget(engine_id: Name) -> PeerList:
+    async def forget(engine_id: Name) -> schemas.PeerList:
         """Forget every rank of an engine. The answer lists what was forgotten."""
-        return PeerList(peers=ferry.forget_peer(engine_id))
+        return schemas.PeerList(peers=ferry.forget_peer(engine_id))
 
     @router.delete("/peers/{engine_id:path}", tags=["peers"], responses=problems(404))
-    async def forget_by_path(engine_id: str) -> PeerList:
+    async def forget_by_path(engine_id: str) -> schemas.PeerList:
         """The same, with the engine in the path."""
-        return PeerList(peers=ferry.forget_peer(engine_id))
+        return schemas.PeerList(peers=ferry.forget_peer(engine_id))
 
     return router
 
@@ -177,7 +162,7 @@ def daemon(ferry: Ferry) -> APIRouter:
     """Drain, probes, metrics, and the status page."""
     router = APIRouter(tags=["daemon"])
     not_yet: dict[int | str, dict[str, Any]] = {
-        503: {"model": Readiness, "description": "not ready, with every reason"}
+        503: {"model": schemas.Readiness, "description": "not ready, with every reason"}
     }
     html = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     page_headers = {
@@ -187,14 +172,14 @@ def daemon(ferry: Ferry) -> APIRouter:
     }
 
     @router.get("/v1/drain")
-    async def status() -> DrainStatus:
+    async def status() -> schemas.DrainStatus:
         """How far a drain is."""
         return ferry.drain_status()
 
     @router.post("/v1/drain", responses=problems(413, 415))
     async def drain(
-        request: Request, body: Annotated[DrainRequest | None, Body(openapi_examples=DRAIN)] = None
-    ) -> DrainStatus:
+        request: Request, body: Annotated[schemas.DrainRequest | None, Body(openapi_examples=DRAIN)] = None
+    ) -> schemas.DrainStatus:
         """Take no new transfers; prefills under way may still publish.
 
         With `wait_s`, answers when nothing is left or that time has passed.
@@ -204,19 +189,19 @@ def daemon(ferry: Ferry) -> APIRouter:
         return await while_connected(request, ferry.drain(body.wait_s if body else 0.0))
 
     @router.get("/healthz")
-    async def healthz() -> Health:
+    async def healthz() -> schemas.Health:
         """The process answers. Restart it when it does not."""
-        return Health()
+        return schemas.Health()
 
     @router.get("/readyz", responses=not_yet)
-    async def readyz(response: Response) -> Readiness:
+    async def readyz(response: Response) -> schemas.Readiness:
         """Whether to send work here, and every reason why not."""
         readiness = ferry.readiness()
         response.status_code = 200 if readiness.ready else 503
         return readiness
 
     @router.get("/v1/info")
-    async def info() -> Info:
+    async def info() -> schemas.Info:
         """Version, addresses, device, and the transports in use."""
         return ferry.info()
 
