@@ -15,7 +15,7 @@ from types import ModuleType
 from kvferry import __version__
 from kvferry.errors import KvferryError, Malformed, Unavailable
 
-OK, NOT_YET, FAILED = 0, 1, 2
+OK, FAILED = 0, 2
 INTERRUPTED = 130
 
 EPILOG = """\
@@ -76,14 +76,10 @@ def _needs(module: str, extra: str, command: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing.partition(".")[0] in ("kvferry", "kvferryd"):
-            raise Malformed(
-                "not_in_this_build", f"kvferry {command} is not part of this installation", field="module",
-                value=missing, remedy="install kvferry from a release or a whole checkout",
-            ) from error  # fmt: skip
-        raise Unavailable(
-            "missing_extra", f"kvferry {command} needs the package {missing}, which is not installed",
-            remedy=f"pip install 'kvferry[{extra}]'",
-        ) from error  # fmt: skip
+            why, remedy = f"kvferry {command} is not part of this installation", "install kvferry from a release"
+            raise Malformed("not_in_this_build", why, field="module", value=missing, remedy=remedy) from error
+        why = f"kvferry {command} needs the package {missing}, which is not installed"
+        raise Unavailable("missing_extra", why, remedy=f"pip install 'kvferry[{extra}]'") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,66 +92,62 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    serve = _command(
-        commands, "serve", "run the daemon", _serve,
+    def command(name: str, help: str, description: str, *examples: str) -> _Parser:
+        return commands.add_parser(
+            name, help=help, description=description, epilog="\n  ".join(("examples:", *examples)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+
+    def asking(name: str, help: str, description: str, *examples: str) -> _Parser:
+        asks = command(name, help, description, *examples)
+        asks.set_defaults(command=partial(_ask, name))
+        asks.add_argument("--daemon", metavar="URL", help="its REST address (default: that of this machine's daemon)")
+        asks.add_argument("--token-file", metavar="FILE", help="its bearer token, on the first line")
+        asks.add_argument("--config", metavar="FILE", help="the daemon's settings; KVFERRY_* variables count as well")
+        asks.add_argument("--json", action="store_true", help="what the daemon answered, for programs")
+        return asks
+
+    serve = command(
+        "serve", "run the daemon",
         "Runs the daemon beside one GPU, until SIGTERM; then it drains. Settings come from flags, KVFERRY_* variables"
         " and a TOML file, in this order.",
-        "examples:\n"
-        "  kvferry serve --device cpu --engine-socket /tmp/kvferry.sock\n"
-        "  kvferry serve --device cuda:0 --peer 0.0.0.0:7411 --advertise 10.0.0.7:7411 --allow-peers 10.0.0.0/16\n"
-        "  KVFERRY_DEVICE=cuda:0 kvferry serve --config /etc/kvferry.toml --check",
+        "kvferry serve --device cpu --engine-socket /tmp/kvferry.sock",
+        "kvferry serve --device cuda:0 --peer 0.0.0.0:7411 --advertise 10.0.0.7:7411 --allow-peers 10.0.0.0/16",
+        "KVFERRY_DEVICE=cuda:0 kvferry serve --config /etc/kvferry.toml --check",
     )  # fmt: skip
-    serve.add_argument("--check", action="store_true", help="print every setting and where it comes from, and exit")
     serve.settings = True
+    serve.set_defaults(command=_serve)
+    serve.add_argument("--check", action="store_true", help="print every setting and where it comes from, and exit")
     for name, forwarded in FORWARDED.items():
         commands.add_parser(name, help=forwarded.help, add_help=False)
-
-    status = _command(
-        commands, "status", "is a daemon ready, and what is it", partial(_ask, "status"),
+    asking(
+        "status", "is a daemon ready, and what is it",
         "Shows a daemon and its engines. Exits 0 when it is ready, 1 when it is not, 2 when it does not answer.",
-        "examples:\n  kvferry status\n  kvferry status --daemon http://10.0.0.7:7410 --token-file token",
+        "kvferry status", "kvferry status --daemon http://10.0.0.7:7410 --token-file token",
     )  # fmt: skip
-    transfers = _command(
-        commands, "transfers", "what moves and what has moved", partial(_ask, "transfers"),
-        "Lists transfers, unfinished ones first.",
-        "examples:\n  kvferry transfers --watch\n  kvferry transfers --state failed --json",
+    transfers = asking(
+        "transfers", "what moves and what has moved", "Lists transfers, unfinished ones first.",
+        "kvferry transfers --watch", "kvferry transfers --state failed --json",
     )  # fmt: skip
     transfers.add_argument("--request-id", metavar="ID", help="only those of one request")
     transfers.add_argument("--state", metavar="STATE", help="only those in one state, for example reading or failed")
     transfers.add_argument(
         "--watch", nargs="?", const=2.0, type=_seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
     )
-    peers = _command(
-        commands, "peers", "with whom a handshake is done", partial(_ask, "peers"),
+    peers = asking(
+        "peers", "with whom a handshake is done",
         "Lists peers; with --prewarm shakes hands first, with --forget drops an engine first.",
-        "examples:\n  kvferry peers\n  kvferry peers --prewarm prefill-0@10.0.0.7:7411\n"
-        "  kvferry peers --forget prefill-0",
+        "kvferry peers", "kvferry peers --prewarm prefill-0@10.0.0.7:7411", "kvferry peers --forget prefill-0",
     )  # fmt: skip
     peers.add_argument("--prewarm", metavar="ENGINE@HOST:PORT", help="shake hands with every rank of that engine now")
     peers.add_argument("--forget", metavar="ENGINE", help="drop what is held of that engine's ranks")
-    drain = _command(
-        commands, "drain", "take no more work, wait until leases are read", partial(_ask, "drain"),
+    drain = asking(
+        "drain", "take no more work, wait until leases are read",
         "Tells a daemon to take no more work. Exits 0 only when nothing is left: no lease, no transfer; else 1.",
-        "examples:\n  kvferry drain                what is left now\n"
-        "  kvferry drain --wait 300     a pod's preStop hook: return when all is read, or after 300 seconds",
+        "kvferry drain                what is left now",
+        "kvferry drain --wait 300     a pod's preStop hook: return when all is read, or after 300 seconds",
     )  # fmt: skip
     drain.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
-    for asking in (status, transfers, peers, drain):
-        asking.add_argument("--daemon", metavar="URL", help="its REST address (default: that of this machine's daemon)")
-        asking.add_argument("--token-file", metavar="FILE", help="its bearer token, on the first line")
-        asking.add_argument("--config", metavar="FILE", help="the daemon's settings; KVFERRY_* variables count as well")
-        asking.add_argument("--json", action="store_true", help="what the daemon answered, for programs")
-    return parser
-
-
-def _command(
-    commands: argparse._SubParsersAction[_Parser], name: str, help: str,
-    run: Callable[[argparse.Namespace], int], description: str, epilog: str,
-) -> _Parser:  # fmt: skip
-    parser = commands.add_parser(
-        name, help=help, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.set_defaults(command=run)
     return parser
 
 
