@@ -23,7 +23,7 @@ from kvferryd.engine import Engine
 from kvferryd.engine.registry import Engines
 from kvferryd.leases.lease import Lease
 from kvferryd.memory import provider
-from kvferryd.metrics import Metrics, Stats
+from kvferryd.metrics import Metrics
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
 from kvferryd.peers.peer import PeerEngine
@@ -214,24 +214,30 @@ class Ferry:
             reasons.append("require_rdma is set and host memory moves without it")
         return schemas.Readiness(ready=not reasons, reasons=reasons)
 
-    def stats(self) -> Stats:
+    def scrape(self, accept: str = "") -> tuple[bytes, str]:
+        """(body, content type) of /metrics; gauges are as things stand now."""
+        leases = [lease for engine in self.registry for lease in engine.leases]
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
         arenas = [engine.arena for engine in self.registry if engine.arena is not None]
-        states = Counter(transfer.state for transfer in self.jobs)
-        return Stats(
-            transfers=states,
-            leases=Counter(lease.state for engine in self.registry for lease in engine.leases),
-            live_readers=sum(lease.live_readers for engine in self.registry for lease in engine.leases),
-            owned_nbytes=sum(region.span.nbytes for region in regions if region.owned),
-            adopted_nbytes=sum(region.span.nbytes for region in regions if not region.owned),
-            quarantined=sum(transfer.quarantined_nbytes for transfer in self.jobs),
-            staging=sum(arena.span.nbytes for arena in arenas),
-            staging_used=sum(arena.used_nbytes for arena in arenas),
-            queue_depth=states[schemas.TransferState.WAITING] + sum(arena.waiting for arena in arenas),
-            peers=sum(len(peer.ranks) for peer in self.peers_known),
-            engines_attached=sum(session.attached for session in self.registry.sessions),
-            draining=self.jobs.draining,
-        )
+        states, lease_states = Counter(each.state for each in self.jobs), Counter(lease.state for lease in leases)
+        metrics = self.metrics
+        for state in schemas.TransferState:
+            metrics.transfers.labels(state.value).set(states[state])
+        for lease_state in schemas.LeaseState:
+            metrics.leases.labels(lease_state.value).set(lease_states[lease_state])
+        for owned, name in ((True, "owned"), (False, "adopted")):
+            metrics.regions.labels(name).set(sum(each.span.nbytes for each in regions if each.owned is owned))
+        metrics.live_readers.set(sum(lease.live_readers for lease in leases))
+        metrics.quarantined.set(sum(transfer.quarantined_nbytes for transfer in self.jobs))
+        metrics.staging.set(sum(arena.span.nbytes for arena in arenas))
+        metrics.staging_used.set(sum(arena.used_nbytes for arena in arenas))
+        waiting = states[schemas.TransferState.WAITING]  # for the router's order or the engine's reservation
+        metrics.queue_depth.set(waiting + sum(arena.waiting for arena in arenas))
+        metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
+        metrics.engines_attached.set(sum(session.attached for session in self.registry.sessions))
+        metrics.draining.set(self.jobs.draining)
+        metrics.ready.set(self.readiness().ready)
+        return metrics.exposition(accept)
 
     def drain_status(self) -> schemas.DrainStatus:
         leases = sum(len(engine.leases) for engine in self.registry)

@@ -1,13 +1,11 @@
 """What Prometheus reads at /metrics. Every name starts with kvferry_; docs/operations.md has the table.
 
-Counters and histograms are fed by the core as things end; gauges are sampled from `Stats` at scrape time.
+Counters and histograms count things as they end; gauges are set by the core before each scrape.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
@@ -21,32 +19,6 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
 """64 KiB to 64 GiB, by four."""
 OTHER, NONE = "other", "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """How things stand at this moment, for the gauges. Sizes in bytes."""
-
-    transfers: Mapping[TransferState, int] = field(default_factory=dict)
-    leases: Mapping[LeaseState, int] = field(default_factory=dict)
-    live_readers: int = 0
-    owned_nbytes: int = 0
-    adopted_nbytes: int = 0
-    quarantined: int = 0
-    staging: int = 0
-    staging_used: int = 0
-    queue_depth: int = 0
-    """Transfers in state waiting (the router's order or the engine's reservation is still to come), and waits for a
-    slot of the staging arena."""
-    peers: int = 0
-    engines_attached: int = 0
-    draining: bool = False
-
-
-AS_THEY_ARE = (
-    "live_readers", "quarantined", "staging", "staging_used", "queue_depth", "peers", "engines_attached", "draining"
-)  # fmt: skip
-"""Gauges of the same name, without labels."""
 
 
 class Few:
@@ -134,17 +106,8 @@ class Metrics:
     def order_refused(self, code: str) -> None:
         self.refused.labels(self._code(code)).inc()
 
-    def exposition(self, stats: Stats, *, ready: bool, accept: str = "") -> tuple[bytes, str]:
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) in the format that the scraper's Accept header asks for."""
-        for each in TransferState:
-            self.transfers.labels(each.value).set(stats.transfers.get(each, 0))
-        for state in LeaseState:
-            self.leases.labels(state.value).set(stats.leases.get(state, 0))
-        self.regions.labels("owned").set(stats.owned_nbytes)
-        self.regions.labels("adopted").set(stats.adopted_nbytes)
-        for name in AS_THEY_ARE:
-            getattr(self, name).set(getattr(stats, name))
-        self.ready.set(ready)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 

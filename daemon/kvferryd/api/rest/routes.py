@@ -208,8 +208,7 @@ def daemon(ferry: Ferry) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def scrape(request: Request) -> Response:
         """Prometheus metrics, in the format that Accept asks for."""
-        ready, accept = ferry.readiness().ready, request.headers.get("accept", "")
-        body, kind = ferry.metrics.exposition(ferry.stats(), ready=ready, accept=accept)
+        body, kind = ferry.scrape(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": kind})
 
     @router.get("/", include_in_schema=False)
