@@ -1,4 +1,4 @@
-"""The commands that ask a daemon over REST, and how they write its answers."""
+"""The commands that ask a daemon over REST, and how its answers are printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DONE, NOT_YET = 0, 1
 PROGRESS_S = 5.0
 """A line of progress at least this often while draining."""
 UNBROKEN = 1 << 16
-"""Columns of what is no terminal."""
+"""Columns where the output is no terminal."""
 
 
 def client(config: Config, arguments: argparse.Namespace) -> RouterClient:
@@ -43,14 +43,14 @@ def _token(file: Path | None) -> str:
 
 
 def _tls(config: Config) -> ssl.SSLContext | None:
-    """A daemon asks for a certificate of its own authority; ours is the one that this machine's daemon has."""
+    """A daemon asks its clients for a certificate; ours is that of this machine's daemon."""
     if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
         return None
     try:
         context = ssl.create_default_context(cafile=str(config.tls_ca))
         context.load_cert_chain(config.tls_cert, config.tls_key)
     except (ssl.SSLError, OSError) as error:
-        remedy = "tls_cert and tls_key are a pair, tls_ca is who signed the daemon's certificate"
+        remedy = "tls_cert and tls_key are a pair, tls_ca the authority that signed the daemon's certificate"
         why = f"the certificates cannot be used: {error}"
         raise bad_config("tls_cert", config.tls_cert, why, remedy) from None
     return context
@@ -145,7 +145,7 @@ def _prewarm(text: str) -> PeerRequest:
 
 
 async def drain(config: Config, arguments: argparse.Namespace) -> int:
-    """The daemon holds each answer until nothing is left; a line says how it stands whenever that changed."""
+    """The daemon holds each answer until nothing is left, at most PROGRESS_S; a line is printed at each change."""
     deadline, said = time.monotonic() + arguments.wait, ""
     async with client(config, arguments) as daemon:
         while True:
@@ -188,7 +188,7 @@ def transfer_table(records: Sequence[TransferRecord]) -> str:
 
 
 def _total_ms(record: TransferRecord) -> float:
-    """Until now, for one that is under way: a phase is counted at its end."""
+    """Of an unfinished transfer the time until now, as phases are counted at their end."""
     if record.state.ended:
         return record.phases_ms.get("total", 0.0)
     return max(0.0, (time.time() - record.created_at) * 1000)

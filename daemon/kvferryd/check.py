@@ -1,4 +1,4 @@
-"""What can be wrong with the blocks of a request, told before anything is accepted. Every check raises KvferryError."""
+"""Checks of a request's fields and blocks, made before anything is accepted. Each raises KvferryError."""
 
 from __future__ import annotations
 

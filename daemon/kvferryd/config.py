@@ -98,7 +98,7 @@ class Config(BaseModel):
     def warnings(self) -> Iterator[str]:
         """What is allowed but should be known, one sentence each."""
         if not settings.is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
-            yield f"REST listens on {self.rest} and asks nobody for a token: set token_file or rest_tls"
+            yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
         if not settings.is_loopback(self.peer) and not self.tls:
             yield f"peers speak to {self.peer} without TLS: set tls_cert, tls_key and tls_ca"
 
@@ -162,7 +162,7 @@ def load(flags: Mapping[str, object] | None = None, environment: Mapping[str, st
 def reach(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Config:
     """How a command reaches the daemon of this machine: by the settings that the daemon itself was given.
 
-    Only those are read, so that a fault in another setting keeps nobody from asking. Raises ConfigError.
+    Only those are read: a fault in another setting does not keep a command from asking. Raises ConfigError.
     """
     return resolve(flags, environment, {"rest", "rest_tls", "token_file", "tls_cert", "tls_key", "tls_ca"})[0]
 

@@ -1,4 +1,4 @@
-"""The daemon's core: what the REST API, the engine service and the peer service have in common."""
+"""The daemon's core, which the REST API, the engine service and the peer service share."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Ferry:
         holding = [engine for engine in self.registry if engine.leases.get(request_id) is not None]
         orders = [transfer.order for transfer in transfers if transfer.order is not None]
         here = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
-        # The readers first: to one that hears of its lease's end before, the transfer has failed.
+        # The readers first: a reader whose lease ends before its transfer is aborted reports a failed transfer.
         ranks = await asyncio.gather(*(self.fan_out_abort(engine, request_id) for engine in {*reading, *holding}))
         sources = [self._abort_at(order.address, order.engine_id, request_id, fan_out=True) for order in orders]
         ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
@@ -127,7 +127,7 @@ class Ferry:
     async def _abort_at(
         self, address: str, engine_id: str, request_id: str, *, fan_out: bool = False
     ) -> tuple[int, int]:
-        """Best effort: a peer that does not hear of it has its own deadlines."""
+        """Best effort: a peer that is not reached has its own deadlines."""
         request = peer_pb2.AbortRequest(
             engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router"
         )

@@ -78,7 +78,7 @@ class Metrics:
         self.peers = gauge("peers", "peers with a finished handshake")
         self.engines_attached = gauge("engines_attached", "engine ranks with an open session")
         self.draining = gauge("draining", "1 while the daemon takes no new transfers")
-        self.ready = gauge("ready", "what /readyz says: 1 for ready")
+        self.ready = gauge("ready", "1 while /readyz answers 200")
 
     def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
         """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""

@@ -57,7 +57,7 @@ def run(config: Config) -> int:
     _raise_descriptor_limit()
     if config.device != "cpu":
         log.info("loading torch and Triton: some seconds")
-        with contextlib.suppress(KvferryError):  # engines are told when they register, and read directly
+        with contextlib.suppress(KvferryError):  # engines get a note when they register, and read directly
             load()
             if config.way != "direct":  # then UCX opens and closes what it reads for every run, which is slow even so
                 keep_no_mappings()
@@ -100,7 +100,7 @@ async def _serve(config: Config) -> int:
     for number in SIGNALS:  # not loop.add_signal_handler: the loop puts the default, death, back when it closes
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(signalled))
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(_ignore_signals)  # a late one must not make a death of a clean stop
+        stack.callback(_ignore_signals)  # a late signal must not kill a process that stops cleanly
         ferry = Ferry(config, Metrics())
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))

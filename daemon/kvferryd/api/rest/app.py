@@ -49,10 +49,10 @@ def create_app(ferry: Ferry) -> FastAPI:
     app.add_exception_handler(KvferryError, kvferry_problem)
     app.add_exception_handler(RequestValidationError, validation_problem)
     app.add_exception_handler(HTTPException, http_problem)
-    app.add_exception_handler(routes.ClientGone, _nobody_listens)
+    app.add_exception_handler(routes.ClientGone, _client_gone)
     app.add_middleware(Gate, tokens=TokenFile(token_file) if token_file else None)
     return app
 
 
-async def _nobody_listens(request: Request, error: Exception) -> Response:
+async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)

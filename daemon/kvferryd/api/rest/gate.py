@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: a name and a log line, a token, a bounded body.
+"""What is done with every request before its route: it gets a name and a log line, its token and body are checked.
 
 Plain ASGI: Starlette's BaseHTTPMiddleware hides from a long poll that its client has left.
 """
@@ -31,8 +31,8 @@ TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]
 
 
 class Gate:
-    """Names the request (X-Request-Id, traceparent), logs it at debug, refuses what may not enter, and turns what
-    nobody caught into a 500."""
+    """Names the request (X-Request-Id, traceparent), logs it at debug, refuses what may not enter, and answers
+    an unexpected exception with 500."""
 
     def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
         self._app, self._tokens = app, tokens
@@ -74,7 +74,7 @@ class Gate:
                 log.debug("request", method=scope["method"], path=scope["path"], status=status, took_ms=took_ms)
 
     async def _enter(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """What the route is to receive from. Raises KvferryError.
+        """Check the request; returns the `receive` of its route, whose body has been read already. Raises KvferryError.
 
         Before it sends JSON or a DELETE to another origin a browser asks in advance (CORS preflight), which is not
         answered here. It does send a POST without a body: so the Origin of a request that changes something must be
@@ -145,7 +145,7 @@ def _too_large(size: str) -> KvferryError:
 class TokenFile:
     """Bearer tokens, one a line, so that a new one can be let in before the old one goes.
 
-    The file is looked at on every request and read when it changed. While it cannot be read nobody is let in.
+    The file is looked at on every request and read when it changed. While it cannot be read every request is refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,6 +172,6 @@ class TokenFile:
         except OSError as error:
             if self._seen is not None:
                 reason = error.strerror
-                log.error("the token file cannot be read, nobody is let in", path=str(self._path), reason=reason)
+                log.error("no token file, every request is refused", path=str(self._path), reason=reason)
             self._seen, self._tokens = None, []
         return self._tokens

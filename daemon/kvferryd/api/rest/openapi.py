@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond the schemas: tags, examples, and errors as problem+json."""
+"""What /openapi.json has beyond the schemas: tags, examples, and errors as problem+json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHEN = {
     409: ("order_conflict", "another order was made under this request_id"),
     413: ("body_too_large", "the body has more than 4 MiB"),
     415: ("unsupported_media_type", "the body is not application/json"),
-    422: ("malformed_request", "the request says something that cannot be done"),
+    422: ("malformed_request", "the request is malformed, or cannot be done"),
     429: ("full", "no more can be taken now; Retry-After says when to ask again"),
     502: ("peer_unreachable", "the other daemon does not answer"),
     503: ("draining", "the daemon takes no more work"),
@@ -54,7 +54,7 @@ DRAIN: dict[str, Example] = {"hold the answer": {"value": {"wait_s": 60}}}
 
 
 def _cache(engine_id: str, block_size: int) -> dict[str, object]:
-    """One layer's keys, four heads of eight bfloat16: the smallest manifest that says something."""
+    """One layer's keys, four heads of eight bfloat16: a small manifest."""
     token, blocks = 4 * 8 * 2, 64 // block_size
     axes = [("block", blocks, block_size * token), ("slot", block_size, token), ("head", 4, 16), ("dim", 8, 2)]
     return {

@@ -32,7 +32,7 @@ OF_HTTP = {
 
 
 def problem(error: KvferryError, headers: Mapping[str, str] | None = None) -> Response:
-    """The response that tells of an error."""
+    """An error as a response."""
     status = OF_HTTP.get(error.code, error.kind.http)
     body = Problem(
         title=HTTPStatus(status).phrase,

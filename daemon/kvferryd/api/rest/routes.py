@@ -1,4 +1,4 @@
-"""The REST API's resources: paths, statuses, and what /openapi.json says of them. `kvferryd.ferry` does the work."""
+"""The REST API's resources: paths, statuses, and their text in /openapi.json. `kvferryd.ferry` does the work."""
 
 from __future__ import annotations
 
