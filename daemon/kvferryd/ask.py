@@ -44,15 +44,16 @@ def _token(file: Path | None) -> str:
 
 def _tls(config: Config) -> ssl.SSLContext | None:
     """A daemon asks its clients for a certificate; ours is that of this machine's daemon."""
-    if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
+    if config.tls is None:
         return None
+    certificate, key, authority = config.tls
     try:
-        context = ssl.create_default_context(cafile=str(config.tls_ca))
-        context.load_cert_chain(config.tls_cert, config.tls_key)
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, key)
     except (ssl.SSLError, OSError) as error:
         remedy = "tls_cert and tls_key are a pair, tls_ca the authority that signed the daemon's certificate"
         why = f"the certificates cannot be used: {error}"
-        raise bad_config("tls_cert", config.tls_cert, why, remedy) from None
+        raise bad_config("tls_cert", certificate, why, remedy) from None
     return context
 
 

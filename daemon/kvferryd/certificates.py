@@ -47,9 +47,7 @@ class Certificates:
     @classmethod
     def of(cls, config: Config) -> Certificates | None:
         """None where the settings name no certificate."""
-        if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
-            return None
-        return cls(config.tls_cert, config.tls_key, config.tls_ca)
+        return cls(*config.tls) if config.tls else None
 
     def current(self) -> Identity:
         try:

@@ -83,9 +83,10 @@ class Config(BaseModel):
             self.__dict__["advertise"] = self.peer
 
     @property
-    def tls(self) -> bool:
-        """Whether peers (and REST, with rest_tls) speak mutual TLS."""
-        return self.tls_cert is not None
+    def tls(self) -> tuple[Path, Path, Path] | None:
+        """Certificate, key and authority, where peers (and REST, with rest_tls) speak mutual TLS."""
+        files = self.tls_cert, self.tls_key, self.tls_ca
+        return files if all(files) else None  # type: ignore[return-value]
 
     @property
     def url(self) -> str:
@@ -235,7 +236,7 @@ def nearest(name: str) -> str:
 def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Rules between settings: (field, what is wrong, what to do)."""
     for name in ("tls_cert", "tls_key", "tls_ca"):
-        if getattr(config, name) is None and any((config.tls_cert, config.tls_key, config.tls_ca)):
+        if not getattr(config, name) and (config.tls_cert or config.tls_key or config.tls_ca):
             yield name, "is missing beside the other tls_* settings", "set all three or none"
     if config.rest_tls and not config.tls:
         yield "rest_tls", "has no certificate", "set tls_cert, tls_key and tls_ca"

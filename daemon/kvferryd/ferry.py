@@ -242,12 +242,9 @@ class Ferry:
     def drain_status(self) -> schemas.DrainStatus:
         leases = sum(len(engine.leases) for engine in self.registry)
         transfers = sum(not _finished(transfer) for transfer in self.jobs)
-        return schemas.DrainStatus(
-            draining=self.jobs.draining,
-            leases=leases,
-            transfers=transfers,
-            drained=self.jobs.draining and not leases and not transfers,
-        )
+        draining = self.jobs.draining
+        drained = draining and not leases and not transfers
+        return schemas.DrainStatus(draining=draining, leases=leases, transfers=transfers, drained=drained)
 
     async def drain(self, wait_s: float) -> schemas.DrainStatus:
         """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`."""
