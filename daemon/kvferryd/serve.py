@@ -27,8 +27,7 @@ from kvferryd import logs
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
-from kvferryd.api.rest.app import create_app
-from kvferryd.api.rest.server import rest_server
+from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
@@ -105,7 +104,7 @@ async def _serve(config: Config) -> int:
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
-        rest = rest_server(create_app(ferry), config, ferry.certificates)
+        rest = RestServer(ferry)
         serving = asyncio.create_task(rest.serve())
         stack.push_async_callback(_stop_rest, rest, serving)
         log.info(

@@ -11,12 +11,11 @@ import time
 from typing import cast
 
 import uvicorn
-from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferryd import logs
-from kvferryd.certificates import Certificates
-from kvferryd.config import Config
+from kvferryd.api.rest.app import create_app
+from kvferryd.ferry import Ferry
 from kvferryd.settings import split_address
 
 log = logs.get(__name__)
@@ -25,34 +24,6 @@ HEADER_S = 5.0
 MAX_CONNECTIONS = 1024
 """At most, and at most a quarter of the descriptors that this process may have."""
 BACKLOG, BREATH_S = 128, 0.1
-
-
-def rest_server(app: FastAPI, config: Config, certificates: Certificates | None = None) -> RestServer:
-    """A server for `config.rest`, not yet started. Its owner awaits `serve()` and ends it with `should_exit`.
-
-    Lines go where `kvferryd.logs` sends them. Long polls that are open at the end are cut after two seconds. `serve`
-    raises OSError where it cannot listen.
-    """
-    host, port = split_address(config.rest)
-    settings = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http=Connection,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,  # no header says which address the client has
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=2,
-    )
-    settings.load()
-    if config.rest_tls:
-        assert certificates is not None
-        settings.ssl = certificates.server_context()
-    return RestServer(settings)
 
 
 class Connection(H11Protocol):
@@ -93,13 +64,34 @@ class Connection(H11Protocol):
 
 
 class RestServer(uvicorn.Server):
-    """Accepts by itself: asyncio's servers have no bound, and write thousands of lines when descriptors run out.
+    """Serves REST. Its owner awaits `serve()`, which raises OSError where it cannot listen, and ends it with
+    `should_exit`: long polls that are open then are cut after two seconds.
 
-    At the limit the connection that has been without a request for the longest is ended; where all are being answered
-    the new one is.
+    It accepts by itself: asyncio's servers have no bound, and write thousands of lines when descriptors run out. At the
+    limit the connection that has been without a request for the longest is ended; where all are being answered the new
+    one is.
     """
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, ferry: Ferry) -> None:
+        host, port = split_address(ferry.config.rest)
+        config = uvicorn.Config(
+            create_app(ferry),
+            host=host,
+            port=port,
+            http=Connection,
+            log_config=None,  # lines go where `kvferryd.logs` sends them
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,  # no header says which address the client has
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=2,
+        )
+        config.load()
+        if ferry.config.rest_tls:
+            assert ferry.certificates is not None
+            config.ssl = ferry.certificates.server_context()
         super().__init__(config)
         self._limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._accepting: list[asyncio.Task[None]] = []
