@@ -211,7 +211,8 @@ def resolve(
                 found(name, values.pop(name), *_phrase(name, fault))
     config = Config.model_validate(values)
     for name, why, remedy in _together(config, origins):
-        found(name, getattr(config, name), why, remedy)
+        if name not in {each.field for each in wrong}:
+            found(name, getattr(config, name), why, remedy)
     if wrong:
         raise ConfigError(wrong)
     return config, origins
@@ -220,10 +221,8 @@ def resolve(
 def _phrase(name: str, fault: Mapping[str, Any]) -> tuple[str, str]:
     """(what is wrong, what to do) of what pydantic has found."""
     if fault["type"] == "extra_forbidden":
-        remedy = (
-            f"did you mean {near}?" if (near := nearest(name)) else "remove it; docs/operations.md lists all settings"
-        )
-        return "is not a setting", remedy
+        meant = f"did you mean {nearest(name)}?" if nearest(name) else ""
+        return "is not a setting", meant or "remove it; docs/operations.md lists all settings"
     why = str(fault.get("ctx", {}).get("error", re.sub(r"^(Input|String) ", "", fault["msg"])))
     return "is none of the choices" if fault["type"] == "literal_error" else why, f"write {form(OPTIONS[name]).text}"
 
@@ -244,7 +243,7 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str,
         why = f"is too little: {'strict = true' if config.strict else 'way = staged'} needs a staging arena"
         yield "arena_mb", why, "raise arena_mb, or set strict = false and way = auto, direct or mapped"
     if config.strict and config.way in ("direct", "mapped"):
-        yield "way", "is what strict = true leaves nothing to be read by", "set way = auto or staged, or strict = false"
+        yield "way", "cannot be had with strict = true", "set way = auto or staged, or strict = false"
     if settings.is_wildcard(config.peer) and origins["advertise"] == "default":
         why = f"is no address to dial, as peer = {config.peer} is every interface"
         yield "advertise", why, "set advertise to the HOST:PORT at which other daemons reach this one"

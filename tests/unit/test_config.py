@@ -150,6 +150,7 @@ def test_tls_files_go_together(tmp_path: Path) -> None:
     error = refused({"tls_cert": str(cert)})
     assert {setting.field for setting in error.settings} == {"tls_key", "tls_ca"}
     assert refused({"rest_tls": True}).field == "rest_tls"
+    assert refused({"tls_cert": str(cert), "tls_key": "/not/there", "tls_ca": str(cert)}).field == "tls_key"
     assert load({"tls_cert": str(cert), "tls_key": str(cert), "tls_ca": str(cert)}, {}).tls
 
 
