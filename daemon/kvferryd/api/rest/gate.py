@@ -85,25 +85,19 @@ class Gate:
         if self._tokens is not None and scope["path"] not in OPEN:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._tokens.accepts(token.strip()):
-                raise Unauthorized(
-                    "unauthorized", "this daemon asks for a bearer token",
-                    field="authorization", value=scheme, remedy="send Authorization: Bearer TOKEN",
-                )  # fmt: skip
+                why, remedy = "this daemon asks for a bearer token", "send Authorization: Bearer TOKEN"
+                raise Unauthorized("unauthorized", why, field="authorization", value=scheme, remedy=remedy)
         if scope["method"] in ("GET", "HEAD"):
             return receive
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
-            raise Forbidden(
-                "cross_origin", "a page of another origin may not change anything here", field="origin", value=origin,
-                remedy="call the API from a program",
-            )  # fmt: skip
+            why, remedy = "a page of another origin may not change anything here", "call the API from a program"
+            raise Forbidden("cross_origin", why, field="origin", value=origin, remedy=remedy)
         body = await _read(headers, receive)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if body and kind != "application/json":
-            raise Malformed(
-                "unsupported_media_type", "the body is not declared as JSON", field="content-type", value=kind,
-                remedy="send Content-Type: application/json",
-            )  # fmt: skip
+            why, remedy = "the body is not declared as JSON", "send Content-Type: application/json"
+            raise Malformed("unsupported_media_type", why, field="content-type", value=kind, remedy=remedy)
         given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replayed() -> Message:

@@ -86,10 +86,8 @@ def transfers(ferry: Ferry) -> APIRouter:
         """The transfers this daemon knows. With `request_id` and `wait`: waits until that request's transfer
         has come and ended."""
         if wait and request_id is None:
-            raise Malformed(
-                "malformed_request", "there is nothing to wait for", field="wait", value=wait,
-                remedy="name a request_id, or ask for one transfer by its id",
-            )  # fmt: skip
+            why, remedy = "there is nothing to wait for", "name a request_id, or ask for one transfer by its id"
+            raise Malformed("malformed_request", why, field="wait", value=wait, remedy=remedy)
         if wait and request_id is not None:
             await while_connected(request, ferry.wait_request(request_id, wait))
         return schemas.TransferList(transfers=ferry.transfers(request_id, state))
