@@ -119,12 +119,11 @@ def _ucx(raw: object) -> dict[str, str]:
     """UCX values hold commas and colons, never blanks: `TLS=rc,cuda_ipc NET_DEVICES=mlx5_0:1`."""
     if not isinstance(raw, Mapping):
         raw = dict(pair.partition("=")[::2] for pair in _words(raw, r"\s+"))
-    pairs = {
-        str(name).removeprefix("UCX_"): ("y" if value else "n") if isinstance(value, bool) else str(value)
-        for name, value in raw.items()
-    }
-    for name, value in pairs.items():
-        if not re.fullmatch(r"[A-Z][A-Z0-9_]*", name) or not re.fullmatch(r"[^\s\[\]{}]+", value):
+    pairs = {}
+    for key, value in raw.items():
+        name = str(key).removeprefix("UCX_")
+        pairs[name] = text = ("y" if value else "n") if isinstance(value, bool) else str(value)
+        if isinstance(value, Mapping | list) or not re.fullmatch(r"[A-Z][A-Z0-9_]*=\S+", f"{name}={text}"):
             raise Wrong(f"holds {name!r} = {value!r}, which is no UCX variable with its value")
     return pairs
 
