@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from kvferry.errors import CLASSES, Internal, Kind, KvferryError, Malformed, Refusal
+from kvferry.errors import CLASSES, Kind, KvferryError, Malformed, Refusal, shorten
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import layout_pb2 as pb
@@ -19,6 +19,10 @@ from kvferry.v1 import layout_pb2 as pb
 MAX_PROBLEM_BYTES = 6000
 """A problem travels in trailing metadata, of which gRPC takes 8 KiB and drops the whole call's answer beyond."""
 
+LIMIT = 1000
+"""Characters of one field of a problem."""
+
+_KINDS = {kind: pb.ProblemKind.Value(f"PROBLEM_KIND_{kind.name}") for kind in Kind}
 _MEMORY_KIND, _GROUP_KIND = "MEMORY_KIND_", "GROUP_KIND_"
 
 
@@ -111,38 +115,26 @@ def tables_from_proto(message: pb.Tables, field: str = "tables") -> dict[str, Bl
 def problem_to_proto(error: KvferryError) -> pb.Problem:
     """At most MAX_PROBLEM_BYTES: the last refusals of very many are left out, the message says how many there were."""
     problem = pb.Problem(
-        kind=pb.ProblemKind.Value(f"PROBLEM_KIND_{error.kind.name}"),
+        kind=_KINDS[error.kind],
         code=error.code,
-        message=_text(error.message),
-        field=_text(error.field),
-        value=_text(error.value),
-        remedy=_text(error.remedy),
+        message=shorten(error.message, LIMIT),
+        field=shorten(error.field, LIMIT),
+        value=error.value,
+        remedy=shorten(error.remedy, LIMIT),
     )
     for refusal in error.refusals:
-        problem.refusals.add(
-            code=refusal.code,
-            component=_text(refusal.component),
-            source=_text(refusal.source),
-            destination=_text(refusal.destination),
-        )
+        sides = {name: shorten(getattr(refusal, name), LIMIT) for name in ("component", "source", "destination")}
+        problem.refusals.add(code=refusal.code, **sides)
         if problem.ByteSize() > MAX_PROBLEM_BYTES:
             del problem.refusals[-1]
             break
     return problem
 
 
-def _text(value: str, limit: int = 1000) -> str:
-    """What protobuf takes: a value from a JSON body may hold lone surrogates, told as `\\ud800`."""
-    clean = value.encode("utf-8", "backslashreplace").decode("utf-8")
-    return clean if len(clean) <= limit else f"{clean[: limit - 3]}..."
-
-
 def problem_from_proto(message: pb.Problem) -> KvferryError:
     """The error as the other side raised it; one that names no code is `internal`, and so is one of no known kind."""
-    known = message.kind in pb.ProblemKind.values()
-    name = pb.ProblemKind.Name(message.kind).removeprefix("PROBLEM_KIND_") if known else ""
-    raised = CLASSES[Kind[name]] if name in Kind.__members__ else Internal
-    return raised(
+    kind = next((kind for kind, number in _KINDS.items() if number == message.kind), Kind.INTERNAL)
+    return CLASSES[kind](
         message.code or "internal",
         message.message or "the other side failed and did not say why",
         field=message.field,
