@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvferry import __version__
@@ -95,27 +96,11 @@ class EngineClient:
         """
         client = cls(socket, epoch, call_timeout_s)
         attach = engine_pb2.AttachRequest(
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            client=f"kvferry/{__version__}",
-            engine_id=engine_id,
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-            resume=resume,
-        )
+            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
+            engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume,
+        )  # fmt: skip
         try:
-            async with asyncio.timeout(timeout_s):
-                attached = await client._session.attach(attach)
-        except TimeoutError:
-            await client.close()
-            raise Unavailable(
-                "unreachable",
-                f"no daemon answered on {socket} within {timeout_s:g} s",
-                field="socket",
-                value=socket,
-                remedy="start `kvferry serve`, or give the engine_socket it listens on",
-            ) from None
+            attached = await client._session.attach(attach, timeout_s)
         except BaseException:
             await client.close()
             raise
@@ -140,15 +125,8 @@ class EngineClient:
         )
         if memory.WhichOneof("kind") == "cuda":
             given = memory.cuda
-            return await asyncio.to_thread(
-                open_cuda_region,
-                given.handle,
-                given.offset,
-                memory.nbytes,
-                given.allocation_nbytes,
-                given.device_uuid,
-                region,
-            )
+            place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
+            return await asyncio.to_thread(open_cuda_region, *place, region)
         file = await self._session.fetch(memory.handed.ticket)
         try:
             opened = open_region(file, memory.nbytes, region, memory.handed.offset)
@@ -164,17 +142,18 @@ class EngineClient:
         """
         memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes)
         if isinstance(shared, CudaMemory):
-            exported = shared.exported
-            memory.cuda.CopyFrom(
-                engine_pb2.CudaAllocation(
-                    handle=exported.handle,
-                    offset=exported.offset,
-                    allocation_nbytes=exported.allocation_nbytes,
-                    device_uuid=exported.device_uuid,
+            memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(shared.exported)))
+        elif isinstance(shared, VmmMemory):
+            allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
+            try:
+                ticket = await self._session.hand_over(allocations.files)
+            finally:
+                allocations.close()
+            memory.vmm.CopyFrom(
+                engine_pb2.CudaAllocations(
+                    ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
                 )
             )
-        elif isinstance(shared, VmmMemory):
-            memory.vmm.CopyFrom(await self._hand_over_vmm(shared))
         else:
             ticket = await self._session.hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
@@ -232,16 +211,6 @@ class EngineClient:
                 self.fences = fences
             return self.fences
 
-    async def _hand_over_vmm(self, shared: VmmMemory) -> engine_pb2.CudaAllocations:
-        allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
-        try:
-            ticket = await self._session.hand_over(allocations.files)
-        finally:
-            allocations.close()
-        return engine_pb2.CudaAllocations(
-            ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
-        )
-
     async def publish(
         self,
         request_id: str,
@@ -272,19 +241,12 @@ class EngineClient:
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
         try:
-            said = self._session.say(
-                publish=engine_pb2.PublishRequest(
-                    request_id=request_id,
-                    tables=tables_to_proto(tables),
-                    num_tokens=num_tokens,
-                    more=more,
-                    metadata=metadata,
-                    ttl_s=ttl_s,
-                    readers=readers,
-                    digest=digest,
-                    after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
-                )
-            )
+            request = engine_pb2.PublishRequest(
+                request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
+                metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
+                after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
+            )  # fmt: skip
+            said = self._session.say(publish=request)
             try:
                 await self._session.answer(said)
             except Unsettled as error:
@@ -341,8 +303,8 @@ class EngineClient:
                 engine_pb2.Source(engine_id=source.engine_id, address=source.address, epoch=source.epoch or "")
             )
         await self._none_before(request_id)
-        said, loop = self._session.say(receive=request), asyncio.get_running_loop()
-        receiving = self._receives[request_id] = Receiving(loop.create_future(), loop.create_future())
+        said = self._session.say(receive=request)
+        receiving = self._receives[request_id] = Receiving()
         try:
             receiving.named((await self._session.answer(said)).receive.transfer_id)
             event = await self._end_of(receiving, deadline_s or self._deadline_s)
@@ -446,7 +408,7 @@ class EngineClient:
                 safe = event.blocks_safe
                 receiving = self._unquiet.pop(safe.transfer_id, None) or self._receives.get(safe.request_id)
                 if receiving is not None:
-                    receiving.safe(safe.transfer_id)
+                    receiving.hear(safe)
             case "lease_ended":
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.errors import Caused, KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.v1 import engine_pb2
 
-EARLY = 16
-"""Ends kept of a request whose own transfer is not known yet; more are those of transfers long over."""
+EARLY = 32
+"""Events kept of a request whose own transfer is not known yet; those before them are of transfers long over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,39 +88,32 @@ class Lease:
         return await asyncio.shield(self._ended)
 
 
-@dataclass(slots=True, eq=False)
 class Receiving:
     """A receive under way. Its end is that of its own transfer: one before it, of the same request, may end late."""
 
-    ended: asyncio.Future[engine_pb2.TransferEnded]
-    quiet: asyncio.Future[None]
-    transfer_id: str = ""
-    leaving: asyncio.Task[None] | None = None
-    """The end of a receive that was given up."""
-    _early: dict[str, tuple[engine_pb2.TransferEnded, bool]] = field(default_factory=dict)
-    """What ended before the daemon's reply said which transfer is meant, and whether its blocks are safe by now."""
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[engine_pb2.TransferEnded] = loop.create_future()
+        self.quiet: asyncio.Future[None] = loop.create_future()
+        self.transfer_id = ""
+        self.leaving: asyncio.Task[None] | None = None
+        """The end of a receive that was given up."""
+        self._early: deque[engine_pb2.TransferEnded | engine_pb2.BlocksSafe] = deque(maxlen=EARLY)
 
     def named(self, transfer_id: str) -> None:
+        """The daemon's reply has come and says which transfer is meant."""
         self.transfer_id = transfer_id
-        ended, safe = self._early.get(transfer_id, (None, False))
-        self._early.clear()
-        if ended is not None:
-            self.hear(ended)
-            if safe:
-                self.safe(transfer_id)
+        while self._early:
+            self.hear(self._early.popleft())
 
-    def hear(self, event: engine_pb2.TransferEnded) -> None:
+    def hear(self, event: engine_pb2.TransferEnded | engine_pb2.BlocksSafe) -> None:
         if not self.transfer_id:
-            self._early[event.transfer_id] = event, event.blocks_safe
-            if len(self._early) > EARLY:
-                del self._early[next(iter(self._early))]
-        elif self.transfer_id == event.transfer_id and not self.ended.done():
-            self.ended.set_result(event)
-            if event.blocks_safe:
-                self.safe(event.transfer_id)
-
-    def safe(self, transfer_id: str) -> None:
-        if transfer_id in self._early:
-            self._early[transfer_id] = self._early[transfer_id][0], True
-        elif transfer_id == self.transfer_id and not self.quiet.done():
-            self.quiet.set_result(None)
+            self._early.append(event)
+        elif event.transfer_id == self.transfer_id:
+            if isinstance(event, engine_pb2.TransferEnded):
+                if not self.ended.done():
+                    self.ended.set_result(event)
+                if not event.blocks_safe:
+                    return
+            if not self.quiet.done():
+                self.quiet.set_result(None)

@@ -54,6 +54,7 @@ class Session:
     ) -> None:
         """hear: called with every event but answers. on_end: once, with what calls raise from then on. on_over: once,
         with None when nothing of the session is read or written any more, or with why that will never be known."""
+        self._whom = f"the daemon on {socket}"
         self._socket, self._hear, self._on_end, self._on_over = socket, hear, on_end, on_over
         self.call_timeout_s = call_timeout_s
         self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=OPTIONS)
@@ -74,20 +75,27 @@ class Session:
         self._ended: KvferryError | None = None
         """Why there is no session any more."""
 
-    async def attach(self, attach: engine_pb2.AttachRequest) -> engine_pb2.Attached:
-        """Waits for the daemon to come up; the caller bounds the wait. Raises KvferryError with what it refuses."""
+    async def attach(self, attach: engine_pb2.AttachRequest, timeout_s: float) -> engine_pb2.Attached:
+        """Waits for the daemon to come up. Raises KvferryError: `unreachable`, or what the daemon refuses."""
         self._commands.put_nowait(engine_pb2.Command(attach=attach))
         stream = aiter(self.stub.Attach(self._to_say(), wait_for_ready=True))
         try:
-            attached = (await anext(stream)).attached
+            async with asyncio.timeout(timeout_s):
+                attached = (await anext(stream)).attached
+                self.id, self._instance = attached.session, attached.instance
+                self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
+                with contextlib.suppress(KvferryError):  # then neither side knows when the other's process is dead
+                    await self.hand_over([])
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"the daemon on {self._socket}") from None
-        except StopAsyncIteration:
-            raise Unavailable("unreachable", f"the daemon on {self._socket} closed the session") from None
-        self.id, self._instance = attached.session, attached.instance
-        self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
-        with contextlib.suppress(KvferryError):  # then neither side knows when the other's process is dead
-            await self.hand_over([])
+            raise error_of(error, self._whom) from None
+        except (TimeoutError, StopAsyncIteration):
+            raise Unavailable(
+                "unreachable",
+                f"no daemon opened a session on {self._socket} within {timeout_s:g} s",
+                field="socket",
+                value=self._socket,
+                remedy="start `kvferry serve`, or give the engine_socket it listens on",
+            ) from None
         return attached
 
     async def call(self, method: Callable[..., Any], request: Message, timeout_s: float = 0.0) -> Any:
@@ -98,14 +106,14 @@ class Session:
         try:
             return await method(request, timeout=self.call_timeout_s + timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _closed() if self._closing else error_of(error, f"the daemon on {self._socket}") from None
+            raise session_closed() if self._closing else error_of(error, self._whom) from None
         except grpc.aio.UsageError:  # what a call on a closed channel raises
-            raise _closed() from None
+            raise session_closed() from None
         except asyncio.CancelledError:  # of this task, or of a call whose channel is closed under it
             task = asyncio.current_task()
             if not self._closing or (task is not None and task.cancelling()):
                 raise
-            raise _closed() from None
+            raise session_closed() from None
 
     async def command(self, **command: Message) -> engine_pb2.Answer:
         """`say` it and wait for its `answer`."""
@@ -131,7 +139,14 @@ class Session:
             async with asyncio.timeout(timeout_s):
                 answer = await asyncio.shield(said.answer)
         except TimeoutError:
-            raise Unsettled(late(self._socket, timeout_s), said.settled) from None
+            late = Deadline(
+                "deadline",
+                f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet",
+                field="call_timeout_s",
+                value=timeout_s,
+                remedy="wait for quiesced() before reusing the blocks; see the daemon's log",
+            )
+            raise Unsettled(late, said.settled) from None
         except KvferryError as why:
             raise Unsettled(why, said.settled) from None
         if answer.HasField("problem"):
@@ -183,8 +198,8 @@ class Session:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         await self._channel.close()
-        self._end(_closed())
-        self._settle(_closed())
+        self._end(session_closed())
+        self._settle(session_closed())
         if self._daemon is not None:
             self._daemon.close()
 
@@ -195,7 +210,7 @@ class Session:
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
         why: KvferryError = Unavailable(
             "daemon_gone",
-            f"the daemon on {self._socket} ended the session",
+            f"{self._whom} ended the session",
             field="socket",
             value=self._socket,
             remedy="connect again; what was in flight has not arrived",
@@ -210,9 +225,9 @@ class Session:
                 else:
                     self._hear(event)
         except grpc.aio.AioRpcError as error:
-            why = error_of(error, f"the daemon on {self._socket}", ended=why)
+            why = error_of(error, self._whom, ended=why)
         finally:
-            self._end(_closed() if self._closing else why)
+            self._end(session_closed() if self._closing else why)
 
     def _end(self, why: KvferryError) -> None:
         if self._ended is not None:
@@ -280,16 +295,6 @@ def _nbytes(value: Any) -> int:
     return value.ByteSize() if isinstance(value, Message) else len(value) if isinstance(value, bytes | str) else 8
 
 
-def late(socket: str, waited_s: float) -> KvferryError:
-    return Deadline(
-        "deadline",
-        f"the daemon on {socket} did not answer within {waited_s:g} s: the blocks are not known to be quiet",
-        field="call_timeout_s",
-        value=waited_s,
-        remedy="wait for quiesced() before reusing the blocks; see the daemon's log",
-    )
-
-
 def _close_unwanted(fetched: asyncio.Task[int]) -> None:
     if fetched.exception() is None:
         os.close(fetched.result())
@@ -310,5 +315,5 @@ def settle(quiet: asyncio.Future[None], unknown: KvferryError | None) -> None:
         quiet.set_result(None)
 
 
-def _closed() -> KvferryError:
+def session_closed() -> KvferryError:
     return Unavailable("session_closed", "the session is closed", remedy="connect again")
