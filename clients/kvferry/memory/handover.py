@@ -36,7 +36,7 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[s
         raise too_many_files(len(files))
     with _exchange(engine_socket) as handing:
         socket.send_fds(handing, [framed(engine_pb2.Handover(session=session, files=len(files)))], list(files))
-        return _answer(handing, _read(handing, LENGTH_NBYTES)).ticket, Process.at(handing)
+        return _answer(handing).ticket, Process.at(handing)
 
 
 def fetch(engine_socket: str, session: str, ticket: str) -> int:
@@ -49,7 +49,7 @@ def fetch(engine_socket: str, session: str, ticket: str) -> int:
         with _exchange(engine_socket) as handing:
             handing.sendall(framed(engine_pb2.Handover(session=session, ticket=ticket)))
             head, files, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            _answer(handing, head + _read(handing, LENGTH_NBYTES - len(head)))
+            _answer(handing, head)
             return files.pop()
     finally:
         for file in files:
@@ -74,30 +74,25 @@ def _exchange(engine_socket: str) -> Iterator[socket.socket]:
         ) from None
 
 
-def _answer(handing: socket.socket, head: bytes) -> engine_pb2.HandoverReply:
-    length = int.from_bytes(head, "big")
-    if length > MAX_MESSAGE:
-        raise ValueError(f"an answer of {length} bytes")
-    reply = engine_pb2.HandoverReply.FromString(_read(handing, length))
+def _answer(handing: socket.socket, head: bytes = b"") -> engine_pb2.HandoverReply:
+    with handing.makefile("rb") as answer:
+        head += answer.read(LENGTH_NBYTES - len(head))
+        length = int.from_bytes(head, "big")
+        if length > MAX_MESSAGE:
+            raise ValueError(f"an answer of {length} bytes")
+        said = answer.read(length)
+    if len(head) < LENGTH_NBYTES or len(said) < length:
+        raise ValueError("it closed the connection")
+    reply = engine_pb2.HandoverReply.FromString(said)
     if reply.HasField("problem"):
         raise problem_from_proto(reply.problem)
     return reply
 
 
 def framed(message: Message) -> bytes:
-    """As it is said on the socket: its length, then itself."""
+    """A message as it is sent on the socket: its length, then itself."""
     said = message.SerializeToString()
     return len(said).to_bytes(LENGTH_NBYTES, "big") + said
-
-
-def _read(connection: socket.socket, nbytes: int) -> bytes:
-    held = b""
-    while len(held) < nbytes:
-        more = connection.recv(nbytes - len(held))
-        if not more:
-            raise ValueError("it closed the connection")
-        held += more
-    return held
 
 
 def too_many_files(count: int) -> KvferryError:

@@ -80,7 +80,8 @@ class VmmMapping:
 
     def __init__(self, device: Device, files: Sequence[int], sizes: Sequence[int]) -> None:
         """The caller may close the files then. Raises KvferryError: `region_out_of_bounds`, `cuda_failed`."""
-        if len(files) != len(sizes) or not sizes or not all(_whole(size) for size in sizes):
+        whole = all(0 < size <= _MOST_NBYTES and size % GRANULE == 0 for size in sizes)
+        if len(files) != len(sizes) or not sizes or not whole:
             raise Malformed(
                 "region_out_of_bounds",
                 f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes",
@@ -123,7 +124,3 @@ class VmmMapping:
                 for address, nbytes in self._mapped:
                     call("cuMemUnmap", address, nbytes)
                 call("cuMemAddressFree", self.address, self.nbytes)
-
-
-def _whole(nbytes: int) -> bool:
-    return 0 < nbytes <= _MOST_NBYTES and nbytes % GRANULE == 0
