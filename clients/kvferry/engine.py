@@ -118,11 +118,8 @@ class EngineClient:
 
         It is registered with NIXL once, by the daemon.
         """
-        memory = await self._session.call(
-            self._session.stub.Allocate,
-            engine_pb2.AllocateRequest(session=self._session.id, region=region, nbytes=nbytes),
-            _time_for(nbytes),
-        )
+        request = engine_pb2.AllocateRequest(session=self.session, region=region, nbytes=nbytes)
+        memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
         if memory.WhichOneof("kind") == "cuda":
             given = memory.cuda
             place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
@@ -157,18 +154,14 @@ class EngineClient:
         else:
             ticket = await self._session.hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
-        await self._session.call(
-            self._session.stub.Adopt, engine_pb2.AdoptRequest(session=self._session.id, memory=memory)
-        )
+        request = engine_pb2.AdoptRequest(session=self.session, memory=memory)
+        await self._session.call(self._session.stub.Adopt, request)
 
     async def register(self, manifest: Manifest) -> tuple[str, ...]:
         """Describe the cache. Returns what the daemon wants a person to know about it. Raises ManifestError."""
-        reply = await self._session.call(
-            self._session.stub.Register,
-            engine_pb2.RegisterRequest(session=self._session.id, manifest=manifest_to_proto(manifest)),
-            _time_for(sum(region.nbytes for region in manifest.regions)),
-        )
-        return tuple(reply.notes)
+        request = engine_pb2.RegisterRequest(session=self.session, manifest=manifest_to_proto(manifest))
+        timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
+        return tuple((await self._session.call(self._session.stub.Register, request, timeout_s)).notes)
 
     async def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """A point in a CUDA stream, behind the last write of KV: give it to `publish` as `after`, and wait for nothing.
@@ -200,10 +193,8 @@ class EngineClient:
                 try:
                     await asyncio.to_thread(fences.register, cuda.device(f"cuda:{device}"))
                     ticket = await self._session.hand_over([fences.file])
-                    await self._session.call(
-                        self._session.stub.OpenFences,
-                        engine_pb2.OpenFencesRequest(session=self._session.id, ticket=ticket),
-                    )
+                    request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
+                    await self._session.call(self._session.stub.OpenFences, request)
                 except BaseException:
                     fences.close()
                     raise
@@ -250,7 +241,11 @@ class EngineClient:
             try:
                 await self._session.answer(said)
             except Unsettled as error:
-                raise self._withdrawn(request_id, error) from None
+                withdrawn = error
+                with suppress(KvferryError):  # revoked behind it on the stream, where there is one
+                    abort = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+                    withdrawn = Unsettled(error, abort.settled)
+                raise withdrawn from None
         except BaseException:
             if known is None and self._leases.get(request_id) is lease:
                 del self._leases[request_id]
@@ -258,14 +253,6 @@ class EngineClient:
         if lease._ended.done():
             return lease
         return self._leases.setdefault(request_id, lease)  # a publish beside this one may have been refused
-
-    def _withdrawn(self, request_id: str, error: Unsettled) -> Unsettled:
-        """A publish that was not answered, revoked behind it on the stream; where there is one, its end settles it."""
-        try:
-            said = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
-        except KvferryError:
-            return error
-        return Unsettled(error, said.settled)
 
     async def receive(
         self,
@@ -299,9 +286,7 @@ class EngineClient:
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
         if source is not None:
-            request.source.CopyFrom(
-                engine_pb2.Source(engine_id=source.engine_id, address=source.address, epoch=source.epoch or "")
-            )
+            request.source.CopyFrom(engine_pb2.Source(**source.model_dump()))
         await self._none_before(request_id)
         said = self._session.say(receive=request)
         receiving = self._receives[request_id] = Receiving()
@@ -428,11 +413,9 @@ class EngineClient:
         """Nothing of the session is read or written any more, or that will never be known."""
         for receiving in (*self._receives.values(), *self._unquiet.values()):
             settle(receiving.quiet, unknown)
-        over = unknown or Unavailable(
-            "daemon_gone",
-            "the session has ended, and with it the lease: nobody reads it any more",
-            remedy="connect again, and publish anew what is still to be read",
-        )
+        message = "the session has ended, and with it the lease: nobody reads it any more"
+        remedy = "connect again, and publish anew what is still to be read"
+        over = unknown or Unavailable("daemon_gone", message, remedy=remedy)
         for lease in self._leases.values():
             refuse(lease._ended, over)
         self._leases.clear()

@@ -182,7 +182,7 @@ class Session:
         try:
             return await asyncio.shield(fetching)
         except asyncio.CancelledError:
-            fetching.add_done_callback(_close_unwanted)
+            fetching.add_done_callback(lambda done: None if done.exception() else os.close(done.result()))
             raise
 
     async def close(self) -> None:
@@ -247,19 +247,16 @@ class Session:
         dead = asyncio.Event()
         if self._daemon is not None:
             self._daemon.watch(dead.set)
-        while not dead.is_set() and not await self._ended_there():
+        while not dead.is_set():
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                reply = await self.stub.End(engine_pb2.EndRequest(session=self.id), timeout=ASK_S)
+                # Another daemon takes the socket only when nobody serves it any more; where its predecessor's process
+                # is known its death is waited for all the same.
+                if self._daemon is None or reply.instance == self._instance:
+                    break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(dead.wait(), AGAIN_S)
         self._settle(None)
-
-    async def _ended_there(self) -> bool:
-        try:
-            reply = await self.stub.End(engine_pb2.EndRequest(session=self.id), timeout=ASK_S)
-        except grpc.aio.AioRpcError:
-            return False
-        # Another daemon takes the socket only when nobody serves it any more; where its predecessor's process is known
-        # its death is waited for all the same.
-        return self._daemon is None or bool(reply.instance == self._instance)
 
     def _settle(self, unknown: KvferryError | None) -> None:
         """unknown: why it will never be known what became of what was said."""
@@ -293,11 +290,6 @@ def check_size(message: Message, kind: str) -> None:
 
 def _nbytes(value: Any) -> int:
     return value.ByteSize() if isinstance(value, Message) else len(value) if isinstance(value, bytes | str) else 8
-
-
-def _close_unwanted(fetched: asyncio.Task[int]) -> None:
-    if fetched.exception() is None:
-        os.close(fetched.result())
 
 
 def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
