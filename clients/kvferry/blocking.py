@@ -54,7 +54,7 @@ class BlockingLease:
 
 
 class Receipt(Future[Received]):
-    """What comes of a receive: Received, or what `EngineClient.receive` raises."""
+    """The outcome of a receive: Received, or what `EngineClient.receive` raises."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receive: Coroutine[Any, Any, Received]) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class Receipt(Future[Received]):
         self._task.add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Abort the transfer. The future ends when that has been tried, with TransferFailed in state `aborted`: its
-        blocks may be reused once `quiesced()` of that has returned. Never at once, so this returns False."""
-        with suppress(RuntimeError):  # the client is closed, and so is this
+        """Abort the transfer. The future ends later, with TransferFailed in state `aborted`: the blocks may be reused
+        once its `quiesced()` has returned. Returns False, as the future is not cancelled yet."""
+        with suppress(RuntimeError):  # the client is closed, and the future has ended
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         return False
 
@@ -84,7 +84,7 @@ class Receipt(Future[Received]):
         except asyncio.CancelledError:
             quiesced.set_result(None)
             self.set_exception(TransferFailed(aborted, "aborted", quiesced))
-        except BaseException as error:  # noqa: BLE001  for whoever asks for the result
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
             self.set_exception(error)
 
 
@@ -300,10 +300,12 @@ class BlockingEngineClient:
         try:
             self.call(self._end())
         finally:
-            self._stop()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CALL_S)
+            self._loop.close()
 
     async def _end(self) -> None:
-        """Close the client and let every call that waited tell its caller so."""
+        """Close the client and wait until every call has failed."""
         if self._staying is not None:
             self._staying.cancel()
             await asyncio.wait([self._staying])
@@ -313,11 +315,6 @@ class BlockingEngineClient:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             await asyncio.wait(others, timeout=END_S)
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_S)
-        self._loop.close()
 
     def __enter__(self) -> BlockingEngineClient:
         return self

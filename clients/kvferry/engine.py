@@ -43,9 +43,9 @@ __all__ = ["EngineClient", "Lease", "ReceiveCancelled", "Received", "TransferFai
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
-"""How long after its deadline the daemon is given to say how a receive has ended."""
+"""How long after the deadline of a receive the daemon may take to report its end."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
-"""Bytes of new memory that are filled, mapped and registered in a second at least, and the longest that takes."""
+"""At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
 
 class EngineClient:
@@ -56,9 +56,9 @@ class EngineClient:
         self._session = Session(socket, self._hear, self._end, self._over, call_timeout_s)
         self._leases: dict[str, Lease] = {}
         self._receives: dict[str, Receiving] = {}
-        """By request: those under way, and those given up that are not quiet."""
+        """By request: under way, or given up and not quiet."""
         self._unquiet: dict[str, Receiving] = {}
-        """By transfer: those that have ended and are not quiet."""
+        """By transfer: ended and not quiet."""
         self._opening = asyncio.Lock()
         self.fences: Fences | None = None
         """Once `open_fences` has returned."""
@@ -68,9 +68,9 @@ class EngineClient:
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
         self.closed = self._session.closed
-        """Set when the session has ended, from either side: calls fail from now on."""
+        """Set when either side has ended the session: calls fail from then on."""
         self.over = self._session.over
-        """Set when after that nothing of the session is read or written any more; by `close`, in any case."""
+        """Set when, after that, nothing of the session is read or written any more; `close` sets it in any case."""
         self.draining = asyncio.Event()
         """Set when the daemon asks for no new work."""
 
@@ -110,7 +110,7 @@ class EngineClient:
 
     @property
     def session(self) -> str:
-        """What the daemon knows this session by; for `resume`."""
+        """The daemon's name for this session, to be given to `connect` as `resume`."""
         return self._session.id
 
     async def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
@@ -158,7 +158,7 @@ class EngineClient:
         await self._session.call(self._session.stub.Adopt, request)
 
     async def register(self, manifest: Manifest) -> tuple[str, ...]:
-        """Describe the cache. Returns what the daemon wants a person to know about it. Raises ManifestError."""
+        """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError."""
         request = engine_pb2.RegisterRequest(session=self.session, manifest=manifest_to_proto(manifest))
         timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
         return tuple((await self._session.call(self._session.stub.Register, request, timeout_s)).notes)
@@ -336,8 +336,8 @@ class EngineClient:
         return receiving.ended.result()
 
     def _give_up(self, request_id: str, receiving: Receiving, said: Said) -> asyncio.Task[None]:
-        """End the transfer of a receive whose caller does not wait. Until it is quiet the request is not received
-        again."""
+        """Abort the transfer of a receive whose caller has stopped waiting. Until it is quiet, the request cannot be
+        received again."""
 
         async def left() -> None:
             try:
@@ -405,12 +405,12 @@ class EngineClient:
                 self.draining.set()
 
     def _end(self, why: KvferryError) -> None:
-        """There is no session any more: what is under way has failed. Its blocks, and those of leases, are in doubt."""
+        """The session has ended: receives under way have failed. Their blocks, and those of leases, are in doubt."""
         for receiving in self._receives.values():
             refuse(receiving.ended, Unsettled(why, receiving.quiet))
 
     def _over(self, unknown: KvferryError | None) -> None:
-        """Nothing of the session is read or written any more, or that will never be known."""
+        """Nothing of the session is read or written any more. unknown: why that will never be certain."""
         for receiving in (*self._receives.values(), *self._unquiet.values()):
             settle(receiving.quiet, unknown)
         message = "the session has ended, and with it the lease: nobody reads it any more"

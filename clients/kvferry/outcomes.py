@@ -1,4 +1,4 @@
-"""How publishes and receives end, as an engine is told."""
+"""How publishes and receives end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Received:
 
 
 class _InDoubt:
-    """What ends a call although its blocks may still be read or written."""
+    """An end of a call after which its blocks may still be read or written."""
 
     _quiesced: asyncio.Future[None]
 
@@ -36,10 +36,10 @@ class _InDoubt:
         return self._quiesced.done() and self._quiesced.exception() is None
 
     async def quiesced(self) -> None:
-        """Wait until nothing reads or writes the blocks any more: the daemon says so, or it is known to be dead.
+        """Wait until nothing reads or writes the blocks any more: the daemon has confirmed it, or is known to be dead.
 
-        For as long as the daemon says nothing. Raises KvferryError (`session_closed`) when the client is closed first:
-        then it is never known.
+        There is no deadline. Raises KvferryError (`session_closed`) when the client is closed first: then it will never
+        be known.
         """
         await asyncio.shield(self._quiesced)
 
@@ -81,15 +81,15 @@ class Lease:
     async def ended(self) -> LeaseState:
         """RELEASED (all expected readers have read), EXPIRED or REVOKED.
 
-        Raises KvferryError when the lease is over in another way: `fence_timeout` when the fence of a publish was not
-        reached; `daemon_gone` when the session has ended and the daemon is dead, or has said that nothing of that
-        session is read any more. After `session_closed` it is not known.
+        Raises KvferryError when the lease ended in another way: `fence_timeout` when the fence of a publish was not
+        reached; `daemon_gone` when the session has ended and the daemon is dead, or has confirmed that nothing of that
+        session is read any more; `session_closed` when the client was closed: the blocks may still be read.
         """
         return await asyncio.shield(self._ended)
 
 
 class Receiving:
-    """A receive under way. Its end is that of its own transfer: one before it, of the same request, may end late."""
+    """A receive under way. Only events of its own transfer count: an earlier one of the same request may end late."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

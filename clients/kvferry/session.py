@@ -25,7 +25,7 @@ T = TypeVar("T")
 CALL_S = 30.0
 """How long a call may take that does not wait for another party."""
 CLOSE_S = 2.0
-"""How long `close` waits for the daemon to take leave of it."""
+"""How long `close` waits for the daemon's answer."""
 ASK_S, AGAIN_S = 5.0, 0.2
 """How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
@@ -33,16 +33,16 @@ OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """A command on the stream. answer: fails when the session ends first. settled: whatever the command did is known or
-    over: it is answered, or nothing of the session is read or written any more."""
+    """A command on the stream. answer: fails when the session ends first. settled: done when the command is answered,
+    or when nothing of the session is read or written any more."""
 
     answer: asyncio.Future[engine_pb2.Answer]
     settled: asyncio.Future[None]
 
 
 class Session:
-    """`attach` begins it. It ends with the stream, from either side. That is not the end of what the daemon reads and
-    writes: `over` is. `close` it, whatever came of it."""
+    """`attach` opens the session, and either side ends it by ending the stream. The daemon may go on reading and writing
+    the engine's blocks until `over` is set. Always `close` it."""
 
     def __init__(
         self,
@@ -52,15 +52,16 @@ class Session:
         on_over: Callable[[KvferryError | None], None],
         call_timeout_s: float = CALL_S,
     ) -> None:
-        """hear: called with every event but answers. on_end: once, with what calls raise from then on. on_over: once,
-        with None when nothing of the session is read or written any more, or with why that will never be known."""
+        """hear: called with every event except answers. on_end: called once, with the error that calls raise from then
+        on. on_over: called once; with None when nothing of the session is read or written any more, or with the reason
+        why that will never be known."""
         self._whom = f"the daemon on {socket}"
         self._socket, self._hear, self._on_end, self._on_over = socket, hear, on_end, on_over
         self.call_timeout_s = call_timeout_s
         self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=OPTIONS)
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(self._channel)
         self.id = ""
-        """What calls beside the stream name it by."""
+        """Named in every call beside the stream."""
         self.closed = asyncio.Event()
         self.over = asyncio.Event()
         self._quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,7 +74,7 @@ class Session:
         self._confirming: asyncio.Task[None] | None = None
         self._closing = False
         self._ended: KvferryError | None = None
-        """Why there is no session any more."""
+        """Why the session ended."""
 
     async def attach(self, attach: engine_pb2.AttachRequest, timeout_s: float) -> engine_pb2.Attached:
         """Waits for the daemon to come up. Raises KvferryError: `unreachable`, or what the daemon refuses."""
@@ -84,7 +85,7 @@ class Session:
                 attached = (await anext(stream)).attached
                 self.id, self._instance = attached.session, attached.instance
                 self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
-                with contextlib.suppress(KvferryError):  # then neither side knows when the other's process is dead
+                with contextlib.suppress(KvferryError):  # without it neither side can see that the other's process died
                     await self.hand_over([])
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self._whom) from None
@@ -99,7 +100,7 @@ class Session:
         return attached
 
     async def call(self, method: Callable[..., Any], request: Message, timeout_s: float = 0.0) -> Any:
-        """A call beside the stream. timeout_s: longer than other calls take. Raises KvferryError."""
+        """A call beside the stream. timeout_s: added to `call_timeout_s`. Raises KvferryError."""
         if self._ended is not None:
             raise self._ended
         check_size(request, type(request).__name__)
@@ -121,7 +122,7 @@ class Session:
 
     def say(self, **command: Message) -> Said:
         """Put a command on the stream. Raises KvferryError: `message_too_large`; Unsettled when the session has ended,
-        for what was said before may not be over."""
+        because earlier commands may still have an effect."""
         if self._ended is not None:
             raise Unsettled(self._ended, self._quiet)
         number, loop = next(self._numbers), asyncio.get_running_loop()
@@ -242,8 +243,8 @@ class Session:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
 
     async def _confirm(self) -> None:
-        """Until it is certain that the daemon reads and writes nothing of the session any more: it says so, or its
-        process is dead. One that is silent may go on at any time."""
+        """Wait until the daemon has confirmed that it reads and writes nothing of the session any more, or until its
+        process is dead. A silent daemon may go on at any time."""
         dead = asyncio.Event()
         if self._daemon is not None:
             self._daemon.watch(dead.set)
@@ -259,7 +260,7 @@ class Session:
         self._settle(None)
 
     def _settle(self, unknown: KvferryError | None) -> None:
-        """unknown: why it will never be known what became of what was said."""
+        """unknown: why the effect of the commands that were not answered will never be known."""
         if self.over.is_set():
             return
         self.over.set()
@@ -293,14 +294,14 @@ def _nbytes(value: Any) -> int:
 
 
 def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
-    """Whoever waits for it raises this; nobody may be waiting."""
+    """Fail the future, unless it is done. Nobody needs to wait for it."""
     if not waiting.done():
         waiting.set_exception(why)
-        waiting.exception()  # retrieved
+        waiting.exception()  # marks it as retrieved: asyncio logs nothing
 
 
 def settle(quiet: asyncio.Future[None], unknown: KvferryError | None) -> None:
-    """It is so, or will never be known. Nothing where it was settled before."""
+    """Unless it is done: fail the future with `unknown`, or resolve it where that is None."""
     if unknown is not None:
         refuse(quiet, unknown)
     elif not quiet.done():
