@@ -41,8 +41,8 @@ class Said:
 
 
 class Session:
-    """`attach` opens the session, and either side ends it by ending the stream. The daemon may go on reading and writing
-    the engine's blocks until `over` is set. Always `close` it."""
+    """`attach` opens the session, and either side ends it by ending the stream. The daemon may still read and write the
+    engine's blocks until `over` is set. Always `close` it."""
 
     def __init__(
         self,
