@@ -180,13 +180,9 @@ class EngineClient:
         The first `fence` does so; do it before, as it takes milliseconds and may wait for work on the GPU. Idempotent.
         """
         if self.device == "cpu":
-            raise Malformed(
-                "fence_on_host",
-                "this engine's memory is host memory, which no stream writes",
-                field="stream",
-                value=self.device,
-                remedy="publish when the writes have returned, without `after`",
-            )
+            message = "this engine's memory is host memory, which no stream writes"
+            remedy = "publish when the writes have returned, without `after`"
+            raise Malformed("fence_on_host", message, field="stream", value=self.device, remedy=remedy)
         async with self._opening:
             if self.fences is None:
                 fences = Fences()
@@ -321,13 +317,9 @@ class EngineClient:
         if before is not None and before.leaving is not None:
             await asyncio.wait([before.leaving], timeout=self._session.call_timeout_s)
         if request_id in self._receives:
-            raise Conflict(
-                "receive_pending",
-                f"request {request_id} is being received already, or was and is not quiet",
-                field="request_id",
-                value=request_id,
-                remedy="wait for it, or abort it first",
-            )
+            message = f"request {request_id} is being received already, or was and is not quiet"
+            remedy = "wait for it, or abort it first"
+            raise Conflict("receive_pending", message, field="request_id", value=request_id, remedy=remedy)
 
     async def _end_of(self, receiving: Receiving, deadline_s: float) -> engine_pb2.TransferEnded:
         while not (await asyncio.wait([receiving.ended], timeout=deadline_s))[0]:

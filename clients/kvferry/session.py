@@ -90,13 +90,9 @@ class Session:
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self._whom) from None
         except (TimeoutError, StopAsyncIteration):
-            raise Unavailable(
-                "unreachable",
-                f"no daemon opened a session on {self._socket} within {timeout_s:g} s",
-                field="socket",
-                value=self._socket,
-                remedy="start `kvferry serve`, or give the engine_socket it listens on",
-            ) from None
+            message = f"no daemon opened a session on {self._socket} within {timeout_s:g} s"
+            remedy = "start `kvferry serve`, or give the engine_socket it listens on"
+            raise Unavailable("unreachable", message, field="socket", value=self._socket, remedy=remedy) from None
         return attached
 
     async def call(self, method: Callable[..., Any], request: Message, timeout_s: float = 0.0) -> Any:
@@ -140,13 +136,9 @@ class Session:
             async with asyncio.timeout(timeout_s):
                 answer = await asyncio.shield(said.answer)
         except TimeoutError:
-            late = Deadline(
-                "deadline",
-                f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet",
-                field="call_timeout_s",
-                value=timeout_s,
-                remedy="wait for quiesced() before reusing the blocks; see the daemon's log",
-            )
+            message = f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
+            remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
+            late = Deadline("deadline", message, field="call_timeout_s", value=timeout_s, remedy=remedy)
             raise Unsettled(late, said.settled) from None
         except KvferryError as why:
             raise Unsettled(why, said.settled) from None
@@ -209,13 +201,8 @@ class Session:
             yield command
 
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
-        why: KvferryError = Unavailable(
-            "daemon_gone",
-            f"{self._whom} ended the session",
-            field="socket",
-            value=self._socket,
-            remedy="connect again; what was in flight has not arrived",
-        )
+        message, remedy = f"{self._whom} ended the session", "connect again; what was in flight has not arrived"
+        why: KvferryError = Unavailable("daemon_gone", message, field="socket", value=self._socket, remedy=remedy)
         try:
             async for event in events:
                 if event.HasField("answer"):
@@ -280,13 +267,9 @@ def check_size(message: Message, kind: str) -> None:
         body = getattr(message, kind, message)
         sizes = {field.name: _nbytes(value) for field, value in body.ListFields()}
         largest = max(sizes, key=lambda name: sizes[name])
-        raise Malformed(
-            "message_too_large",
-            f"a message of {nbytes} bytes was not sent: at most {MAX_MESSAGE} are",
-            field=f"{kind}.{largest}",
-            value=f"{sizes[largest]} bytes",
-            remedy="use larger blocks, or split the request",
-        )
+        field, value = f"{kind}.{largest}", f"{sizes[largest]} bytes"
+        why, remedy = f"a message may have {MAX_MESSAGE} bytes, not {nbytes}", "use larger blocks, or split the request"
+        raise Malformed("message_too_large", why, field=field, value=value, remedy=remedy)
 
 
 def _nbytes(value: Any) -> int:

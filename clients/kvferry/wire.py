@@ -71,13 +71,9 @@ def _plain(message: Message) -> dict[str, Any]:
 def _kind(enum: Any, prefix: str, number: int, field: str) -> str:
     known: dict[int, str] = {value: name.removeprefix(prefix).lower() for name, value in enum.items() if value}
     if number not in known:
-        raise ManifestError(
-            "malformed_manifest",
-            f"the manifest is malformed at {field}: it is unspecified or of a later protocol",
-            field=field,
-            value=number,
-            remedy=f"one of {sorted(known.values())}",
-        )
+        message = f"the manifest is malformed at {field}: it is unspecified or of a later protocol"
+        remedy = f"one of {sorted(known.values())}"
+        raise ManifestError("malformed_manifest", message, field=field, value=number, remedy=remedy)
     return known[number]
 
 
@@ -91,13 +87,9 @@ def tables_to_proto(tables: Tables) -> pb.Tables:
             }
         )
     except UnicodeEncodeError as error:  # a lone surrogate, as a JSON body may hold
-        raise Malformed(
-            "malformed_tables",
-            "a group's name is not text",
-            field="tables",
-            value=ascii(error.object),
-            remedy="name groups as the manifest does",
-        ) from None
+        message = "a group's name is not text"
+        remedy = "name groups as the manifest does"
+        raise Malformed("malformed_tables", message, field="tables", value=ascii(error.object), remedy=remedy) from None
 
 
 def tables_from_proto(message: pb.Tables, field: str = "tables") -> dict[str, BlockTable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -60,13 +61,9 @@ class Manifest(Part):
     def validated(self) -> Manifest:
         """Check every rule that docs/protocol.md lists; returns self. Raises ManifestError at the first breach."""
         if self.rank >= self.world_size:
-            raise ManifestError(
-                "rank_out_of_range",
-                f"rank {self.rank} does not exist in a world of {self.world_size}",
-                field="rank",
-                value=self.rank,
-                remedy="ranks count from 0 to world_size - 1",
-            )
+            message = f"rank {self.rank} does not exist in a world of {self.world_size}"
+            remedy = "ranks count from 0 to world_size - 1"
+            raise ManifestError("rank_out_of_range", message, field="rank", value=self.rank, remedy=remedy)
         _check_unique("regions", "id", (region.id for region in self.regions))
         _check_unique("groups", "name", (group.name for group in self.groups))
         _check_unique("components", "(layer, name)", (component.label for component in self.components))
@@ -85,13 +82,9 @@ def _checked(parse: Callable[[], Manifest]) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "manifest"
-    raise ManifestError(
-        "malformed_manifest",
-        f"the manifest is malformed at {field}: {first['msg']}",
-        field=field,
-        value=first.get("input", ""),
-        remedy="docs/protocol.md lists every field of the manifest with an example",
-    )
+    message = f"the manifest is malformed at {field}: {first['msg']}"
+    remedy = "docs/protocol.md lists every field of the manifest with an example"
+    raise ManifestError("malformed_manifest", message, field=field, value=first.get("input", ""), remedy=remedy)
 
 
 def _check_unique(where: str, key: str, values: Iterable[object]) -> None:
@@ -104,21 +97,16 @@ def _check_unique(where: str, key: str, values: Iterable[object]) -> None:
 def _check_group(group: Group) -> None:
     shard = group.token_shard
     if shard.rank >= shard.size:
-        raise ManifestError(
-            "token_shard_out_of_range",
-            f"group {group.name}: token_shard rank {shard.rank} does not exist among {shard.size}",
-            field=f"groups[{group.name}].token_shard.rank",
-            value=shard.rank,
-            remedy="ranks count from 0 to size - 1",
-        )
+        message = f"group {group.name}: token_shard rank {shard.rank} does not exist among {shard.size}"
+        field, remedy = f"groups[{group.name}].token_shard.rank", "ranks count from 0 to size - 1"
+        raise ManifestError("token_shard_out_of_range", message, field=field, value=shard.rank, remedy=remedy)
     if group.kind == "state" and (group.block_size != 1 or group.window is not None or shard.size != 1):
-        raise ManifestError(
-            "state_group",
-            f"state group {group.name} has a block_size, window or token_shard of its own",
-            field=f"groups[{group.name}]",
-            value=group.model_dump(),
-            remedy="one block of a state group holds one request's whole state: leave them out",
+        message = f"state group {group.name} has a block_size, window or token_shard of its own"
+        field, remedy = (
+            f"groups[{group.name}]",
+            "one block of a state group holds one request's whole state: leave them out",
         )
+        raise ManifestError("state_group", message, field=field, value=group.model_dump(), remedy=remedy)
 
 
 def _check_component(component: Component, groups: Mapping[str, Group], regions: Mapping[int, Region]) -> None:
@@ -183,11 +171,7 @@ def _check_apart(components: Sequence[Component]) -> None:
         found = overlap(members)
         if found is not None:
             first, second = (members[index] for index in found)
-            raise ManifestError(
-                "overlapping_components",
-                f"it shares bytes of region {region} with component {first.label}, and both are of group {group}",
-                component=second.label,
-                field="offset",
-                value=second.offset,
-                remedy="give each component bytes of its own; only groups may share memory",
-            )
+            message = f"it shares bytes of region {region} with component {first.label}, and both are of group {group}"
+            remedy = "give each component bytes of its own; only groups may share memory"
+            breach = partial(ManifestError, component=second.label)
+            raise breach("overlapping_components", message, field="offset", value=second.offset, remedy=remedy)

@@ -110,13 +110,9 @@ class Device:
         """The handle by which another process can open the memory around an address. Raises KvferryError."""
         found = self.attributes(address)
         if not found.legacy_ipc:
-            raise Malformed(
-                "not_exportable",
-                "the memory is VMM-backed (cuMemCreate, expandable_segments, a sleep-mode pool): it has no IPC handle",
-                field="address",
-                value=hex(address),
-                remedy="describe it with kvferry.memory.cuda_memory, or allocate through the daemon (torch_pool)",
-            )
+            message = "VMM-backed memory (cuMemCreate, expandable_segments, a sleep-mode pool) has no IPC handle"
+            remedy = "describe it with kvferry.memory.cuda_memory, or allocate through the daemon (torch_pool)"
+            raise Malformed("not_exportable", message, field="address", value=hex(address), remedy=remedy)
         handle = IpcHandle()
         with self:
             call("cuIpcGetMemHandle", byref(handle), found.base)
@@ -169,13 +165,9 @@ class Device:
         with self:
             call("cuStreamIsCapturing", stream, byref(capturing))
             if capturing.value:
-                raise Conflict(
-                    "stream_capturing",
-                    "the stream's work is being captured into a graph, and a fence is for one time only",
-                    field="stream",
-                    value=hex(stream),
-                    remedy="make the fence after the graph's launch",
-                )
+                message = "the stream's work is being captured into a graph, and a fence is for one time only"
+                remedy = "make the fence after the graph's launch"
+                raise Conflict("stream_capturing", message, field="stream", value=hex(stream), remedy=remedy)
             # Flags 0: with the memory barrier, which orders the earlier writes before this one for the whole system.
             call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
@@ -334,11 +326,7 @@ def device(name: str) -> Device:
     for found in devices():
         if name in (found.uuid, f"cuda:{found.index}"):
             return found
-    raise Malformed(
-        "unknown_gpu",
-        f"{name} is not among the GPUs that this process sees",
-        field="device",
-        value=name,
-        remedy="visible here (CUDA_VISIBLE_DEVICES, the container's devices): "
-        + ", ".join(f"cuda:{found.index} {found.uuid}" for found in devices()),
-    )
+    visible = ", ".join(f"cuda:{found.index} {found.uuid}" for found in devices())
+    message = f"{name} is not among the GPUs that this process sees"
+    remedy = f"visible here (CUDA_VISIBLE_DEVICES, the container's devices): {visible}"
+    raise Malformed("unknown_gpu", message, field="device", value=name, remedy=remedy)

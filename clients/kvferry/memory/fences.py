@@ -102,12 +102,8 @@ class Fences:
                 self._value += 1
                 self._given[self._next] = self._value
                 return Fence(self._next, self._value)
-        raise Full(
-            "too_many_fences",
-            f"{WORDS} fences are not reached yet",
-            field="stream",
-            remedy="synchronise a stream before the next: none of them gets its work done",
-        )
+        remedy = "synchronise a stream before the next: none of them gets its work done"
+        raise Full("too_many_fences", f"{WORDS} fences are not reached yet", field="stream", remedy=remedy)
 
     @property
     def pending(self) -> Sequence[int]:

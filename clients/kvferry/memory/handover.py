@@ -65,13 +65,9 @@ def _exchange(engine_socket: str) -> Iterator[socket.socket]:
             handing.connect(path)
             yield handing
     except (OSError, ValueError, LookupError, DecodeError) as error:
-        raise Unavailable(
-            "handover_failed",
-            f"the daemon did not exchange files: {error}",
-            field="socket",
-            value=path,
-            remedy="the socket lies beside the engine socket: mount the folder of both, not the one file",
-        ) from None
+        message = f"the daemon did not exchange files: {error}"
+        remedy = "the socket lies beside the engine socket: mount the folder of both, not the one file"
+        raise Unavailable("handover_failed", message, field="socket", value=path, remedy=remedy) from None
 
 
 def _answer(handing: socket.socket, head: bytes = b"") -> engine_pb2.HandoverReply:
@@ -96,13 +92,9 @@ def framed(message: Message) -> bytes:
 
 
 def too_many_files(count: int) -> KvferryError:
-    return Full(
-        "too_many_files",
-        f"at most {MAX_FILES} files are handed over at once, and held for one session",
-        field="files",
-        value=count,
-        remedy="make regions of fewer, larger allocations, or allocate through the daemon",
-    )
+    message = f"at most {MAX_FILES} files are handed over at once, and held for one session"
+    remedy = "make regions of fewer, larger allocations, or allocate through the daemon"
+    return Full("too_many_files", message, field="files", value=count, remedy=remedy)
 
 
 def sealed_file(name: str, nbytes: int) -> int:
@@ -116,13 +108,9 @@ def sealed_file(name: str, nbytes: int) -> int:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, OverflowError) as error:
         os.close(file)
-        raise Full(
-            "out_of_memory",
-            f"there is no room for {nbytes} bytes of shared memory: {error}",
-            field="nbytes",
-            value=nbytes,
-            remedy="raise the memory limit of the container, or ask for fewer bytes",
-        ) from None
+        message = f"there is no room for {nbytes} bytes of shared memory: {error}"
+        remedy = "raise the memory limit of the container, or ask for fewer bytes"
+        raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy) from None
     return file
 
 
@@ -135,10 +123,6 @@ def check_sealed(file: int, nbytes: int) -> None:
         sealed = False
     size = os.fstat(file).st_size
     if not sealed or size < nbytes:
-        raise Unavailable(
-            "region_unavailable",
-            f"the file has {size} bytes and is {'' if sealed else 'not '}sealed against shrinking",
-            field="nbytes",
-            value=nbytes,
-            remedy="hand over a memfd with F_SEAL_SHRINK that has as many bytes (kvferry.memory.memfd_region)",
-        )
+        message = f"the file has {size} bytes and is {'' if sealed else 'not '}sealed against shrinking"
+        remedy = "hand over a memfd with F_SEAL_SHRINK that has as many bytes (kvferry.memory.memfd_region)"
+        raise Unavailable("region_unavailable", message, field="nbytes", value=nbytes, remedy=remedy)

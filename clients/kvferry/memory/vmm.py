@@ -82,13 +82,9 @@ class VmmMapping:
         """The caller may close the files then. Raises KvferryError: `region_out_of_bounds`, `cuda_failed`."""
         whole = all(0 < size <= _MOST_NBYTES and size % GRANULE == 0 for size in sizes)
         if len(files) != len(sizes) or not sizes or not whole:
-            raise Malformed(
-                "region_out_of_bounds",
-                f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes",
-                field="vmm.nbytes",
-                value=list(sizes),
-                remedy="hand over one file for each allocation, with its size (kvferry.memory.vmm.export)",
-            )
+            message = f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes"
+            remedy = "hand over one file for each allocation, with its size (kvferry.memory.vmm.export)"
+            raise Malformed("region_out_of_bounds", message, field="vmm.nbytes", value=list(sizes), remedy=remedy)
         self.device, self.nbytes = device, sum(sizes)
         self._mapped = list[tuple[int, int]]()
         with device:
