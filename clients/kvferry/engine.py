@@ -332,24 +332,18 @@ class EngineClient:
         received again."""
 
         async def left() -> None:
-            try:
-                # An abort before that would find nothing.
-                answer = await asyncio.shield(said.answer)
+            with suppress(KvferryError):  # the session has ended, which will settle `quiet`
+                answer = await asyncio.shield(said.answer)  # an abort before that would find nothing
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return
                 receiving.named(answer.receive.transfer_id)
                 if not receiving.ended.done():
                     self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
-            except KvferryError:  # the session has ended, which settles it in time
-                pass
             await asyncio.wait([receiving.quiet])
 
-        def gone(_: object) -> None:
-            del self._receives[request_id]
-
         receiving.leaving = asyncio.create_task(left())
-        receiving.leaving.add_done_callback(gone)
+        receiving.leaving.add_done_callback(lambda _: self._receives.pop(request_id))
         return receiving.leaving
 
     async def abort(self, request_id: str) -> None:

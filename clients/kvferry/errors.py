@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -26,6 +26,9 @@ class Refusal:
     def __str__(self) -> str:
         where = f"component {self.component}: " if self.component else ""
         return f"{where}{self.code}: source has {self.source}, destination has {self.destination}"
+
+
+Refusals: TypeAlias = tuple[Refusal, ...]
 
 
 class Kind(enum.Enum):
@@ -58,7 +61,7 @@ class Details(TypedDict, total=False):
     field: str
     value: object
     remedy: str
-    refusals: tuple[Refusal, ...]
+    refusals: Refusals
 
 
 class KvferryError(Exception):
@@ -71,14 +74,7 @@ class KvferryError(Exception):
     kind: Kind = Kind.INTERNAL
 
     def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        field: str = "",
-        value: object = "",
-        remedy: str = "",
-        refusals: tuple[Refusal, ...] = (),
+        self, code: str, message: str, *, field: str = "", value: object = "", remedy: str = "", refusals: Refusals = ()
     ) -> None:
         super().__init__(_text(message))
         self.code = code

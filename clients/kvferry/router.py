@@ -12,6 +12,7 @@ import math
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeVar, Unpack
 from urllib.parse import quote
 
@@ -25,6 +26,7 @@ from kvferry.manifest import Manifest
 __all__ = ["DaemonError", "Explanation", "RouterClient"]
 
 T = TypeVar("T", bound=BaseModel)
+_quoted = partial(quote, safe="")
 POLL_S = 30.0
 """One long poll. `RouterClient.wait` strings several together: proxies and load balancers cut longer silences."""
 
@@ -37,15 +39,9 @@ class DaemonError(KvferryError):
     """
 
     def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        status: int = 0,
-        retry_after_s: float | None = None,
-        **details: Unpack[Details],
+        self, code: str, message: str, *, status: int = 0, retry_after_s: float | None = None, **more: Unpack[Details]
     ) -> None:
-        super().__init__(code, message, **details)
+        super().__init__(code, message, **more)
         self.kind = Kind.of_http(status)
         self.status = status
         self.retry_after_s = retry_after_s
@@ -134,11 +130,8 @@ class RouterClient:
         self, request_id: str | None = None, state: schemas.TransferState | None = None, *, wait_s: float = 0.0
     ) -> list[schemas.TransferRecord]:
         """All that match. With `request_id` and `wait_s`: waits for that request's transfer to come and end."""
-        query = _wait(wait_s)
-        if request_id is not None:
-            query["request_id"] = request_id
-        if state is not None:
-            query["state"] = state.value
+        wanted = {"request_id": request_id, "state": state}
+        query = _wait(wait_s) | {name: value for name, value in wanted.items() if value is not None}
         return (await self._call("GET", "/v1/transfers", schemas.TransferList, query=query, wait_s=wait_s)).transfers
 
     async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:
@@ -295,10 +288,6 @@ def _retry_after(response: httpx.Response) -> float | None:
     except ValueError:
         return None
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
-
-
-def _quoted(part: str) -> str:
-    return quote(part, safe="")
 
 
 def _wait(wait_s: float) -> dict[str, str]:
