@@ -41,7 +41,7 @@ END_S = 5.0
 AGAIN_S = 5.0
 """How long one attempt to attach again waits for a daemon."""
 REFUSED_S = 1.0
-"""How long after a refusal the next attempt begins. The first may be the last word of the daemon that is going."""
+"""The pause after a refusal. The first one may come from the daemon that is just ending."""
 
 
 class BlockingLease:
@@ -91,7 +91,7 @@ class Receipt(Future[Received]):
 def _parameters_of(
     method: Callable[Concatenate[EngineClient, P], object],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[BlockingEngineClient, P], T]]:
-    """Gives a method that passes its arguments on the parameters of one of EngineClient's."""
+    """Gives the decorated method, which passes its arguments on to `method`, the parameters of that one."""
 
     def named(function: Callable[..., T]) -> Callable[Concatenate[BlockingEngineClient, P], T]:
         of, own = inspect.signature(method), inspect.signature(function)
@@ -117,7 +117,7 @@ class BlockingEngineClient:
         self._client: EngineClient | None = None
         self._staying: asyncio.Task[None] | None = None
         self._leases: dict[str, BlockingLease] = {}
-        # What the daemon has been told, so that the next one can be told it too.
+        # What the daemon was given, to be given to the next one too.
         self._address = ""
         self._allocated: list[SharedRegion | CudaRegion] = []
         self._adopted: list[SharedRegion | CudaMemory | VmmMemory] = []
@@ -176,15 +176,15 @@ class BlockingEngineClient:
                     return
                 except KvferryError as error:
                     refusals[error.code] += 1
-                    if error.code != UNREACHABLE:  # that one has waited
+                    if error.code != UNREACHABLE:  # which has taken AGAIN_S already
                         if refusals[error.code] == 2:
                             say(f"{self._daemon} does not take this engine back yet: {error}")
-                        await asyncio.sleep(REFUSED_S)  # another process can only be asked again
+                        await asyncio.sleep(REFUSED_S)  # nothing tells when the daemon would agree
             say(f"{self._daemon} is there again; what was published before is lost")
 
     async def _again(self, before: EngineClient) -> EngineClient:
-        """A session after `before`, which is over: the daemon is told the manifest and given new fences. A daemon that
-        came after the last one is handed the memory, too."""
+        """A session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
+        memory too."""
         client = await self._attach(timeout_s=AGAIN_S, resume=before.session)
         try:
             if client.peer_address != self._address:

@@ -1,6 +1,6 @@
-"""Between what Python code holds and what travels: manifests, tables and problems as protobuf messages and back.
+"""Manifests, block tables and problems as protobuf messages, and back.
 
-What comes from the wire is checked here, so that no other code meets an unchecked message.
+Messages are checked here, so that no other code meets an unchecked one.
 """
 
 from __future__ import annotations

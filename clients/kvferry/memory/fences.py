@@ -1,7 +1,7 @@
-"""Points in an engine's CUDA streams that its daemon can wait for, while no thread of the engine does.
+"""Points in an engine's CUDA streams that its daemon can wait for, while no thread of the engine waits.
 
-A page of words in host memory is shared with the daemon. A fence is one word and a value: the stream writes it when all
-its earlier work is done, and the daemon shows what was published `after` the fence to nobody before.
+A page of words in host memory is shared with the daemon. A fence is one word and a value: the stream writes the value
+when all its earlier work is done, and only then can readers see what was published `after` the fence.
 """
 
 from __future__ import annotations
