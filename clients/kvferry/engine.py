@@ -371,15 +371,11 @@ class EngineClient:
 
     def _hear(self, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):
-            case "transfer_ended":
-                receiving = self._receives.get(event.transfer_ended.request_id)
+            case "transfer_ended" | "blocks_safe" as kind:
+                told: engine_pb2.TransferEnded | engine_pb2.BlocksSafe = getattr(event, kind)
+                receiving = self._unquiet.pop(told.transfer_id, None) or self._receives.get(told.request_id)
                 if receiving is not None:
-                    receiving.hear(event.transfer_ended)
-            case "blocks_safe":
-                safe = event.blocks_safe
-                receiving = self._unquiet.pop(safe.transfer_id, None) or self._receives.get(safe.request_id)
-                if receiving is not None:
-                    receiving.hear(safe)
+                    receiving.hear(told)
             case "lease_ended":
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():
