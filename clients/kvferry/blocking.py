@@ -26,7 +26,7 @@ from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Tran
 from kvferry.errors import Conflict, Deadline, KvferryError, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
-from kvferry.memory.fences import Fence
+from kvferry.memory.fences import Fence, Fences
 from kvferry.rpc import UNREACHABLE
 from kvferry.schemas import LeaseState
 from kvferry.session import CALL_S, session_closed
@@ -249,10 +249,8 @@ class BlockingEngineClient:
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
-        if self.client.fences is None:
-            self.open_fences(device if isinstance(stream, int) else stream.device.index)
-        assert self.client.fences is not None
-        return self.client.fences.after(stream, device)
+        index = device if isinstance(stream, int) else stream.device.index
+        return (self.client.fences or self.open_fences(index)).after(stream, device)
 
     def written(self, stream: torch.cuda.Stream) -> Fence | None:
         """What to publish `after` for all that the stream was given until now; None when it had to be waited for."""
@@ -262,10 +260,11 @@ class BlockingEngineClient:
             stream.synchronize()
             return None
 
-    def open_fences(self, device: int = 0) -> None:
+    def open_fences(self, device: int = 0) -> Fences:
         """As `EngineClient.open_fences`."""
-        self.call(self.client.open_fences(device))
+        fences = self.call(self.client.open_fences(device))
         self._fences_of = device
+        return fences
 
     @_parameters_of(EngineClient.publish)
     def publish(self, *args: Any, **named: Any) -> BlockingLease:
@@ -340,6 +339,5 @@ class BlockingEngineClient:
             raise session_closed() from None
         except TimeoutError:
             future.cancel()
-            raise Deadline(
-                "deadline", f"the daemon did not answer within {timeout_s:g} s", remedy="see the daemon's log"
-            ) from None
+            message = f"the daemon did not answer within {timeout_s:g} s"
+            raise Deadline("deadline", message, remedy="see the daemon's log") from None

@@ -169,10 +169,8 @@ class EngineClient:
         stream: torch's, or a cudaStream_t of this process's GPU number `device`. Raises KvferryError: `fence_on_host`,
         `stream_capturing`, `too_many_fences`, and what `hand_over` raises at the first time.
         """
-        if self.fences is None:
-            await self.open_fences(device if isinstance(stream, int) else stream.device.index)
-        assert self.fences is not None
-        return self.fences.after(stream, device)
+        index = device if isinstance(stream, int) else stream.device.index
+        return (self.fences or await self.open_fences(index)).after(stream, device)
 
     async def open_fences(self, device: int = 0) -> Fences:
         """Share the page that fences are made of with the daemon, and let this process's GPU number `device` write it.
@@ -293,8 +291,9 @@ class EngineClient:
             leaving = self._give_up(request_id, receiving, said)
             with suppress(asyncio.CancelledError):  # impatience changes nothing for the blocks
                 await asyncio.wait([leaving], timeout=LEAVE_S)
-            if not (receiving.quiet.done() and receiving.quiet.exception() is None):
-                raise ReceiveCancelled(request_id, receiving.quiet) from None
+            cancelled = ReceiveCancelled(request_id, receiving.quiet)
+            if not cancelled.blocks_safe:
+                raise cancelled from None
             raise
         except Unsettled as error:
             self._give_up(request_id, receiving, said)
@@ -307,9 +306,8 @@ class EngineClient:
             self._unquiet[receiving.transfer_id] = receiving
         if event.state != "done":
             raise TransferFailed(problem_from_proto(event.problem), event.state, receiving.quiet)
-        return Received(
-            request_id, event.transfer_id, event.nbytes, (event.tokens.start, event.tokens.stop), event.metadata
-        )
+        moved = event.tokens.start, event.tokens.stop
+        return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
 
     async def _none_before(self, request_id: str) -> None:
         """Wait, for as long as a call may take, until a receive of the request that was given up is quiet."""
