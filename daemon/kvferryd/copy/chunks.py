@@ -133,4 +133,4 @@ def _shorter(pattern: Pattern, limit: int) -> tuple[Pattern, ...]:
 def _pieces(pattern: Pattern, steps: Ints, nbytes: int) -> Pattern:
     source = (pattern.source_offsets[:, None] + steps).ravel()
     destination = (pattern.destination_offsets[:, None] + steps).ravel()
-    return Pattern(source, destination, nbytes, source.tobytes() + destination.tobytes(), frozenset())
+    return Pattern(source, destination, nbytes)

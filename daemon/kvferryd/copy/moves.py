@@ -60,7 +60,7 @@ def moves(bound: Bound) -> list[Move]:
     """Everything that a bound plan moves, in an order that depends on plan and segments alone."""
     found = []
     for copy, segments in bound.pairs:
-        where = copy.source_rank, copy.geometry.source_region, copy.geometry.destination_region
+        where = copy.source_rank, copy.source.region, copy.destination.region
         for length, chosen in _by_length(segments.tokens):
             source, destination = segments.source_offsets[chosen], segments.destination_offsets[chosen]
             found += [Move(*where, pattern, source, destination) for pattern in copy.patterns(length)]

@@ -6,21 +6,17 @@ carries kernel blocks inside logical blocks, split head dims, and everything els
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from kvferry.manifest import Axis
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Radix: TypeAlias = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(NamedTuple):
     """`extent` copies, each further by a stride in bytes on either side."""
 
     extent: int
@@ -38,37 +34,27 @@ class Box:
 
     def __add__(self, inner: Box) -> Box:
         """This box with `inner` repeated inside every step."""
-        return Box(
+        source, destination = (
             self.source_offset + inner.source_offset,
             self.destination_offset + inner.destination_offset,
-            self.loops + inner.loops,
         )
-
-
-def radix(axes: Iterable[Axis], name: str) -> Radix:
-    """The digits of a logical axis, with those merged that lie regularly inside one another."""
-    digits: list[tuple[int, int]] = []
-    for axis in axes:
-        if axis.name != name or axis.extent == 1:
-            continue
-        if digits and digits[-1][1] == axis.extent * axis.stride:
-            digits[-1] = (digits[-1][0] * axis.extent, axis.stride)
-        else:
-            digits.append((axis.extent, axis.stride))
-    return tuple(digits)
+        return Box(source, destination, self.loops + inner.loops)
 
 
 def offsets(positions: Ints, digits: Radix) -> Ints:
     """Byte offsets of positions along an axis. Positions must be in range: they are checked by `bind`."""
-    if not digits:
-        return np.zeros_like(positions)
-    if len(digits) == 1:
-        return positions * digits[0][1]
-    total = np.zeros_like(positions)
+    if len(digits) < 2:
+        return positions * step(digits)
+    inner = np.zeros_like(positions)
     for extent, stride in reversed(digits[1:]):
-        total += positions % extent * stride
+        inner += positions % extent * stride
         positions = positions // extent
-    return total + positions * digits[0][1]
+    return positions * digits[0][1] + inner
+
+
+def step(digits: Radix) -> int:
+    """Bytes between neighbouring positions of the innermost digit."""
+    return digits[-1][1] if digits else 0
 
 
 def pair(source: Radix, source_start: int, destination: Radix, destination_start: int, count: int) -> list[Box]:
@@ -85,10 +71,9 @@ def pair(source: Radix, source_start: int, destination: Radix, destination_start
     edges = np.array(sorted(cuts), dtype=np.int64)
     at, lengths = edges[:-1], np.diff(edges)
     source_at, destination_at = offsets(source_start + at, source), offsets(destination_start + at, destination)
-    source_step, destination_step = (digits[-1][1] if digits else 0 for digits in (source, destination))
     boxes = [
-        Box(int(s), int(d), (Loop(int(n), source_step, destination_step),) if n > 1 else ())
-        for s, d, n in zip(source_at, destination_at, lengths, strict=True)
+        Box(s, d, (Loop(n, step(source), step(destination)),) if n > 1 else ())
+        for s, d, n in zip(source_at.tolist(), destination_at.tolist(), lengths.tolist(), strict=True)
     ]
     folded = _fold(boxes)
     while len(folded) < len(boxes):
@@ -100,23 +85,12 @@ def _fold(boxes: list[Box]) -> list[Box]:
     """Replace every longest row of equal boxes at equal distances by one box with one more loop."""
     folded, i = [], 0
     while i < len(boxes):
-        first, n = boxes[i], 1
-        if i + 1 < len(boxes):
-            source_stride = boxes[i + 1].source_offset - first.source_offset
-            destination_stride = boxes[i + 1].destination_offset - first.destination_offset
-            while (
-                i + n < len(boxes)
-                and boxes[i + n].loops == first.loops
-                and boxes[i + n].source_offset == first.source_offset + n * source_stride
-                and boxes[i + n].destination_offset == first.destination_offset + n * destination_stride
-            ):
-                n += 1
-        if n > 1:
-            first = Box(
-                first.source_offset,
-                first.destination_offset,
-                (Loop(n, source_stride, destination_stride), *first.loops),
-            )
-        folded.append(first)
+        first, following, n = boxes[i], boxes[min(i + 1, len(boxes) - 1)], 1
+        source_stride = following.source_offset - first.source_offset
+        destination_stride = following.destination_offset - first.destination_offset
+        while i + n < len(boxes) and boxes[i + n] == first + Box(n * source_stride, n * destination_stride):
+            n += 1
+        loops = (Loop(n, source_stride, destination_stride), *first.loops) if n > 1 else first.loops
+        folded.append(Box(first.source_offset, first.destination_offset, loops))
         i += n
     return folded

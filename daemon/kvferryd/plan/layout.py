@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, TypeAlias
 
 from kvferry.manifest import BLOCK, SLOT, Component
-from kvferryd.plan.axes import Radix, radix
-from kvferryd.plan.span import Span
+from kvferryd.plan.axes import Radix
+
+Axes: TypeAlias = tuple[tuple[str, int, int], ...]
+"""(name, extent, stride in bytes), outer first."""
+
+
+class Span(NamedTuple):
+    """Half-open range [start, stop) on a global axis, for example KV heads."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """One per look: components with equal axes, shard and dtype share it, so that it can be compared by identity.
+    """Components with equal axes, shard and dtype share one, so that it can be compared by identity.
 
-    inner: the digits of every axis but block and slot. spans: what is held of each; totals: how long each is globally.
+    inner: the digits of every axis but block and slot. spans: what is held of each; totals: how long each is globally;
+    both also for "", which stands for no axis.
     """
 
     dtype: str
@@ -24,52 +41,36 @@ class Layout:
     totals: dict[str, int]
     shard_axis: str
 
-    @property
-    def tokens(self) -> tuple[Radix, Radix]:
-        return self.block, self.slot
 
-    def span(self, axis: str) -> Span:
-        """What this rank holds of a global axis; [0, 1) of one that it lacks."""
-        return self.spans.get(axis, Span(0, 1))
+def layouts() -> Callable[[Component], Layout]:
+    """The layouts of one plan, each made once."""
+    made = cache(_layout)
 
-    def total(self, axis: str) -> int:
-        return self.totals.get(axis, 1)
+    def layout_of(component: Component) -> Layout:
+        shard, axes = component.shard, tuple((axis.name, axis.extent, axis.stride) for axis in component.axes)
+        return made(component.dtype, axes, *((shard.axis, shard.start, shard.total) if shard else ("", 0, 1)))
 
-
-class Layouts:
-    """The layouts of one plan, each once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Layout] = {}
-
-    def of(self, component: Component) -> Layout:
-        shard = component.shard
-        look = (
-            component.dtype,
-            shard and (shard.axis, shard.start, shard.total),
-            *[(axis.name, axis.extent, axis.stride) for axis in component.axes],
-        )
-        known = self._known.get(look)
-        if known is None:
-            known = self._known[look] = _layout(component)
-        return known
+    return layout_of
 
 
-def _layout(component: Component) -> Layout:
-    names = [name for name in dict.fromkeys(axis.name for axis in component.axes) if name not in (BLOCK, SLOT)]
-    spans, totals = {}, {}
-    for name in names:
-        extent = component.extent(name)
-        shard = component.shard if component.shard and component.shard.axis == name else None
-        start = shard.start if shard else 0
-        spans[name] = Span(start, start + extent)
-        totals[name] = shard.total if shard else extent
-    return Layout(
-        component.dtype,
-        radix(component.axes, BLOCK),
-        radix(component.axes, SLOT),
-        {name: radix(component.axes, name) for name in names},
-        spans,
-        totals,
-        component.shard.axis if component.shard else "",
-    )
+def _layout(dtype: str, axes: Axes, shard_axis: str, shard_start: int, shard_total: int) -> Layout:
+    inner = {name: _radix(axes, name) for name, _, _ in axes if name not in (BLOCK, SLOT)}
+    extents = {name: math.prod(extent for each, extent, _ in axes if each == name) for name in inner}
+    spans = {"": Span(0, 1)} | {name: Span(0, extent) for name, extent in extents.items()}
+    if shard_axis:
+        spans[shard_axis] = Span(shard_start, shard_start + extents[shard_axis])
+    totals = {"": 1} | extents | {shard_axis: shard_total}
+    return Layout(dtype, _radix(axes, BLOCK), _radix(axes, SLOT), inner, spans, totals, shard_axis)
+
+
+def _radix(axes: Axes, name: str) -> Radix:
+    """The digits of a logical axis, with those merged that lie regularly inside one another."""
+    digits: list[tuple[int, int]] = []
+    for axis, extent, stride in axes:
+        if axis != name or extent == 1:
+            continue
+        if digits and digits[-1][1] == extent * stride:
+            digits[-1] = (digits[-1][0] * extent, stride)
+        else:
+            digits.append((extent, stride))
+    return tuple(digits)
