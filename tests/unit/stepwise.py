@@ -184,9 +184,6 @@ class Provider:
         assert self.brought is not None
         return Region(self.brought, False, lambda: None)
 
-    def close(self) -> None:
-        """Nothing of its own."""
-
 
 # ---- copies ----
 

@@ -100,10 +100,10 @@ def serve_source() -> None:
 
     device = cuda.devices()[0]
     region = CudaProvider(device.uuid).allocate(CACHE.nbytes)
-    pool = torch.as_tensor(_View(region.address), device=f"cuda:{device.index}")
+    pool = torch.as_tensor(_View(region.span.address), device=f"cuda:{device.index}")
     CACHE.fill(pool.view(torch.int32))
     device.synchronize()
-    tell({"handle": region.handle.handle.hex()})
+    tell({"handle": region.told.cuda.handle.hex()})
     sys.stdin.read()
 
 
@@ -122,21 +122,21 @@ def run(tiles: bool, source_gpu: str | None) -> None:
 
     device = cuda.devices()[-1]
     region = CudaProvider(device.uuid).allocate(CACHE.nbytes)
-    pool = torch.as_tensor(_View(region.address), device=f"cuda:{device.index}")
+    pool = torch.as_tensor(_View(region.span.address), device=f"cuda:{device.index}")
     stream, begin, end = device.stream(), device.event(timing=True), device.event(timing=True)
     print(f"{len(cuda.devices())} GPU(s), {torch.cuda.get_device_name(device.index)}, torch {torch.__version__}\n")
     with source_pool(device, source_gpu) as source:
         bench = Bench(Copier(device), stream, begin, end)
         one = 1 << 30
-        ceiling = one / bench.gpu_s(lambda: stream.copy(region.address, source, one))[0] / 1e9
+        ceiling = one / bench.gpu_s(lambda: stream.copy(region.span.address, source, one))[0] / 1e9
         print(f"copy ceiling (cuMemcpyAsync from the mapped pool, 1 GiB): {ceiling:.0f} GB/s\n")
         if tiles:
-            sweep(bench, source, region.address)
+            sweep(bench, source, region.span.address)
         print(f"GB/s by programs (tiles of {TILE} words, {WARPS} warps); the last column: microseconds of the host")
         print(f"| mapped | bytes | {' | '.join(map(str, GRIDS))} | host |\n|{'---|' * (len(GRIDS) + 3)}")
         for case in CASES:
             wanted, ids = wanted_moves(case)
-            batches = mapped(wanted, {(0, 0): source}, {0: region.address})
+            batches = mapped(wanted, {(0, 0): source}, {0: region.span.address})
             pool.fill_(0xFF)
             device.synchronize()  # torch's synchronize waits for its current GPU, which is another one here
             bench.copier.copy(batches, stream)
@@ -150,14 +150,17 @@ def run(tiles: bool, source_gpu: str | None) -> None:
                 slot = CudaProvider(device.uuid).allocate(slot_nbytes)
                 chunk = cut(wanted, slot_nbytes)[1]  # the first is smaller
                 gather, scatter = (
-                    chunk.gather({0: region.address}, slot.address),
-                    chunk.scatter(slot.address, {0: region.address}),
+                    chunk.gather({0: region.span.address}, slot.span.address),
+                    chunk.scatter(slot.span.address, {0: region.span.address}),
                 )
                 bench.grids(f"gather, {case.name}", gather, chunk.nbytes)
                 bench.grids(f"scatter, {case.name}", scatter, chunk.nbytes)
                 slot.close()
         wanted = wanted_moves(CASES[0])[0]
-        batches, nbytes = mapped(wanted, {(0, 0): source}, {0: region.address}), sum(move.nbytes for move in wanted)
+        batches, nbytes = (
+            mapped(wanted, {(0, 0): source}, {0: region.span.address}),
+            sum(move.nbytes for move in wanted),
+        )
         rate = nbytes / bench.gpu_s(lambda: bench.copier.copy(batches, stream))[0] / 1e9
         print(
             f"\n{PROGRAMS} programs (the default), same layout: {rate:.0f} GB/s = {rate / ceiling:.0%} of the ceiling"
