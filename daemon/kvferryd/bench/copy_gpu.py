@@ -21,6 +21,7 @@ from kvferry.tables import BlockTable
 from kvferryd.bench.child import child, tell
 from kvferryd.bench.gpu_cases import HND, NHD, WIDE, Case, Layout, Model, Pair, Requests
 from kvferryd.copy import Batch, Move, cut, mapped, moves
+from kvferryd.copy import cuda as copying
 from kvferryd.copy.cuda import PROGRAMS, TILE, WARPS, Copier
 from kvferryd.memory.cuda import CudaProvider
 from kvferryd.plan import bind, plan
@@ -175,13 +176,15 @@ def sweep(bench: Bench, source: int, destination: int) -> None:
     print(f"| tile, warps | bytes | {' | '.join(map(str, grids))} | host |\n|{'---|' * (len(grids) + 3)}")
     kept = bench.copier
     for tile, warps in ((2048, 16), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 32)):
-        bench.copier = Copier(bench.stream.device, tile=tile, warps=warps)
+        copying.TILE, copying.WARPS = tile, warps
+        bench.copier = Copier(bench.stream.device)
         for case in CASES[:2]:
             wanted = wanted_moves(case)[0]
             batches = mapped(wanted, {(0, 0): source}, {0: destination})
             nbytes = sum(move.nbytes for move in wanted)
             bench.grids(f"{tile}, {warps}, {case.name}", batches, nbytes, grids)
         bench.copier.close()
+    copying.TILE, copying.WARPS = TILE, WARPS
     bench.copier = kept
     print()
 

@@ -40,6 +40,10 @@ class Side:
     table: Table
     first_row: int = 0
 
+    def part(self, first: int, segments: int, first_row: int = 0) -> Side:
+        """So many segments from the `first` on; of each the rows from `first_row` on."""
+        return Side(self.segments[first : first + segments], self.table, self.first_row + first_row)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:

@@ -15,7 +15,6 @@ import numpy as np
 
 from kvferryd.copy.batch import Batch, Side, packed
 from kvferryd.copy.moves import Move
-from kvferryd.plan.axes import Ints
 from kvferryd.plan.rows import Pattern
 
 ALIGN = 256
@@ -39,21 +38,24 @@ class Piece:
     def nbytes(self) -> int:
         return self.segments * self.rows * self.move.pattern.nbytes
 
+    def gather(self, address: int, slot: int) -> Batch:
+        """`address`: where the move's source region begins."""
+        return self._batch(self._part(self.move.source(address)), self._packed(slot))
+
+    def scatter(self, slot: int, address: int) -> Batch:
+        """`address`: where the move's destination region begins."""
+        return self._batch(self._packed(slot), self._part(self.move.destination(address)))
+
+    def _batch(self, source: Side, destination: Side) -> Batch:
+        return Batch(self.move.pattern.nbytes, self.rows, source, destination)
+
+    def _part(self, side: Side) -> Side:
+        return side.part(self.first, self.segments, self.first_row)
+
     def _packed(self, slot: int) -> Side:
         nbytes = self.move.pattern.nbytes
         starts = np.arange(self.segments, dtype=np.int64) * (self.rows * nbytes)
         return Side(slot + self.offset + starts, packed(self.rows, nbytes))
-
-    def _part(self, side: Side) -> Side:
-        return Side(side.segments[self.first : self.first + self.segments], side.table, self.first_row)
-
-    def gather(self, address: int, slot: int) -> Batch:
-        return Batch(self.move.pattern.nbytes, self.rows, self._part(self.move.source(address)), self._packed(slot))
-
-    def scatter(self, slot: int, address: int) -> Batch:
-        return Batch(
-            self.move.pattern.nbytes, self.rows, self._packed(slot), self._part(self.move.destination(address))
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +81,9 @@ def cut(wanted: Iterable[Move], chunk_nbytes: int) -> list[Chunk]:
     assert chunk_nbytes >= ALIGN
     by_rank: dict[int, list[Move]] = {}
     for move in wanted:
-        by_rank.setdefault(move.source_rank, []).extend(_shortened(move, chunk_nbytes))
+        long = move.pattern.nbytes > chunk_nbytes
+        pieces = [replace(move, pattern=p) for p in _shorter(move.pattern, chunk_nbytes)] if long else [move]
+        by_rank.setdefault(move.source_rank, []).extend(pieces)
     return [
         Chunk(rank, tuple(pieces), pieces[-1].offset + pieces[-1].nbytes)
         for rank, found in by_rank.items()
@@ -112,25 +116,14 @@ def _fill(wanted: Sequence[Move], chunk_nbytes: int) -> Iterator[list[Piece]]:
         yield pieces
 
 
-def _shortened(move: Move, limit: int) -> Iterator[Move]:
-    """The move itself; one whose runs are longer than `limit` as moves of shorter runs."""
-    if move.pattern.nbytes <= limit:
-        yield move
-    else:
-        for pattern in _shorter(move.pattern, limit - limit % ALIGN):
-            yield replace(move, pattern=pattern)
-
-
 @functools.lru_cache(maxsize=64)
-def _shorter(pattern: Pattern, limit: int) -> tuple[Pattern, ...]:
-    whole, rest = divmod(pattern.nbytes, limit)
-    found = [_pieces(pattern, np.arange(whole, dtype=np.int64) * limit, limit)]
-    if rest:
-        found.append(_pieces(pattern, np.array([whole * limit], dtype=np.int64), rest))
-    return tuple(found)
-
-
-def _pieces(pattern: Pattern, steps: Ints, nbytes: int) -> Pattern:
-    source = (pattern.source_offsets[:, None] + steps).ravel()
-    destination = (pattern.destination_offsets[:, None] + steps).ravel()
-    return Pattern(source, destination, nbytes)
+def _shorter(pattern: Pattern, limit: int) -> list[Pattern]:
+    """The same bytes in runs of at most `limit`. Kept, because a GPU knows rows that it has by identity."""
+    limit -= limit % ALIGN
+    steps, whole = np.arange(0, pattern.nbytes, limit, dtype=np.int64), pattern.nbytes // limit
+    source, destination = pattern.source_offsets[:, None], pattern.destination_offsets[:, None]
+    return [
+        Pattern((source + at).ravel(), (destination + at).ravel(), nbytes)
+        for at, nbytes in ((steps[:whole], limit), (steps[whole:], pattern.nbytes % limit))
+        if nbytes
+    ]

@@ -7,8 +7,9 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,15 +32,12 @@ MOST_PIECES = 2**31 - 1
 SCRATCH_NBYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What the kernel is compiled for; see copy/kernel.py."""
 
     word: int
     piece: int
     padded: bool
-    tile: int = TILE
-    warps: int = WARPS
 
 
 @dataclass(slots=True, eq=False)
@@ -76,18 +74,15 @@ def load() -> tuple[Any, Any]:
 class Copier:
     """Copies on one GPU, on any number of streams. `close` it. One thread may `prepare` beside the one that copies."""
 
-    def __init__(self, device: cuda.Device, programs: int = PROGRAMS, *, tile: int = TILE, warps: int = WARPS) -> None:
+    def __init__(self, device: cuda.Device, programs: int = PROGRAMS) -> None:
         """`programs`: how many SMs a copy may take. Raises KvferryError: `triton_missing`."""
         self._torch, kernel = load()
         self.device, self.programs = device, programs
-        self._tile, self._warps = tile, warps
         self._kernel = kernel.copy_runs
         self._fields: int = kernel.FIELDS.value
         self._compiled: dict[Shape, Any] = {}
         self._tables: OrderedDict[Table, int] = OrderedDict()
-        self._kept = 0
         self._scratch: list[_Scratch] = []
-        self._uploads = device.stream()
         self._using = threading.Lock()
         """The tables, from the look at them to the launch: once launched, `free` waits for who uses them."""
 
@@ -120,7 +115,7 @@ class Copier:
             for shape, entries, tiles in launches:
                 grid = (min(programs, tiles), 1, 1)
                 # Constants included: the compiled kernel's own launcher wants every parameter.
-                constants = shape.word, shape.piece, shape.tile, shape.padded
+                constants = shape.word, shape.piece, TILE, shape.padded
                 self._compiled[shape][grid](entries, tiles, *constants, stream=stream.handle)
         finally:
             scratch.used.record(stream)
@@ -154,8 +149,6 @@ class Copier:
             self.device.free(address)
         self._scratch.clear()
         self._tables.clear()
-        self._kept = 0
-        self._uploads.close()
 
     def _grouped(self, batches: Sequence[Batch]) -> Iterator[tuple[Shape, list[Batch]]]:
         """Batches by word; of each word one launch, with the pieces that suit the most of its bytes."""
@@ -167,7 +160,7 @@ class Copier:
             largest = max(found, key=lambda batch: batch.total_nbytes)
             piece = piece_words(largest.nbytes // word)
             padded = any(batch.nbytes // word % piece for batch in found)
-            yield Shape(word, piece, padded, self._tile, self._warps), found
+            yield Shape(word, piece, padded), found
 
     def _fill(self, scratch: _Scratch, groups: list[tuple[Shape, list[Batch]]]) -> list[tuple[Shape, int, int]]:
         """Write entries and segments; returns (shape, address of the entries, tiles) for every launch."""
@@ -184,7 +177,7 @@ class Copier:
                     at += len(side.segments)
                 in_run = -(-(batch.nbytes // shape.word) // shape.piece)
                 pieces = len(batch) * in_run
-                tiles = -(-pieces // (shape.tile // shape.piece))
+                tiles = -(-pieces // (TILE // shape.piece))
                 words[entry : entry + self._fields] = (
                     tile,
                     tile + tiles,
@@ -207,23 +200,25 @@ class Copier:
         return self._tables[side.table] + 8 * side.first_row
 
     def _upload(self, table: Table) -> None:
-        if table not in self._tables:
-            address = self.device.alloc(table.offsets.nbytes)
-            self._uploads.copy(address, table.offsets.ctypes.data, table.offsets.nbytes)
-            self._uploads.synchronize()
-            with self._using:
-                kept = self._tables.setdefault(table, address)
-                self._kept += table.offsets.nbytes if kept == address else 0
-            if kept != address:  # it was brought there meanwhile
-                self.device.free(address)
+        if table in self._tables:
+            return
+        address, nbytes = self.device.alloc(table.offsets.nbytes), table.offsets.nbytes
+        with closing(self.device.stream()) as stream:
+            stream.copy(address, table.offsets.ctypes.data, nbytes)
+            stream.synchronize()
+        with self._using:
+            kept = self._tables.setdefault(table, address)
+        if kept != address:  # it was brought there meanwhile
+            self.device.free(address)
 
     def _drop_tables(self) -> None:
         """Those that were not used for longest, where there are too many."""
         dropped = []
         with self._using:
-            while self._kept > KEPT_NBYTES and len(self._tables) > 1:
+            kept = sum(table.offsets.nbytes for table in self._tables)
+            while kept > KEPT_NBYTES and len(self._tables) > 1:
                 table, address = self._tables.popitem(last=False)
-                self._kept -= table.offsets.nbytes
+                kept -= table.offsets.nbytes
                 dropped.append(address)
         for address in dropped:
             self.device.free(address)
@@ -235,8 +230,7 @@ class Copier:
                 return scratch
         nbytes = max(SCRATCH_NBYTES, 1 << (nbytes - 1).bit_length())
         host = self.device.pinned(nbytes)
-        memory = (ctypes.c_ubyte * nbytes).from_address(host.address)
-        words = np.frombuffer(memoryview(memory).cast("B"), dtype=np.int64)
+        words = np.ctypeslib.as_array((ctypes.c_int64 * (nbytes // 8)).from_address(host.address))
         scratch = _Scratch(host, self.device.alloc(nbytes), self.device.event(), words)
         self._scratch.append(scratch)
         return scratch
@@ -250,10 +244,10 @@ class Copier:
                 7,
                 WORD=shape.word,
                 PIECE=shape.piece,
-                TILE=shape.tile,
+                TILE=TILE,
                 PADDED=shape.padded,
-                num_warps=shape.warps,
-                maxnreg=min(REGISTERS, 65536 // (32 * shape.warps)),
+                num_warps=WARPS,
+                maxnreg=min(REGISTERS, 65536 // (32 * WARPS)),
                 grid=(1, 1, 1),
             )
             compiled[(1, 1, 1)]  # loads it onto this GPU
@@ -266,17 +260,12 @@ def piece_words(words: int) -> int:
     return max(piece for piece in PIECES if piece == 1 or -(-words // piece) * piece <= PADDING * words)
 
 
-def _bounded(batch: Batch) -> Iterator[Batch]:
+def _bounded(batch: Batch) -> list[Batch]:
     """The batch, cut along its segments so that its pieces can be counted in 31 bits."""
-    in_segment = batch.rows * batch.nbytes
-    step = max(1, MOST_PIECES // in_segment)
-    if step >= len(batch.source.segments):
-        yield batch
-        return
-    for first in range(0, len(batch.source.segments), step):
-        part = slice(first, first + step)
-        yield replace(
-            batch,
-            source=replace(batch.source, segments=batch.source.segments[part]),
-            destination=replace(batch.destination, segments=batch.destination.segments[part]),
-        )
+    segments, step = len(batch.source.segments), max(1, MOST_PIECES // (batch.rows * batch.nbytes))
+    if step >= segments:
+        return [batch]
+    parts = (
+        (batch.source.part(first, step), batch.destination.part(first, step)) for first in range(0, segments, step)
+    )
+    return [Batch(batch.nbytes, batch.rows, *sides) for sides in parts]

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import structlog
 
+from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
+from kvferry.tables import BlockTable, Tables
 from kvferryd.copy.batch import Batch, Side, Table
-from kvferryd.plan import Bound
+from kvferryd.plan import Bound, Plan, bind
 from kvferryd.plan.axes import Ints
 from kvferryd.plan.rows import Pattern
+
+log = structlog.get_logger()
+SAMPLED = 4
+"""Blocks of each group in a `sample`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,3 +95,24 @@ def mapped(
         )
         for move in wanted
     ]
+
+
+def sample(plan: Plan) -> list[Move]:
+    """The moves of a request of a few blocks: with them kernels are compiled before a transfer waits for them. None
+    where no such request can be made up."""
+    manifests = (plan.destination, *plan.sources.values())
+    paged = [group for manifest in manifests for group in manifest.groups if group.kind == "paged"]
+    tokens = min((min(SAMPLED, group.num_blocks) * group.block_size for group in paged), default=0)
+    tables = {rank: _sampled(manifest) for rank, manifest in plan.sources.items()}
+    try:
+        return moves(bind(plan, tables, _sampled(plan.destination), (0, tokens)))
+    except KvferryError as error:
+        log.debug("no kernel is compiled ahead", error=str(error))
+        return []
+
+
+def _sampled(manifest: Manifest) -> Tables:
+    return {
+        group.name: BlockTable.of(np.arange(min(SAMPLED, group.num_blocks) if group.kind == "paged" else 1))
+        for group in manifest.groups
+    }
