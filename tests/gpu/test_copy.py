@@ -20,7 +20,7 @@ from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
 from kvferryd.copy import Batch, Chunk, cut, host, mapped, moves
 from kvferryd.copy.batch import Side, Table, packed
-from kvferryd.copy.cuda import Copier
+from kvferryd.copy.cuda import Copier, NotPrepared
 from kvferryd.plan import Bound, bind, plan
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -129,6 +129,7 @@ def end_of(segments: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], nbyt
 def on_both(copier: Copier, here: list[Batch], there: list[Batch], programs: int | None = None) -> None:
     host.copy(here)
     stream = GPU.stream()
+    copier.prepare(there)
     copier.copy(there, stream, programs)
     stream.synchronize()
     stream.close()
@@ -255,7 +256,9 @@ def test_copies_under_way_on_several_streams_do_not_share_their_segments(copier:
     streams = [GPU.stream() for _ in range(3)]
     grounds = [Ground(bound_of(*pair(order=HND), (0, 384), seed=seed), 0, 0) for seed in range(12)]
     for i, ground in enumerate(grounds):
-        copier.copy(ground.mapped(THERE), streams[i % 3])
+        batches = ground.mapped(THERE)
+        copier.prepare(batches)
+        copier.copy(batches, streams[i % 3])
     for ground in grounds:
         host.copy(ground.mapped(HERE))
     for stream in streams:
@@ -269,8 +272,12 @@ def test_copies_under_way_on_several_streams_do_not_share_their_segments(copier:
 def test_a_prepared_copy_is_one_launch_and_a_copy_of_nothing_none(copier: Copier) -> None:
     ground = Ground(CASES["equal layouts, 8 KiB runs"], 0, 0)
     batches = ground.mapped(THERE)
-    copier.prepare(batches)
     stream = GPU.stream()
+    fresh = Copier(GPU)
+    with pytest.raises(NotPrepared):
+        fresh.copy(batches, stream)
+    fresh.close()
+    copier.prepare(batches)
     assert copier.copy(batches, stream) == 1
     assert copier.copy([], stream) == 0
     stream.synchronize()

@@ -72,6 +72,7 @@ class Bench:
 
     def grids(self, name: str, batches: Sequence[Batch], nbytes: int, grids: Sequence[int] = GRIDS) -> None:
         cells, host = [], 0.0
+        self.copier.prepare(batches)
         for programs in grids:
             gpu_s, host = self.gpu_s(lambda programs=programs: self.copier.copy(batches, self.stream, programs))  # type: ignore[misc]
             cells.append(f"{nbytes / gpu_s / 1e9:.0f}")
@@ -140,6 +141,7 @@ def run(tiles: bool, source_gpu: str | None) -> None:
             batches = mapped(wanted, {(0, 0): source}, {0: region.span.address})
             pool.fill_(0xFF)
             device.synchronize()  # torch's synchronize waits for its current GPU, which is another one here
+            bench.copier.prepare(batches)
             bench.copier.copy(batches, stream)
             stream.synchronize()
             case.check(ids, 0, pool.view(torch.int32))
@@ -162,6 +164,7 @@ def run(tiles: bool, source_gpu: str | None) -> None:
             mapped(wanted, {(0, 0): source}, {0: region.span.address}),
             sum(move.nbytes for move in wanted),
         )
+        bench.copier.prepare(batches)
         rate = nbytes / bench.gpu_s(lambda: bench.copier.copy(batches, stream))[0] / 1e9
         print(
             f"\n{PROGRAMS} programs (the default), same layout: {rate:.0f} GB/s = {rate / ceiling:.0%} of the ceiling"

@@ -52,7 +52,7 @@ class _Scratch:
 
 
 class NotPrepared(Exception):
-    """A kernel or a table that a copy needs is not on the GPU yet: `prepare` brings it there."""
+    """A kernel or a table that a copy needs is not on the GPU, not yet or not any more: `prepare` brings it there."""
 
 
 def load() -> tuple[Any, Any]:
@@ -62,12 +62,9 @@ def load() -> tuple[Any, Any]:
 
         from kvferryd.copy import kernel
     except ImportError as error:
-        raise Unavailable(
-            "triton_missing",
-            f"copies on a GPU need torch for CUDA and its Triton: {error}",
-            field="triton",
-            remedy="install a CUDA build of torch (it brings Triton), or set device = cpu",
-        ) from None
+        message = f"copies on a GPU need torch for CUDA and its Triton: {error}"
+        remedy = "install a CUDA build of torch (it brings Triton), or set device = cpu"
+        raise Unavailable("triton_missing", message, field="triton", remedy=remedy) from None
     return torch, kernel
 
 
@@ -86,25 +83,17 @@ class Copier:
         self._using = threading.Lock()
         """The tables, from the look at them to the launch: once launched, `free` waits for who uses them."""
 
-    def copy(
-        self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None, *, prepare: bool = True
-    ) -> int:
+    def copy(self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None) -> int:
         """Put the batches on a stream, one launch for each width of word. Returns the number of launches.
 
         Addresses are raw: of this GPU, of a mapped peer, or of pinned host memory; nothing checks them. The batches of
-        one call run in any order and at once. What the first copy of a kind needs is made (see `prepare`), or it raises
-        NotPrepared, before anything is launched, where that is not wanted.
+        one call run in any order and at once. Raises NotPrepared before anything is launched: `prepare`, then again.
         """
         groups = list(self._grouped(batches))
-        if not groups:
-            return 0
         with self.device, self._using:
-            if self._is_prepared(groups):
-                return self._launch(groups, stream, programs or self.programs)
-        if not prepare:
-            raise NotPrepared
-        self.prepare(batches)
-        return self.copy(batches, stream, programs, prepare=False)
+            if not self._is_prepared(groups):
+                raise NotPrepared
+            return self._launch(groups, stream, programs or self.programs) if groups else 0
 
     def _launch(self, groups: list[tuple[Shape, list[Batch]]], stream: cuda.Stream, programs: int) -> int:
         words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)
@@ -202,9 +191,9 @@ class Copier:
     def _upload(self, table: Table) -> None:
         if table in self._tables:
             return
-        address, nbytes = self.device.alloc(table.offsets.nbytes), table.offsets.nbytes
+        address = self.device.alloc(table.offsets.nbytes)
         with closing(self.device.stream()) as stream:
-            stream.copy(address, table.offsets.ctypes.data, nbytes)
+            stream.copy(address, table.offsets.ctypes.data, table.offsets.nbytes)
             stream.synchronize()
         with self._using:
             kept = self._tables.setdefault(table, address)

@@ -28,7 +28,7 @@ class Move:
     """Segments of equal length of one copy, and one pattern of runs that each of them repeats.
 
     The segments are offsets in bytes from the start of either region. The source of a staged transfer knows only its
-    own; then `destination_segments` is empty.
+    own; the destination's are then made up.
     """
 
     source_rank: int
@@ -44,7 +44,7 @@ class Move:
 
     @property
     def segments(self) -> int:
-        return max(len(self.source_segments), len(self.destination_segments))
+        return len(self.source_segments)
 
     @property
     def nbytes(self) -> int:

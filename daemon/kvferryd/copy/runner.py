@@ -41,7 +41,7 @@ class GpuCopy:
 
     nbytes: int
     build: Callable[[], Sequence[Batch]]
-    """Called when it is its turn, on the loop; twice where something had to be prepared for it first."""
+    """Called when it is its turn, on the loop; once more whenever something had to be prepared for it."""
     done: asyncio.Future[None]
     quiet: asyncio.Future[None]
     programs: int
@@ -53,7 +53,6 @@ class GpuCopy:
     phase: str = "copy"
     launched_at: float = 0.0
     event: cuda.Event | None = None
-    prepared: bool = False
     problem: KvferryError | None = None
     """Why it is not whole. Something of it may run all the same, until its event."""
     abandoned: bool = False
@@ -199,7 +198,7 @@ class Runner:
             event = self._events.pop() if self._events else self.device.event()
             try:
                 batches = copy.build()
-                self._copier.copy(batches, self._stream, copy.programs, prepare=copy.prepared)
+                self._copier.copy(batches, self._stream, copy.programs)
             except NotPrepared:
                 self._events.append(event)
                 self._prepare(copy, batches)
@@ -215,7 +214,6 @@ class Runner:
 
     def _prepare(self, copy: GpuCopy, batches: Sequence[Batch]) -> None:
         """On the thread; then it is the copy's turn again."""
-        copy.prepared = True
 
         def again(preparing: asyncio.Future[None]) -> None:
             problem = _closed() if self._closing else preparing.exception()
@@ -265,12 +263,8 @@ class Runner:
             and 0 <= probe.offset <= probe.offset + len(probe.held) <= mapping.nbytes
         )
         if not fits or read(self.device, mapping.address + probe.offset, len(probe.held)) != probe.held:
-            raise Internal(
-                "probe_failed",
-                "the mapped memory is not what the source has there",
-                field="allocation_nbytes",
-                value=mapping.nbytes,
-            )
+            message = "the mapped memory is not what the source has there"
+            raise Internal("probe_failed", message, field="allocation_nbytes", value=mapping.nbytes)
 
     def _unmap(self, regions: Sequence[CudaRegion]) -> None:
         for region in regions:

@@ -45,13 +45,9 @@ class CudaProvider:
             if error.code != "out_of_memory":
                 raise
             free, total = self.device.memory()
-            raise Full(
-                "out_of_memory",
-                f"GPU {self.device.uuid} has no room for {nbytes} bytes: {free} of {total} are free",
-                field="nbytes",
-                value=nbytes,
-                remedy="start the daemon and its caches before other users of the GPU, or make the cache smaller",
-            ) from None
+            message = f"GPU {self.device.uuid} has no room for {nbytes} bytes: {free} of {total} are free"
+            remedy = "start the daemon and its caches before other users of the GPU, or make the cache smaller"
+            raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy) from None
         with ExitStack() as undo:
             undo.callback(self.device.free, address)
             nonce = Probe(taken - PROBE_NBYTES, secrets.token_bytes(PROBE_NBYTES))
@@ -68,22 +64,13 @@ class CudaProvider:
         """Map memory that the engine owns. Raises KvferryError."""
         kind, nbytes = memory.WhichOneof("kind"), memory.nbytes
         if kind not in ("cuda", "vmm"):
-            raise Malformed(
-                "wrong_memory_kind",
-                "a daemon beside a GPU adopts CUDA memory only",
-                field="memory.kind",
-                value=kind,
-                remedy="hand over what kvferry.memory.cuda_memory describes",
-            )
+            what, remedy = "a daemon beside a GPU adopts CUDA memory only", "hand over what cuda_memory describes"
+            raise Malformed("wrong_memory_kind", what, field="memory.kind", value=kind, remedy=remedy)
         given = memory.cuda if kind == "cuda" else memory.vmm
         if given.device_uuid != self.device.uuid:
-            raise Malformed(
-                "wrong_gpu",
-                f"the memory is on GPU {given.device_uuid}, this daemon runs beside {self.device.uuid}",
-                field=f"memory.{kind}.device_uuid",
-                value=given.device_uuid,
-                remedy="attach each rank to the daemon of its own GPU",
-            )
+            what = f"the memory is on GPU {given.device_uuid}, this daemon runs beside {self.device.uuid}"
+            field, remedy = f"memory.{kind}.device_uuid", "attach each rank to the daemon of its own GPU"
+            raise Malformed("wrong_gpu", what, field=field, value=given.device_uuid, remedy=remedy)
         undo = ExitStack()
         if isinstance(given, engine_pb2.CudaAllocations):
             check_inside(given.offset, nbytes, sum(given.nbytes), "was said to have")

@@ -28,13 +28,9 @@ class HostProvider:
         # Linux ends a process that takes more than there is, this daemon first, instead of refusing.
         room = min(_available(), _left_in_group())
         if nbytes > room:
-            raise Full(
-                "out_of_memory",
-                f"there is no room for {nbytes} bytes: {room} are left",
-                field="nbytes",
-                value=nbytes,
-                remedy="raise the memory limit of the daemon's container or make the cache smaller",
-            )
+            message = f"there is no room for {nbytes} bytes: {room} are left"
+            remedy = "raise the memory limit of the daemon's container or make the cache smaller"
+            raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy)
         file = sealed_file(NAME, nbytes)
         try:
             shared = open_region(file, nbytes)
@@ -45,14 +41,11 @@ class HostProvider:
 
     def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
         """Map a file that the engine handed over. Raises KvferryError."""
-        if memory.WhichOneof("kind") != "handed" or len(files) != 1:
-            raise Malformed(
-                "wrong_memory_kind",
-                "a daemon with device = cpu adopts one file at a time",
-                field="memory.kind",
-                value=memory.WhichOneof("kind"),
-                remedy="hand over the descriptor of one sealed file, or run with device = cuda:N",
-            )
+        kind = memory.WhichOneof("kind")
+        if kind != "handed" or len(files) != 1:
+            message = "a daemon with device = cpu adopts one file at a time"
+            remedy = "hand over the descriptor of one sealed file, or run with device = cuda:N"
+            raise Malformed("wrong_memory_kind", message, field="memory.kind", value=kind, remedy=remedy)
         shared = open_region(files[0], memory.nbytes, memory.region, memory.handed.offset)
         return _region(shared, memory, owned=False)
 
