@@ -239,7 +239,7 @@ def test_runs_of_any_length(copier: Copier, nbytes: int) -> None:
     source = Twin.of(rows * segments * nbytes, seed=1)
     destination = Twin.of(rows * segments * nbytes)
     rng = np.random.default_rng(nbytes)
-    mixed = Table.of(rng.permutation(rows) * segments * nbytes)
+    mixed = Table(rng.permutation(rows) * segments * nbytes)
     starts, ends = np.arange(segments) * rows * nbytes, rng.permutation(segments) * nbytes
 
     def batches(side: Callable[[Twin], int]) -> list[Batch]:

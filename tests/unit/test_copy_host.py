@@ -122,7 +122,7 @@ def test_runs_longer_than_numpy_is_good_for_are_moved_one_by_one() -> None:
     nbytes = host.LONG + 3
     source = np.random.default_rng(0).integers(0, 255, 2 * nbytes, dtype=np.uint8)
     destination = np.zeros_like(source)
-    swapped = Table.of(np.array([nbytes, 0]))
+    swapped = Table(np.array([nbytes, 0]))
     begin, end = (np.array([held.ctypes.data]) for held in (source, destination))
     host.copy([Batch(nbytes, 2, Side(begin, packed(2, nbytes)), Side(end, swapped))])
     assert (destination == np.roll(source, nbytes)).all()
@@ -133,7 +133,7 @@ def test_runs_longer_than_numpy_is_good_for_are_moved_one_by_one() -> None:
     [(64, 32, 16, 16), (64, 32, 8, 8), (64, 4, 16, 4), (6, 16, 16, 2), (576, 0, 0, 16), (5, 16, 16, 1), (64, 1, 16, 1)],
 )
 def test_a_word_is_as_wide_as_lengths_and_addresses_allow(nbytes: int, segment: int, row: int, word: int) -> None:
-    side = Side(np.array([4096, 4096 + segment]), Table.of(np.array([0, row])))
+    side = Side(np.array([4096, 4096 + segment]), Table(np.array([0, row])))
     assert Batch(nbytes, 2, side, side).word == word
 
 

@@ -13,23 +13,22 @@ WIDEST = 16
 """Bytes of the widest access."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Static offsets of a segment's runs. Tables are known by identity: a GPU keeps the ones it has seen."""
 
     offsets: Ints
-    bits: int
-    """All offsets together, bit by bit: their lowest bit set says to what they are aligned."""
 
-    @staticmethod
-    def of(offsets: Ints) -> Table:
-        return Table(np.ascontiguousarray(offsets, dtype=np.int64), _bits(offsets))
+    @functools.cached_property
+    def bits(self) -> int:
+        """All offsets together, bit by bit: their lowest bit set says to what they are aligned."""
+        return _bits(self.offsets)
 
 
 @functools.lru_cache(maxsize=64)
 def packed(rows: int, nbytes: int) -> Table:
     """Runs that follow one another without a gap."""
-    return Table.of(np.arange(rows, dtype=np.int64) * nbytes)
+    return Table(np.arange(rows, dtype=np.int64) * nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

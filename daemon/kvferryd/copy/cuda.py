@@ -6,7 +6,7 @@ import ctypes
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ class Copier:
         """
         groups = list(self._grouped(batches))
         with self.device, self._using:
-            if not self._is_prepared(groups):
+            if not (_tables(groups) <= self._tables.keys() and {shape for shape, _ in groups} <= self._compiled.keys()):
                 raise NotPrepared
             return self._launch(groups, stream, programs or self.programs) if groups else 0
 
@@ -114,18 +114,13 @@ class Copier:
         """Compile and upload what `copy` of such batches needs, so that the first transfer does not pay for it."""
         with self.device:
             self._drop_tables()
-            for shape, found in self._grouped(batches):
-                for table in {side.table: None for batch in found for side in (batch.source, batch.destination)}:
+            groups = list(self._grouped(batches))
+            for table in _tables(groups):
+                if table not in self._tables:
                     self._upload(table)
+            for shape, _ in groups:
                 if shape not in self._compiled:
                     self._compiled[shape] = self._compile(shape)
-
-    def _is_prepared(self, groups: list[tuple[Shape, list[Batch]]]) -> bool:
-        return all(
-            shape in self._compiled
-            and all(batch.source.table in self._tables and batch.destination.table in self._tables for batch in found)
-            for shape, found in groups
-        )
 
     def close(self) -> None:
         """Wait for every copy and give back all memory."""
@@ -189,8 +184,6 @@ class Copier:
         return self._tables[side.table] + 8 * side.first_row
 
     def _upload(self, table: Table) -> None:
-        if table in self._tables:
-            return
         address = self.device.alloc(table.offsets.nbytes)
         with closing(self.device.stream()) as stream:
             stream.copy(address, table.offsets.ctypes.data, table.offsets.nbytes)
@@ -241,6 +234,10 @@ class Copier:
             )
             compiled[(1, 1, 1)]  # loads it onto this GPU
         return compiled
+
+
+def _tables(groups: Iterable[tuple[Shape, list[Batch]]]) -> set[Table]:
+    return {side.table for _, found in groups for batch in found for side in (batch.source, batch.destination)}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -61,7 +61,7 @@ class Move:
 @functools.lru_cache(maxsize=256)
 def tables(pattern: Pattern) -> tuple[Table, Table]:
     """The rows of the source and of the destination."""
-    return Table.of(pattern.source_offsets), Table.of(pattern.destination_offsets)
+    return Table(pattern.source_offsets), Table(pattern.destination_offsets)
 
 
 def moves(bound: Bound) -> list[Move]:

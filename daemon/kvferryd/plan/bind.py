@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
@@ -102,20 +102,13 @@ def bind(
         if key not in cut:
             cut[key] = _cut(copy, source_tables.get(copy.source_rank, {}), destination_tables, tokens)
         if (found := cut[key]) is not None:
-            source_offsets = place.offsets(found.source_blocks, found.source_slots)
-            destination_offsets = own_place.offsets(found.destination_blocks, found.destination_slots)
-            pairs.append((copy, Segments(source_offsets, destination_offsets, found.tokens)))
+            theirs, ours, lengths = found
+            pairs.append((copy, Segments(place.offsets(*theirs), own_place.offsets(*ours), lengths)))
     return Bound(tuple(pairs))
 
 
-class _Cut(NamedTuple):
-    """Segments before they meet a component's strides."""
-
-    source_blocks: Ints
-    source_slots: Ints
-    destination_blocks: Ints
-    destination_slots: Ints
-    tokens: Ints
+_Cut: TypeAlias = tuple[tuple[Ints, Ints], tuple[Ints, Ints], Ints]
+"""Segments before they meet a component's strides: (block, slot) on either side where each begins, and its tokens."""
 
 
 def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[int, int]) -> _Cut | None:
@@ -131,7 +124,7 @@ def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[in
                 what, remedy = f"has {ids} ids", "a state group holds one block per request"
                 raise _wrong("tables_mismatch", of, group, what, ".block_ids", table.block_ids.tolist(), remedy)
         zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-        return _Cut(theirs.block_ids, zero, ours.block_ids, zero, one)
+        return (theirs.block_ids, zero), (ours.block_ids, zero), one
     # Before the range is spelled out: it may be absurdly long. After this the table bounds it.
     _check_holds(ours, own, ours.first_token, local_tokens(own.token_shard, tokens[1]), "destination")
     # Tokens before the destination's first are cached there; of a sliding window the source may have dropped some.
@@ -152,13 +145,12 @@ def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[in
     begin = count.cumsum() - count
     starts, interval = _starts(source_at, own_at, begin, count, (copy.source.grain, copy.destination.grain))
     inside = starts - begin[interval]
-    source_token, own_token = source_at[interval] + inside, own_at[interval] + inside
+    source_block, source_slot = np.divmod(source_at[interval] + inside, source.block_size)
+    own_block, own_slot = np.divmod(own_at[interval] + inside, own.block_size)
     lengths = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
     lengths[-1] = begin[-1] + count[-1] - starts[-1]
-    source_block, source_slot = np.divmod(source_token, source.block_size)
-    own_block, own_slot = np.divmod(own_token, own.block_size)
-    return _Cut(theirs.block_ids[source_block], source_slot, ours.block_ids[own_block], own_slot, lengths)
+    return (theirs.block_ids[source_block], source_slot), (ours.block_ids[own_block], own_slot), lengths
 
 
 def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
@@ -178,7 +170,7 @@ def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tup
     for shard in (source, own):
         held &= first // shard.interleave % shard.size == shard.rank
         ring = shard.interleave * shard.size
-        local.append(first // ring * shard.interleave + first % shard.interleave if shard.size > 1 else first)
+        local.append(first // ring * shard.interleave + first % shard.interleave)
     # Equal rings on both sides: global neighbours may be far apart, local ones are not.
     return coalesce(local[0][held], local[1][held], count[held])
 

@@ -45,14 +45,15 @@ class Place(NamedTuple):
         return self.slot[-1][0] if self.slot else 1
 
 
-class Part(NamedTuple):
-    """For people: a component, or the part of its sharded axis that is read."""
+class Choice(NamedTuple):
+    """One of the holders of a component, by position, and the part of the sharded axis ("": none) that is read from it.
+    `total`: positions of that axis."""
 
-    component: str
-    layer: int
+    position: int
     axis: str
     span: Span
     total: int
+    boxes: list[Box]
 
 
 @dataclass(eq=False)
@@ -60,6 +61,7 @@ class Copy:
     """What is read from one group of one source rank, where all components have the same places.
 
     boxes: (box, item size in bytes) at block 0, slot 0. Everything that depends on tokens comes later, from `bind`.
+    parts: for people, each of the destination's components and what was chosen for it.
     """
 
     source_rank: int
@@ -68,7 +70,7 @@ class Copy:
     source: Place
     destination: Place
     boxes: list[tuple[Box, int]] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[tuple[Component, Choice]] = field(default_factory=list)
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -128,16 +130,16 @@ def plan(sources: Sequence[Manifest], destination: Manifest) -> Plan:
             except PlanRefused as refused:
                 refusals += refused.refusals
                 continue
-        for position, axis, span, boxes in choices[look]:
-            held = found[position]
+        for choice in choices[look]:
+            held = found[choice.position]
             place = Place(held.component.region, held.layout.block, held.layout.slot)
             own_place = Place(wanted.region, layout.block, layout.slot)
             key = (held.rank, held.group.name, own.name, place, own_place)
             if key not in copies:
                 copies[key] = Copy(held.rank, held.group, own, place, own_place)
             origin = Box(held.component.offset, wanted.offset)
-            copies[key].boxes += [(origin + box, wanted.itemsize) for box in boxes]
-            copies[key].parts.append(Part(wanted.name, wanted.layer, axis, span, layout.totals[axis]))
+            copies[key].boxes += [(origin + box, wanted.itemsize) for box in choice.boxes]
+            copies[key].parts.append((wanted, choice))
     if refusals:
         raise PlanRefused(refusals)
     return Plan(destination, {source.rank: source for source in sources}, tuple(copies.values()))
@@ -150,15 +152,6 @@ class Held(NamedTuple):
     component: Component
     group: Group
     layout: Layout
-
-
-class Choice(NamedTuple):
-    """One holder (by position) and the part of the sharded axis that is read from it."""
-
-    position: int
-    axis: str
-    span: Span
-    boxes: list[Box]
 
 
 def _choose(wanted: Component, layout: Layout, own: Group, found: Sequence[Held], reader: int) -> list[Choice]:
@@ -178,7 +171,8 @@ def _choose(wanted: Component, layout: Layout, own: Group, found: Sequence[Held]
                 raise PlanRefused([_uncovered(wanted, axis, Span(at, whole.stop), found)])
             position, span = holders[reader % len(holders)]
             part = Span(at, min(whole.stop, span.stop))
-            chosen.append(Choice(position, axis, part, _boxes(found[position].layout, layout, axis, part)))
+            boxes = _boxes(found[position].layout, layout, axis, part)
+            chosen.append(Choice(position, axis, part, layout.totals[axis], boxes))
             at = part.stop
     return chosen
 
