@@ -94,11 +94,9 @@ class Ground:
         ends: dict[tuple[int, int], int] = defaultdict(int)
         own_ends: dict[int, int] = defaultdict(int)
         for move in self.moves:
-            key, own, pattern = (move.source_rank, move.source_region), move.destination_region, move.pattern
-            ends[key] = max(ends[key], end_of(move.source_segments, pattern.source_offsets, pattern.nbytes))
-            own_ends[own] = max(
-                own_ends[own], end_of(move.destination_segments, pattern.destination_offsets, pattern.nbytes)
-            )
+            key, own, batch = (move.source_rank, move.source_region), move.destination_region, move.batch
+            ends[key] = max(ends[key], end_of(batch.source, batch.nbytes))
+            own_ends[own] = max(own_ends[own], end_of(batch.destination, batch.nbytes))
         self.sources = {key: Twin.of(end, shift, seed=i) for i, (key, end) in enumerate(ends.items())}
         self.destinations = {region: Twin.of(end, own_shift) for region, end in own_ends.items()}
 
@@ -122,8 +120,8 @@ class Ground:
             twin.free()
 
 
-def end_of(segments: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], nbytes: int) -> int:
-    return int(segments.max() + offsets.max()) + nbytes
+def end_of(side: Side, nbytes: int) -> int:
+    return int(side.segments.max() + side.table.offsets.max()) + nbytes
 
 
 def on_both(copier: Copier, here: list[Batch], there: list[Batch], programs: int | None = None) -> None:

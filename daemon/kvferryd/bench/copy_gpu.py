@@ -145,7 +145,7 @@ def run(tiles: bool, source_gpu: str | None) -> None:
             bench.copier.copy(batches, stream)
             stream.synchronize()
             case.check(ids, 0, pool.view(torch.int32))
-            bench.grids(case.name, batches, sum(move.nbytes for move in wanted))
+            bench.grids(case.name, batches, sum(move.batch.total_nbytes for move in wanted))
         print(f"\n| local | bytes | {' | '.join(map(str, GRIDS))} | host |\n|{'---|' * (len(GRIDS) + 3)}")
         for case in CASES[:2]:
             wanted = wanted_moves(case)[0]
@@ -162,7 +162,7 @@ def run(tiles: bool, source_gpu: str | None) -> None:
         wanted = wanted_moves(CASES[0])[0]
         batches, nbytes = (
             mapped(wanted, {(0, 0): source}, {0: region.span.address}),
-            sum(move.nbytes for move in wanted),
+            sum(move.batch.total_nbytes for move in wanted),
         )
         bench.copier.prepare(batches)
         rate = nbytes / bench.gpu_s(lambda: bench.copier.copy(batches, stream))[0] / 1e9
@@ -184,7 +184,7 @@ def sweep(bench: Bench, source: int, destination: int) -> None:
         for case in CASES[:2]:
             wanted = wanted_moves(case)[0]
             batches = mapped(wanted, {(0, 0): source}, {0: destination})
-            nbytes = sum(move.nbytes for move in wanted)
+            nbytes = sum(move.batch.total_nbytes for move in wanted)
             bench.grids(f"{tile}, {warps}, {case.name}", batches, nbytes, grids)
         bench.copier.close()
     copying.TILE, copying.WARPS = TILE, WARPS

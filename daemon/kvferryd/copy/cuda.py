@@ -252,6 +252,6 @@ def _bounded(batch: Batch) -> list[Batch]:
     if step >= segments:
         return [batch]
     parts = (
-        (batch.source.part(first, step), batch.destination.part(first, step)) for first in range(0, segments, step)
+        (side.part(first, step) for side in (batch.source, batch.destination)) for first in range(0, segments, step)
     )
     return [Batch(batch.nbytes, batch.rows, *sides) for sides in parts]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -23,39 +22,16 @@ SAMPLED = 4
 """Blocks of each group in a `sample`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Move:
-    """Segments of equal length of one copy, and one pattern of runs that each of them repeats.
+class Move(NamedTuple):
+    """Segments of equal length between two regions; the batch's sides are relative to them.
 
-    The segments are offsets in bytes from the start of either region. The source of a staged transfer knows only its
-    own; the destination's are then made up.
+    The source of a staged transfer knows only its own segments: the destination's are then made up.
     """
 
     source_rank: int
     source_region: int
     destination_region: int
-    pattern: Pattern
-    source_segments: Ints
-    destination_segments: Ints
-
-    @property
-    def rows(self) -> int:
-        return len(self.pattern.source_offsets)
-
-    @property
-    def segments(self) -> int:
-        return len(self.source_segments)
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.segments * self.pattern.nbytes
-
-    def source(self, address: int) -> Side:
-        """The source side, for a region that begins at `address`."""
-        return Side(address + self.source_segments, tables(self.pattern)[0])
-
-    def destination(self, address: int) -> Side:
-        return Side(address + self.destination_segments, tables(self.pattern)[1])
+    batch: Batch
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,8 +46,13 @@ def moves(bound: Bound) -> list[Move]:
     for copy, segments in bound.pairs:
         where = copy.source_rank, copy.source.region, copy.destination.region
         for length, chosen in _by_length(segments.tokens):
-            source, destination = segments.source_offsets[chosen], segments.destination_offsets[chosen]
-            found += [Move(*where, pattern, source, destination) for pattern in copy.patterns(length)]
+            for pattern in copy.patterns(length):
+                source, destination = tables(pattern)
+                sides = (
+                    Side(segments.source_offsets[chosen], source),
+                    Side(segments.destination_offsets[chosen], destination),
+                )
+                found.append(Move(*where, Batch(pattern.nbytes, len(source.offsets), *sides)))
     return found
 
 
@@ -87,12 +68,7 @@ def mapped(
 ) -> list[Batch]:
     """One pass from regions to regions. Addresses: of sources by (rank, region), of destinations by region."""
     return [
-        Batch(
-            move.pattern.nbytes,
-            move.rows,
-            move.source(sources[move.source_rank, move.source_region]),
-            move.destination(destinations[move.destination_region]),
-        )
+        move.batch.at(sources[move.source_rank, move.source_region], destinations[move.destination_region])
         for move in wanted
     ]
 
