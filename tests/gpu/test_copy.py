@@ -34,7 +34,7 @@ GUARD = 64
 
 @pytest.fixture(scope="module")
 def copier() -> Iterator[Copier]:
-    copier = Copier(GPU, programs=5)  # few, so that each goes round often
+    copier = Copier(GPU)
     yield copier
     copier.close()
 
@@ -124,7 +124,8 @@ def end_of(side: Side, nbytes: int) -> int:
     return int(side.segments.max() + side.table.offsets.max()) + nbytes
 
 
-def on_both(copier: Copier, here: list[Batch], there: list[Batch], programs: int | None = None) -> None:
+def on_both(copier: Copier, here: list[Batch], there: list[Batch], programs: int = 5) -> None:
+    """By few programs, so that each goes round often."""
     host.copy(here)
     stream = GPU.stream()
     copier.prepare(there)

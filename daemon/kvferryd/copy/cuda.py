@@ -71,11 +71,10 @@ def load() -> tuple[Any, Any]:
 class Copier:
     """Copies on one GPU, on any number of streams. `close` it. One thread may `prepare` beside the one that copies."""
 
-    def __init__(self, device: cuda.Device, programs: int = PROGRAMS) -> None:
-        """`programs`: how many SMs a copy may take. Raises KvferryError: `triton_missing`."""
+    def __init__(self, device: cuda.Device) -> None:
+        """Raises KvferryError: `triton_missing`."""
         self._torch, kernel = load()
-        self.device, self.programs = device, programs
-        self._kernel = kernel.copy_runs
+        self.device, self._kernel = device, kernel.copy_runs
         self._fields: int = kernel.FIELDS.value
         self._compiled: dict[Shape, Any] = {}
         self._tables: OrderedDict[Table, int] = OrderedDict()
@@ -83,17 +82,18 @@ class Copier:
         self._using = threading.Lock()
         """The tables, from the look at them to the launch: once launched, `free` waits for who uses them."""
 
-    def copy(self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None) -> int:
+    def copy(self, batches: Sequence[Batch], stream: cuda.Stream, programs: int = PROGRAMS) -> int:
         """Put the batches on a stream, one launch for each width of word. Returns the number of launches.
 
         Addresses are raw: of this GPU, of a mapped peer, or of pinned host memory; nothing checks them. The batches of
-        one call run in any order and at once. Raises NotPrepared before anything is launched: `prepare`, then again.
+        one call run in any order and at once. `programs`: SMs that it may take. Raises NotPrepared before anything is
+        launched: `prepare`, then copy again.
         """
         groups = list(self._grouped(batches))
         with self.device, self._using:
             if not (_tables(groups) <= self._tables.keys() and {shape for shape, _ in groups} <= self._compiled.keys()):
                 raise NotPrepared
-            return self._launch(groups, stream, programs or self.programs) if groups else 0
+            return self._launch(groups, stream, programs) if groups else 0
 
     def _launch(self, groups: list[tuple[Shape, list[Batch]]], stream: cuda.Stream, programs: int) -> int:
         words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)

@@ -46,13 +46,11 @@ def moves(bound: Bound) -> list[Move]:
     for copy, segments in bound.pairs:
         where = copy.source_rank, copy.source.region, copy.destination.region
         for length, chosen in _by_length(segments.tokens):
+            source, destination = segments.source_offsets[chosen], segments.destination_offsets[chosen]
             for pattern in copy.patterns(length):
-                source, destination = tables(pattern)
-                sides = (
-                    Side(segments.source_offsets[chosen], source),
-                    Side(segments.destination_offsets[chosen], destination),
-                )
-                found.append(Move(*where, Batch(pattern.nbytes, len(source.offsets), *sides)))
+                rows, own_rows = tables(pattern)
+                batch = Batch(pattern.nbytes, len(rows.offsets), Side(source, rows), Side(destination, own_rows))
+                found.append(Move(*where, batch))
     return found
 
 

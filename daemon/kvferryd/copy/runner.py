@@ -69,12 +69,13 @@ class Runner:
     async def started(cls, device: cuda.Device, programs: int) -> Runner:
         """Load torch and Triton, seconds at the first time. Raises KvferryError (`triton_missing`)."""
         try:
-            return cls(await asyncio.to_thread(Copier, device, programs))
+            return cls(await asyncio.to_thread(Copier, device), programs)
         except Exception as error:  # noqa: BLE001  what importing them raises is of many kinds
             raise _typed(error) from None
 
-    def __init__(self, copier: Copier) -> None:
-        self.device, self.programs = copier.device, copier.programs
+    def __init__(self, copier: Copier, programs: int) -> None:
+        """programs: SMs that a copy may take."""
+        self.device, self.programs = copier.device, programs
         self.device.bind()
         self._copier, self._stream = copier, copier.device.stream()
         self._loop = asyncio.get_running_loop()

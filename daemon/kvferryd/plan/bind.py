@@ -178,9 +178,8 @@ def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tup
 def local_tokens(shard: TokenShard, token: int) -> int:
     """How many of the global tokens before `token` lie on this shard."""
     ring = shard.interleave * shard.size
-    return token // ring * shard.interleave + min(
-        max(token % ring - shard.rank * shard.interleave, 0), shard.interleave
-    )
+    inside = token % ring - shard.rank * shard.interleave
+    return token // ring * shard.interleave + min(max(inside, 0), shard.interleave)
 
 
 def _global_token(shard: TokenShard, local: int) -> int:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from kvferry.errors import Malformed, Refusal
 from kvferry.manifest import Component, Group, Manifest, TokenShard
-from kvferryd.plan.axes import Box, Ints, Loop, Radix, offsets, pair, step
-from kvferryd.plan.layout import Layout, Span, layouts
+from kvferryd.plan.axes import Box, Ints, Layout, Loop, Radix, Span, layouts, offsets, pair, step
 from kvferryd.plan.rows import Pattern, patterns
 
 
