@@ -22,8 +22,8 @@ from kvferryd.plan.plan import Copy, Plan
 from kvferryd.plan.rows import Pattern, coalesce
 
 EXACT_RUNS = 16_384
-"""Up to this many runs, those of different patterns are joined too (a sort, 1 ms); beyond, only the few runs at the
-edge of a partial block could still join, and the sort would cost more than they do."""
+"""Up to this many runs, those of different rows are joined too (a sort, 1 ms); beyond, only a few could still join, and
+the sort would cost more than they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,9 @@ def bind(
     destination table wants nothing of its group. Raises KvferryError naming table, value and remedy.
     """
     if not 0 <= tokens[0] <= tokens[1]:
-        what, remedy = "the token range {}:{} is not a range", "0 <= first <= last, global tokens, last exclusive"
-        raise Malformed("malformed_tables", what.format(*tokens), field="tokens", value=tokens, remedy=remedy)
+        message = f"the token range {tokens[0]}:{tokens[1]} is not a range"
+        remedy = "0 <= first <= last, global tokens, last exclusive"
+        raise Malformed("malformed_tables", message, field="tokens", value=tokens, remedy=remedy)
     cut: dict[object, _Cut | None] = {}
     pairs = []
     for copy in plan.copies:
@@ -272,13 +273,11 @@ def _expand(copy: Copy, segments: Segments) -> Iterator[tuple[Ints, Ints, Ints]]
         source, destination, joined = coalesce(
             segments.source_offsets[index], segments.destination_offsets[index], nbytes
         )
-        rows = len(pattern.source_offsets)
-        runs = (
+        yield (
             (pattern.source_offsets[:, None] + source).ravel(),
             (pattern.destination_offsets[:, None] + destination).ravel(),
-            np.broadcast_to(joined, (rows, len(joined))).ravel(),
+            np.tile(joined, len(pattern.source_offsets)),
         )
-        yield coalesce(*runs) if pattern.joints and not pattern.joints.isdisjoint(joined.tolist()) else runs
 
 
 def _join(parts: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, Ints]:

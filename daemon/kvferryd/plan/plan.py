@@ -129,10 +129,10 @@ def plan(sources: Sequence[Manifest], destination: Manifest) -> Plan:
             except PlanRefused as refused:
                 refusals += refused.refusals
                 continue
+        own_place = Place(wanted.region, layout.block, layout.slot)
         for choice in choices[look]:
             held = found[choice.position]
             place = Place(held.component.region, held.layout.block, held.layout.slot)
-            own_place = Place(wanted.region, layout.block, layout.slot)
             key = (held.rank, held.group.name, own.name, place, own_place)
             if key not in copies:
                 copies[key] = Copy(held.rank, held.group, own, place, own_place)

@@ -28,12 +28,6 @@ class Pattern:
         """Equal for patterns that begin at the same offsets, so that segments of different lengths can join."""
         return self.source_offsets.tobytes() + self.destination_offsets.tobytes()
 
-    @cached_property
-    def joints(self) -> frozenset[int]:
-        """Lengths of a joined run at which it would touch the next one of its own pattern."""
-        gaps = np.diff(self.source_offsets)
-        return frozenset(gaps[gaps == np.diff(self.destination_offsets)].tolist())
-
 
 def patterns(boxes: Sequence[tuple[Box, int]], token_loop: Loop) -> list[Pattern]:
     """Maximal runs of a segment of `token_loop.extent` consecutive slots, grouped by length. boxes: see `Copy`.
