@@ -190,11 +190,11 @@ class Copier:
             stream.synchronize()
         with self._using:
             kept = self._tables.setdefault(table, address)
-        if kept != address:  # it was brought there meanwhile
+        if kept != address:  # another thread has uploaded it meanwhile
             self.device.free(address)
 
     def _drop_tables(self) -> None:
-        """Those that were not used for longest, where there are too many."""
+        """Free the least recently used tables, down to KEPT_NBYTES."""
         dropped = []
         with self._using:
             kept = sum(table.offsets.nbytes for table in self._tables)

@@ -72,8 +72,8 @@ def mapped(
 
 
 def sample(plan: Plan) -> list[Move]:
-    """The moves of a request of a few blocks: with them kernels are compiled before a transfer waits for them. None
-    where no such request can be made up."""
+    """The moves of a made-up request of a few blocks: with them kernels are compiled before a transfer needs them.
+    Empty where no such request is possible."""
     manifests = (plan.destination, *plan.sources.values())
     paged = [group for manifest in manifests for group in manifest.groups if group.kind == "paged"]
     tokens = min((min(SAMPLED, group.num_blocks) * group.block_size for group in paged), default=0)

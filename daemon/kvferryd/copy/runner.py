@@ -30,8 +30,8 @@ T = TypeVar("T")
 IN_FLIGHT = 2
 """Copies on the stream at once: the next is launched while one runs. More would only take its SMs away."""
 SPIN_S, POLL_S = 5e-3, 1e-3
-"""For so long after its launch a copy is asked for at every turn of the event loop, later once in POLL_S: a GPU wakes
-nobody when it is done, and a timer of the loop is good to a millisecond."""
+"""A copy's event is polled at every turn of the event loop for SPIN_S after its launch, then every POLL_S: a GPU does
+not notify the host, and a timer of the loop is good to a millisecond."""
 CLOSE_S = 10.0
 
 
@@ -47,7 +47,7 @@ class GpuCopy:
     programs: int
     """SMs that it may take."""
     place: tuple[int, int]
-    """In the queue: lower goes first."""
+    """In the queue; the lowest goes first."""
     seconds: float = 0.0
     """From launch to event."""
     phase: str = "copy"
@@ -93,7 +93,7 @@ class Runner:
     def copy(
         self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0, programs: int | None = None
     ) -> GpuCopy:
-        """Start a copy; `nbytes` is for those who count. Higher priority goes first.
+        """Start a copy of `nbytes` bytes. Higher priority goes first.
 
         programs: SMs that it may take; the runner's own number where absent.
         """
@@ -159,12 +159,12 @@ class Runner:
     # ---- on the event loop ----
 
     def _wait(self, copy: GpuCopy) -> None:
-        """Until it is its turn, which may be now."""
+        """Queue the copy, and launch it now if it is its turn."""
         heapq.heappush(self._waiting, (copy.place, copy))
         self._advance()
 
     def _advance(self) -> None:
-        """Launch what can be launched."""
+        """Launch what can be launched, and poll what is in flight."""
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
             copy = heapq.heappop(self._waiting)[1]
             if copy.abandoned:
@@ -176,7 +176,7 @@ class Runner:
             self._asking = self._loop.call_soon(self._ask) if fresh else self._loop.call_later(POLL_S, self._ask)
 
     def _ask(self) -> None:
-        """Whether copies have ended."""
+        """End the copies whose events have been reached."""
         self._asking = None
         while self._in_flight:
             copy = self._in_flight[0]
@@ -193,7 +193,7 @@ class Runner:
         self._advance()
 
     def _launch(self, copy: GpuCopy) -> None:
-        """Never raises: what is wrong is the copy's."""
+        """Never raises: an error is the copy's own."""
         copy.launched_at = time.monotonic()
         try:
             event = self._events.pop() if self._events else self.device.event()
@@ -214,7 +214,7 @@ class Runner:
             self._in_flight.append(copy)
 
     def _prepare(self, copy: GpuCopy, batches: Sequence[Batch]) -> None:
-        """On the thread; then it is the copy's turn again."""
+        """Prepare on the thread, then queue the copy again."""
 
         def again(preparing: asyncio.Future[None]) -> None:
             problem = _closed() if self._closing else preparing.exception()

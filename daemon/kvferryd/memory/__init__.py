@@ -26,7 +26,7 @@ class Probe:
 
 @dataclass(slots=True)
 class Files:
-    """Open files of ours. A context manager that closes them."""
+    """File descriptors that this process owns. A context manager that closes them."""
 
     numbers: list[int] = field(default_factory=list)
 
