@@ -127,7 +127,7 @@ def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[in
         zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
         return (theirs.block_ids, zero), (ours.block_ids, zero), one
     # Before the range is spelled out: it may be absurdly long. After this the table bounds it.
-    _check_holds(ours, own, ours.first_token, local_tokens(own.token_shard, tokens[1]), "destination")
+    check_holds(ours, own, ours.first_token, local_tokens(own.token_shard, tokens[1]), "destination")
     # Tokens before the destination's first are cached there; of a sliding window the source may have dropped some.
     start = max(tokens[0], _global_token(own.token_shard, ours.first_token))
     source_at, own_at, count = _shared(source.token_shard, own.token_shard, (min(start, tokens[1]), tokens[1]))
@@ -140,7 +140,7 @@ def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[in
             source_at, own_at, count = (source_at + skip)[keep], (own_at + skip)[keep], (count - skip)[keep]
     if len(count) == 0:
         return None
-    _check_holds(theirs, source, int(source_at[0]), int(source_at[-1] + count[-1]), whose)
+    check_holds(theirs, source, int(source_at[0]), int(source_at[-1] + count[-1]), whose)
 
     source_at, own_at = source_at - theirs.first_token, own_at - ours.first_token
     begin = count.cumsum() - count
@@ -244,12 +244,13 @@ def destination_table_of(tables: Tables, group: Group) -> BlockTable:
     return table
 
 
-def _check_holds(table: BlockTable, group: Group, first: int, stop: int, whose: str) -> None:
+def check_holds(table: BlockTable, group: Group, first: int, stop: int, whose: str) -> None:
+    """The table of a paged group reaches over its local tokens [first, stop). Raises KvferryError."""
     end = table.first_token + len(table.block_ids) * group.block_size
     if first < table.first_token or stop > end:
-        what = f"holds local tokens [{table.first_token}, {end}), and [{first}, {stop}) are to be moved"
+        what = f"holds local tokens [{table.first_token}, {end}), it has to hold [{first}, {stop})"
         value = f"{len(table.block_ids)} blocks of {group.block_size} from token {table.first_token}"
-        remedy = "give a table of the whole token range, or ask for fewer tokens"
+        remedy = "list the blocks of the whole token range, or name fewer tokens"
         raise _wrong("tables_too_short", whose, group, what, "", value, remedy)
 
 
