@@ -1,8 +1,9 @@
-"""How the event loop is answered, by a thread of ours or by itself."""
+"""Answers to the event loop, from a thread of ours or from the loop itself."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
 from kvferry.errors import KvferryError
@@ -17,6 +18,24 @@ def settle(future: asyncio.Future[T], result: T | None = None, *, error: Kvferry
         _settle(future, result, error)
     elif not loop.is_closed():
         loop.call_soon_threadsafe(_settle, future, result, error)
+
+
+def submit(
+    hand_over: Callable[[Callable[[], None]], None], work: Callable[[], T], typed: Callable[[Exception], KvferryError]
+) -> asyncio.Future[T]:
+    """Hand `work` over to a thread. The future gets its result, or its error, which `typed` makes a KvferryError."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001  NIXL's, Triton's and torch's are of many kinds
+            settle(future, error=typed(error))
+        else:
+            settle(future, result)
+
+    hand_over(run)
+    return future
 
 
 def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | None) -> None:

@@ -38,33 +38,33 @@ def parse(name: str, blob: bytes) -> Metadata:
     fields = _Fields(blob)
     loaded = fields.take(b"Agent")
     if loaded != name.encode() or not 0 < len(loaded) <= MAX_NAME:
-        raise _malformed(f"it is that of agent {loaded[:MAX_NAME].decode(errors='replace')!r}, not of {name!r}")
+        raise malformed(f"it is that of agent {loaded[:MAX_NAME].decode(errors='replace')!r}, not of {name!r}")
     rest = fields.at
     if fields.number(b"Conns") != 1 or fields.take(b"t") != b"UCX" or not fields.take(b"c"):
-        raise _malformed("it has not one connection, of UCX")
+        raise malformed("it has not one connection, of UCX")
     if fields.take(b"") != b"MemSection":
-        raise _malformed("it has no list of memory")
+        raise malformed("it has no list of memory")
     seen: list[int] = []
     for _ in range(fields.count(b"nixlSecElms", at_most=len(MEMORY_TYPES))):
         if fields.take(b"bknd") != b"UCX" or fields.take(b"nixlDList") != b"nixlSDList":
-            raise _malformed("its memory is not of UCX")
+            raise malformed("its memory is not of UCX")
         seen.append(int.from_bytes(fields.take(b"t", 4), "little"))
         for _ in range(fields.count(b"n", at_least=1, at_most=MAX_NBYTES)):
             _check_descriptor(fields.take(b""))
     if len(set(seen)) < len(seen) or not set(seen) <= set(MEMORY_TYPES):
-        raise _malformed(f"it has memory of types {seen}")
+        raise malformed(f"it has memory of types {seen}")
     if fields.at != len(blob):
-        raise _malformed("something follows its end")
+        raise malformed("something follows its end")
     alias = f"{name}#{hashlib.sha256(blob).hexdigest()[:16]}".encode()
     return Metadata(alias.decode(), INTRO + b"Agent" + LENGTH.pack(len(alias)) + alias + b"|" + blob[rest:])
 
 
 def _check_descriptor(value: bytes) -> None:
     if len(value) <= DESCRIPTOR.size:
-        raise _malformed("a descriptor of its memory has no key")
+        raise malformed("a descriptor of its memory has no key")
     address, nbytes, device = DESCRIPTOR.unpack_from(value)
     if not address or not nbytes or address + nbytes >= 1 << 64 or device >= DEVICES:
-        raise _malformed(f"it describes {nbytes} bytes at {address:#x} of device {device}")
+        raise malformed(f"it describes {nbytes} bytes at {address:#x} of device {device}")
 
 
 class _Fields:
@@ -72,18 +72,18 @@ class _Fields:
 
     def __init__(self, blob: bytes) -> None:
         if len(blob) > MAX_NBYTES or not blob.startswith(INTRO):
-            raise _malformed(f"{len(blob)} bytes are no NIXL metadata")
+            raise malformed(f"{len(blob)} bytes are no NIXL metadata")
         self._blob, self.at = blob, len(INTRO)
 
     def take(self, tag: bytes, nbytes: int | None = None) -> bytes:
         """The value of the next field, which has this tag and, where it is given, this length."""
         start = self.at + len(tag) + LENGTH.size
         if start > len(self._blob) or not self._blob.startswith(tag, self.at):
-            raise _malformed(f"byte {self.at} is no field {tag.decode()!r}")
+            raise malformed(f"byte {self.at} is no field {tag.decode()!r}")
         (length,) = LENGTH.unpack_from(self._blob, start - LENGTH.size)
         stop = start + length
         if nbytes not in (None, length) or stop >= len(self._blob) or self._blob[stop] != ord("|"):
-            raise _malformed(f"field {tag.decode()!r} cannot have {length} bytes")
+            raise malformed(f"field {tag.decode()!r} cannot have {length} bytes")
         self.at = stop + 1
         return self._blob[start:stop]
 
@@ -93,11 +93,11 @@ class _Fields:
     def count(self, tag: bytes, *, at_least: int = 0, at_most: int) -> int:
         number = self.number(tag)
         if not at_least <= number <= at_most:
-            raise _malformed(f"{tag.decode()} = {number}")
+            raise malformed(f"{tag.decode()} = {number}")
         return number
 
 
-def _malformed(why: str) -> TransportError:
+def malformed(why: str) -> TransportError:
     return TransportError(
         "malformed_metadata",
         f"the peer's NIXL metadata is malformed: {why}",

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from kvferryd import screening
 from kvferryd.screening import FINE, READY
-from kvferryd.transport.metadata import Metadata
-from kvferryd.transport.read import Span, TransportError
+from kvferryd.transport.metadata import Metadata, malformed
+from kvferryd.transport.read import Span, TransportError, nixl_failed
 
 
 class Screen:
@@ -46,20 +46,9 @@ class Screen:
                 if answer != FINE:
                     await self.close()  # what a failed load leaves behind in it is nobody's concern
         if not answer:
-            raise TransportError(
-                "malformed_metadata",
-                "the process that tried the peer's NIXL metadata died of it",
-                field="agent_metadata",
-                remedy="check that the peer is a kvferry daemon with the same NIXL",
-            )
+            raise malformed("the process that tried it died of it")
         if answer != FINE:
-            raise TransportError(
-                "transport_failed",
-                f"NIXL failed: {answer}",
-                field="nixl",
-                value=answer,
-                remedy="the daemon's stderr has NIXL's own message",
-            )
+            raise nixl_failed(answer, answer)
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = process = await asyncio.create_subprocess_exec(
