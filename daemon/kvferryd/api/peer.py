@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from urllib.parse import unquote
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
+from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
@@ -46,17 +46,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:
         version = protocol(request.protocol_min, request.protocol_max)
         engine = self._ferry.registry.get(request.engine_id)
-        try:
-            async with asyncio.timeout(_left(context, self._ferry.config.connect_timeout_s)):
-                await engine.until_whole()
-        except TimeoutError:
-            raise Unavailable(
-                "roster_incomplete",
-                f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
-                field="engine_id",
-                value=engine.engine_id,
-                remedy="start their daemons with the same roster",
-            ) from None
+        await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         return peer_pb2.HandshakeReply(
             protocol=version,
@@ -76,7 +66,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     kind=KINDS[region.span.kind],
                     device=region.span.device,
                 )
-                for id, region in (engine.regions.items() if not self._ferry.config.strict else ())
+                for id, region in (engine.session.regions.items() if not self._ferry.config.strict else ())
             ],
             staging=_staging(engine.arena) if engine.arena else None,
         )
@@ -112,9 +102,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if self._ferry.config.strict:
             reply.refusal = "the source is strict: it lets peers read staging slots only"
         else:
-            reply.regions.extend(await asyncio.to_thread(_mappable, dict(engine.regions)))
+            reply.regions.extend(await asyncio.to_thread(_mappable, dict(engine.session.regions)))
         yield reply
-        await engine.retired.wait()  # the open stream is the memory's liveness
+        await engine.session.retired.wait()  # the open stream is the memory's liveness
 
     @stream
     async def Read(
@@ -133,10 +123,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             raise Malformed("malformed_stream", "the first message says who reads from whom", field="opening")
         opening = first.opening
         engine = self._of_epoch(opening.engine_id, opening.epoch)
-        regions = {id: region.span.address for id, region in engine.regions.items()}
-        gatherer = Gatherer(engine.manifest, regions, engine.arena, engine.pairings)
+        gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
         who = _reader(opening.reader)
-        served = ServedStream(engine.leases, who, gatherer, engine.retired, announcing=not engine.strict)
+        served = ServedStream(engine.leases, who, gatherer, engine.session.retired, announcing=not engine.strict)
         replies = served.replies(requests)
         try:
             async for reply in replies:
@@ -153,8 +142,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         said = request.SerializeToString(deterministic=True)
         pairing = await engine.pairings.add(engine.manifest, sources, destination, said)
         if engine.arena is not None:
-            regions = {id: region.span.address for id, region in engine.regions.items()}
-            await prepare_gather(engine.arena, engine.pairings.get(pairing), regions)
+            await prepare_gather(engine.arena, engine.pairings.get(pairing), engine.addresses)
         return peer_pb2.PairReply(pairing=pairing)
 
     @stream

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+
+from cachetools import LRUCache
 
 from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.manifest import Manifest
@@ -15,7 +15,7 @@ from kvferry.v1 import engine_pb2
 from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine.fences import Fences
-from kvferryd.engine.registration import Engine, register
+from kvferryd.engine.registration import Engine, check, make
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.lease import Lease
 from kvferryd.memory import Files, Provider, Region
@@ -32,29 +32,6 @@ EPOCHS = 4096
 """Registered epochs remembered, so that none is registered twice."""
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The regions of a session that has ended, for the next session of the same engine."""
-
-    rank: Rank
-    regions: dict[int, Region]
-    process: Process | None
-    expiry: asyncio.TimerHandle
-
-    def take(self) -> dict[int, Region]:
-        """The caller's from now on."""
-        regions, self.regions = self.regions, {}
-        self.close()
-        return regions
-
-    def close(self) -> None:
-        self.expiry.cancel()
-        if self.process is not None:
-            self.process.close()
-        for region in self.regions.values():
-            region.close()
-
-
 class Engines:
     """All engines of the daemon. Owns their sessions: `close` retires every one."""
 
@@ -66,18 +43,19 @@ class Engines:
         on_detach: Callable[[Engine, str], None],
         before_retire: Callable[[Engine, str], Awaitable[None]],
     ) -> None:
-        """on_lease_end: a lease of the engine has ended. on_detach: its session has. before_retire: its agent is about
-        to be closed."""
+        """before_retire: the engine's agent is about to be closed."""
         self._config, self._memory = config, memory
         self._on_lease_end, self._on_detach, self._before_retire = on_lease_end, on_detach, before_retire
         self._current: dict[str, Session] = {}
         """By engine."""
         self._by_id: dict[str, Session] = {}
-        self._epochs: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._kept: dict[str, _Kept] = {}
+        self._epochs: LRUCache[tuple[str, str], None] = LRUCache(EPOCHS)
+        self._kept: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
+        """Retired sessions whose regions wait for the next session of their engine, and until when."""
         self._retiring: dict[str, asyncio.Task[None]] = {}
         self._settling: set[asyncio.Task[None]] = set()
-        self._stuck: set[str] = set()
+        self._stuck: dict[str, Session] = {}
+        """Sessions whose agent could not be stopped. They are kept, so that nothing of their memory is freed."""
 
     @property
     def sessions(self) -> list[Session]:
@@ -97,26 +75,23 @@ class Engines:
         if resume:
             await self.end(resume)
         old = await self._ended(rank.engine_id)
-        kept = self._kept.get(resume)
-        resumed = kept is not None and kept.rank == rank
-        if rank[:2] in self._epochs and not resumed:
+        kept = self._kept[resume][0] if resume in self._kept else None
+        before = kept if kept is not None and kept.rank == rank else None
+        if before is None and rank[:2] in self._epochs:
             raise Conflict(
-                "epoch_reused",
-                f"epoch {rank.epoch} of engine {rank.engine_id} is over",
-                field="epoch",
-                value=rank.epoch,
-                remedy="use a new epoch for every start of the engine",
-            )
-        session = Session(rank, self._kept.pop(resume).take() if resumed else None)
-        for id in [id for id, kept in self._kept.items() if kept.rank.engine_id == rank.engine_id]:
-            self._kept.pop(id).close()
+                "epoch_reused", f"epoch {rank.epoch} of engine {rank.engine_id} is over", field="epoch",
+                value=rank.epoch, remedy="use a new epoch for every start of the engine",
+            )  # fmt: skip
+        session = Session(rank, before)
+        for id in [id for id, (kept, _) in self._kept.items() if kept.rank.engine_id == rank.engine_id]:
+            self._give_back(id)
         self._current[rank.engine_id] = self._by_id[session.id] = session
         if old is not None:
             try:
                 # To its end, even if the new engine is gone again meanwhile.
                 await asyncio.shield(self._retire_soon(old, f"engine {rank.engine_id} started anew"))
             except asyncio.CancelledError:
-                session.attached = False
+                session.detached.set()
                 self._retire_soon(session, f"engine {rank.engine_id} is gone")
                 raise
         return session
@@ -127,19 +102,14 @@ class Engines:
         if old is not None and old.attached:
             if old.process is not None and old.process.dead:
                 self._died(old)
-            with contextlib.suppress(
-                TimeoutError
-            ):  # an engine that starts anew may be faster than its old stream's end
+            with contextlib.suppress(TimeoutError):  # its old stream may end a little after its new start
                 await asyncio.wait_for(old.detached.wait(), DETACH_S)
             old = self._current.get(engine_id)
         if old is not None and old.attached and not old.retired.is_set():
             raise Conflict(
-                "engine_attached",
-                f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already",
-                field="engine_id",
-                value=engine_id,
-                remedy="one daemon serves one rank: give each rank its own daemon",
-            )
+                "engine_attached", f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already",
+                field="engine_id", value=engine_id, remedy="give each rank a daemon of its own",
+            )  # fmt: skip
         return old
 
     def introduce(self, session_id: str, process: Process | None) -> None:
@@ -159,37 +129,36 @@ class Engines:
         session = self._by_id.get(id)
         if session is None or session.retired.is_set():
             raise NotFound(
-                "unknown_session",
-                "the session is not known or has ended",
-                field="session",
+                "unknown_session", "the session is not known or has ended", field="session",
                 remedy="attach first, and keep the stream of events open",
-            )
+            )  # fmt: skip
         return session
 
     def get(self, engine_id: str | None) -> Engine:
         """The registered engine of this id; of None the only one. Raises KvferryError (`unknown_engine`)."""
-        ready = [engine for engine in self if not engine.retired.is_set()]
+        ready = [engine for engine in self if not engine.session.retired.is_set()]
         if engine_id is None and len(ready) == 1:
             return ready[0]
         for engine in ready:
             if engine.engine_id == engine_id:
                 return engine
         known = ", ".join(sorted(engine.engine_id for engine in ready)) or "none"
-        raise NotFound(
-            "unknown_engine",
-            f"engine {engine_id} is not registered here" if engine_id else f"{len(ready)} engines are registered here",
-            field="engine_id",
-            value=engine_id or "",
-            remedy=f"registered on this daemon: {known}",
+        what = (
+            f"engine {engine_id} is not registered here" if engine_id else f"{len(ready)} engines are registered here"
         )
+        remedy = f"registered on this daemon: {known}"
+        raise NotFound("unknown_engine", what, field="engine_id", value=engine_id or "", remedy=remedy)
 
     async def register(self, session: Session, manifest: Manifest) -> Engine:
         """Make the engine's memory readable by peers. Its epoch cannot be used again, but by a session that resumes."""
-        engine = await register(session, manifest, self._config, self._memory, self._lease_ended)
+        check(session, manifest)
+        session.registering = True
+        try:
+            session.engine = await make(session, manifest, self._config, self._memory, self._lease_ended)
+        finally:
+            session.registering = False
         self._epochs[session.rank[:2]] = None
-        while len(self._epochs) > EPOCHS:
-            self._epochs.popitem(last=False)
-        return engine
+        return session.engine
 
     async def allocate(self, session: Session, region: int, nbytes: int) -> engine_pb2.Memory:
         """Memory of the daemon's own, for this engine."""
@@ -212,12 +181,8 @@ class Engines:
         """The page of words that the engine's streams write, once for each session; the files are closed."""
         with files as numbers:
             if session.fences is not None:
-                raise Conflict(
-                    "fences_open",
-                    f"engine {session.rank.engine_id} has opened its fences already",
-                    field="ticket",
-                    remedy="use the page that was handed over first",
-                )
+                why = f"engine {session.rank.engine_id} has opened its fences already"
+                raise Conflict("fences_open", why, field="ticket", remedy="use the page that was handed over first")
             session.fences = Fences(numbers)
 
     def stream_ended(self, session: Session) -> None:
@@ -231,8 +196,8 @@ class Engines:
     async def _settle(self, session: Session) -> None:
         if session.process is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.died.wait(), DYING_S)
-        if not session.gone:
+                await asyncio.wait_for(session.gone.wait(), DYING_S)
+        if not session.gone.is_set():
             await self._withdraw(session)
 
     async def end(self, id: str, *, leave: bool = False) -> None:
@@ -247,11 +212,9 @@ class Engines:
             await asyncio.shield(self._retiring[id])
         if id in self._stuck:
             raise Conflict(
-                "not_quiet",
-                "the session's NIXL agent could not be stopped: its reads may still write",
-                field="session",
-                remedy="restart the daemon",
-            )
+                "not_quiet", "the session's NIXL agent could not be stopped: its reads may still write",
+                field="session", remedy="restart the daemon",
+            )  # fmt: skip
 
     async def _withdraw(self, session: Session) -> None:
         """The session has ended, and for all we know the engine lives: it may write to its blocks as soon as it knows
@@ -262,27 +225,34 @@ class Engines:
 
     def _detach(self, session: Session, why: str) -> None:
         if session.attached and not session.retired.is_set():
-            session.detach()
+            session.detached.set()
+            session.events.put_nowait(None)
             log.info("engine detached", engine_id=session.rank.engine_id, epoch=session.rank.epoch, why=why)
             if session.engine is not None:
                 self._on_detach(session.engine, why)
 
     def _died(self, session: Session) -> None:
-        session.died.set()
         self._part(session, f"engine {session.rank.engine_id} is dead")
 
     def _part(self, session: Session, why: str) -> None:
-        if session.gone or session.retired.is_set():
+        """The engine is dead or has left. What it published whole in memory of ours stays readable until it is read or
+        expires."""
+        if session.gone.is_set() or session.retired.is_set():
             return
         self._detach(session, why)
-        session.part(why)
+        session.gone.set()
+        if session.engine is not None:
+            if any(not region.owned for region in session.regions.values()):
+                session.engine.leases.revoke_all(f"{why}, and owned its memory")
+            else:
+                session.engine.leases.revoke_unfinished(why)
         if not session.has_leases:
             self._retire_soon(session, why)
 
     def _lease_ended(self, engine: Engine, lease: Lease) -> None:
         self._on_lease_end(engine, lease)
         session = engine.session
-        if session.gone and not session.has_leases and not session.retired.is_set():
+        if session.gone.is_set() and not session.has_leases and not session.retired.is_set():
             self._retire_soon(session, f"engine {engine.engine_id} is gone and its last lease has ended")
 
     def _retire_soon(self, session: Session, reason: str, *, keep: bool = False) -> asyncio.Task[None]:
@@ -294,28 +264,28 @@ class Engines:
         return task
 
     async def _retire(self, session: Session, reason: str, keep: bool) -> None:
+        if session.retired.is_set():
+            return
         self._by_id.pop(session.id, None)
         if self._current.get(session.rank.engine_id) is session:
             del self._current[session.rank.engine_id]
         if session.engine is not None:
             await self._before_retire(session.engine, reason)
-        regions = await session.retire(reason, keep=keep)
-        if session.stuck:
-            self._stuck.add(session.id)
-        process, session.process = session.process, None
-        if regions:
-            self._keep(session, regions, process)
-        elif process is not None:
-            process.close()
+        if not await session.retire(reason, keep=keep):
+            self._stuck[session.id] = session
+        elif session.regions:
+            expiry = asyncio.get_running_loop().call_later(KEPT_S, self._give_back, session.id)
+            self._kept[session.id] = session, expiry
+            if session.process is not None:
+                session.process.watch(lambda: self._give_back(session.id))
+            return
+        if session.process is not None:
+            session.process.close()
 
-    def _keep(self, session: Session, regions: dict[int, Region], process: Process | None) -> None:
-        def give_back() -> None:
-            self._kept.pop(session.id).close()
-
-        expiry = asyncio.get_running_loop().call_later(KEPT_S, give_back)
-        self._kept[session.id] = _Kept(session.rank, regions, process, expiry)
-        if process is not None:
-            process.watch(give_back)
+    def _give_back(self, id: str) -> None:
+        session, expiry = self._kept.pop(id)
+        expiry.cancel()
+        session.close()
 
     async def close(self) -> None:
         for task in self._settling:
@@ -323,24 +293,21 @@ class Engines:
         tasks = [self._retire_soon(session, "the daemon stops") for session in self.sessions]
         if pending := [*tasks, *self._retiring.values()]:
             await asyncio.wait(pending, timeout=RETIRE_S)
-        for kept in self._kept.values():
-            kept.close()
+        for id in list(self._kept):
+            self._give_back(id)
 
 
 def _check(rank: Rank) -> None:
-    if not rank.engine_id or not rank.epoch or len(rank.engine_id) > 256 or len(rank.epoch) > 256:
+    if not (0 < len(rank.engine_id) <= 256 and 0 < len(rank.epoch) <= 256):
         raise Malformed(
-            "malformed_attach",
-            "engine_id and epoch must be given, at most 256 characters each",
-            field="engine_id, epoch",
-            value=f"{rank.engine_id!r}, {rank.epoch!r}",
+            "malformed_attach", "engine_id and epoch must be given, at most 256 characters each",
+            field="engine_id, epoch", value=f"{rank.engine_id!r}, {rank.epoch!r}",
             remedy="use a new epoch for every start",
-        )
+        )  # fmt: skip
     if rank.rank >= rank.world_size or rank.world_size > MAX_WORLD_SIZE:
         raise Malformed(
             "rank_out_of_range",
             f"rank {rank.rank} does not exist in a world of {rank.world_size}, or the world is too large",
-            field="rank",
-            value=rank.rank,
+            field="rank", value=rank.rank,
             remedy=f"ranks count from 0 to world_size - 1; world_size is at most {MAX_WORLD_SIZE}",
-        )
+        )  # fmt: skip

@@ -92,7 +92,7 @@ class Peers:
         began, outcome = time.monotonic(), "ok"
         try:
             peer = await self._handshake(engine, engine_id, address)
-            if engine.retired.is_set():
+            if engine.session.retired.is_set():
                 await self._unload(peer)
                 raise Unavailable("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
         except KvferryError as error:
@@ -159,8 +159,7 @@ class Peers:
                     await self._map(engine, ranks[rank], peer)
                 await self._load(engine.agent, ranks[rank], peer)
             if engine.runner is not None and not peer.unmapped:
-                own = {id: region.span.address for id, region in engine.regions.items()}
-                await compile_kernels(engine.runner, planned, peer.mapped_addresses(), own)
+                await compile_kernels(engine.runner, planned, peer.mapped_addresses(), engine.addresses)
             if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
                 await stage(peer, engine.arena, self._config.connect_timeout_s)
         except BaseException:
@@ -306,7 +305,7 @@ class Peers:
             await mapping.close()
         await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         names, peer.loaded = peer.loaded, []
-        if not peer.own.retired.is_set():
+        if not peer.own.session.retired.is_set():
             for name in names:
                 await peer.own.agent.remove_peer(name)
 

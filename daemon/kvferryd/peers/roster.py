@@ -83,7 +83,7 @@ class Roster:
 
     async def _follow(self, engine: Engine) -> None:
         pause = RETRY_S[0]
-        while not engine.retired.is_set():
+        while not engine.session.retired.is_set():
             try:
                 async for members in self._members(engine):
                     engine.set_members(members)
@@ -91,7 +91,7 @@ class Roster:
             except KvferryError as error:
                 log.warning("roster not joined", engine_id=engine.engine_id, seed=self._config.roster, error=str(error))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.retired.wait(), pause)
+                await asyncio.wait_for(engine.session.retired.wait(), pause)
             pause = min(2 * pause, RETRY_S[1])
 
     async def _members(self, engine: Engine) -> AsyncIterator[dict[int, str]]:
