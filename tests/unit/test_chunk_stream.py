@@ -120,7 +120,7 @@ async def pair() -> AsyncIterator[Pair]:
     await server.start()
     channel = Channels(Config()).open(address)
     stream = ReaderStream(channel.stub, address, peer_pb2.ReadOpening())
-    rank = PeerRank(address, SOURCE, 1, "", "", b"", {}, channel, peer_pb2.Reader(), stream)
+    rank = PeerRank(address, SOURCE, 1, "", "", b"", {}, channel, stream)
     rank.staging = Staging(arena.span, arena.slot_nbytes)
     rank.pairing = await gatherer.pairings.add(SOURCE, [SOURCE], READER, b"a plan")
     yield Pair(source, rank, arena)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import grpc
-import structlog
 
 from kvferry.errors import Conflict, KvferryError, PeerFailed
+from kvferry.manifest import Manifest
 from kvferry.memory import cuda
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
-from kvferryd.copy import mapped
-from kvferryd.copy.ahead import sample
+from kvferryd import logs
 from kvferryd.copy.runner import Mapped, Runner
 from kvferryd.memory import Probe
 from kvferryd.peers.channels import asking
-from kvferryd.plan import Plan
 
-if TYPE_CHECKING:
-    from kvferry.manifest import Manifest
-
-log = structlog.get_logger()
+log = logs.get(__name__)
 TRIES = 3
 """What an engine writes while its adopted memory is probed makes a probe fail that would not the next time."""
 
@@ -34,35 +27,31 @@ class RankMapping:
 
     def __init__(self, runner: Runner, *, slots_only: bool = False) -> None:
         """slots_only: a strict engine of ours maps no region."""
-        self._runner = runner
+        self._runner, self._slots_only = runner, slots_only
         self.regions: dict[int, Mapped] = {}
-        self.refusal = "this daemon is strict" if slots_only else ""
+        self.refusal = ""
         """Why no region is mapped."""
         self._slots: list[Mapped] = []
         self._stream: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
 
     async def open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest, timeout_s: float) -> None:
         """Map what can be mapped, and say why the rest cannot. Raises KvferryError when the rank does not answer."""
-        for tries_left in reversed(range(TRIES)):
+        for _ in range(TRIES):
             try:
-                async with self._undone(), asyncio.timeout(timeout_s):
-                    await self._open(stub, address, manifest, tries_left)
-                return
+                async with asyncio.timeout(timeout_s):
+                    probed = await self._open(stub, address, manifest)
             except TimeoutError:
+                await self.close()
                 raise PeerFailed("peer_unreachable", f"{address} did not say how to map its memory") from None
-            except KvferryError as error:
-                if error.code != "probe_failed":
-                    raise
+            except BaseException:
+                await self.close()
+                raise
+            if probed:
+                return
 
-    @asynccontextmanager
-    async def _undone(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest, tries_left: int) -> None:
+    async def _open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest) -> bool:
+        """Whether it is worth no second try."""
+        await self.close()  # what a first try has left
         self._stream = stub.Map(peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch))
         async with asking(address):
             reply = await self._stream.read()
@@ -73,16 +62,15 @@ class RankMapping:
                 self._slots.append(await self._runner.open(exported_of(reply.slots), 0))
             except KvferryError as error:  # another host's, or a GPU that is hidden from us: UCX cannot map it either
                 log.debug("arena not held", address=address, why=str(error))
-        self.refusal = self.refusal or reply.refusal
-        if self.refusal:
-            return
+        self.refusal = "this daemon is strict" if self._slots_only else reply.refusal
         try:
-            await self._map(manifest, {region.id: region for region in reply.regions})
+            if not self.refusal:
+                await self._map(manifest, {region.id: region for region in reply.regions})
         except KvferryError as error:
-            if error.code == "probe_failed" and tries_left:
-                raise
             await self._unmap_regions()
             self.refusal = f"{error.message} ({error.code} {error.value})"
+            return error.code != "probe_failed"
+        return True
 
     async def _map(self, manifest: Manifest, offered: Mapping[int, peer_pb2.MappableRegion]) -> None:
         for wanted in manifest.regions:
@@ -126,8 +114,3 @@ class RankMapping:
 
 def exported_of(given: engine_pb2.CudaAllocation) -> cuda.Exported:
     return cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)
-
-
-async def compile_kernels(runner: Runner, plan: Plan, sources: dict[tuple[int, int], int], own: dict[int, int]) -> None:
-    """Let the first transfer find its kernels compiled."""
-    await runner.prepare(mapped(sample(plan), sources, own))

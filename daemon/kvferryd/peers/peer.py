@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.wire import manifest_to_proto
 from kvferryd.engine import Engine
-from kvferryd.peers.channels import Channel
+from kvferryd.peers.channels import Channel, asking
 from kvferryd.peers.mapping import RankMapping
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Plan
@@ -36,8 +37,6 @@ class PeerRank:
     metadata: bytes
     regions: dict[int, Span]
     channel: Channel
-    reader: peer_pb2.Reader
-    """We, as this rank is told."""
     stream: ReaderStream
     """Its leases, as we read them."""
     staging: Staging | None = None
@@ -49,6 +48,17 @@ class PeerRank:
     @property
     def stub(self) -> peer_pb2_grpc.PeerAsyncStub:
         return self.channel.stub
+
+    async def pair(self, plan: Plan, timeout_s: float) -> None:
+        """Have this rank plan as we did, once: both ends then know what a staging slot carries. Raises KvferryError."""
+        request = peer_pb2.PairRequest(
+            engine_id=self.manifest.engine_id,
+            epoch=self.manifest.epoch,
+            sources=[manifest_to_proto(source) for source in plan.sources.values()],
+            destination=manifest_to_proto(plan.destination),
+        )
+        async with asking(self.address):
+            self.pairing = (await self.stub.Pair(request, timeout=timeout_s)).pairing
 
     async def close(self) -> None:
         """Nothing reads from it any more."""

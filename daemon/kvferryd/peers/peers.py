@@ -8,27 +8,32 @@ from collections.abc import Iterator
 
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
+from kvferry.manifest import Manifest
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd import logs
 from kvferryd.certificates import Certificates
 from kvferryd.config import Config
+from kvferryd.copy import mapped
+from kvferryd.copy.ahead import sample
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
-from kvferryd.peers.channels import Channel, Channels, asking
-from kvferryd.peers.mapping import RankMapping, compile_kernels
+from kvferryd.peers.channels import Channels, asking
+from kvferryd.peers.mapping import RankMapping
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
 from kvferryd.peers.reader_stream import ReaderStream
-from kvferryd.peers.staging import stage
-from kvferryd.plan import plan
-from kvferryd.transport import Agent, Span
+from kvferryd.plan import Plan, plan
+from kvferryd.staging.ahead import prepare_scatter
+from kvferryd.transport import Span
 from kvferryd.transport.metadata import parse
 from kvferryd.transport.screen import Screen
 
 log = logs.get(__name__)
 UNLOAD_S = 5.0
+COMPILE_S = 20.0
+"""What a source may take to compile its kernels, beside the usual time to answer."""
 IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made."""
 
@@ -54,12 +59,9 @@ class Peers:
         """
         if engine_id == engine.engine_id:
             raise Malformed(
-                "own_engine",
-                f"engine {engine_id} is to read from itself",
-                field="source.engine_id",
-                value=engine_id,
+                "own_engine", f"engine {engine_id} is to read from itself", field="source.engine_id", value=engine_id,
                 remedy="its blocks are at hand: copy them in the engine",
-            )
+            )  # fmt: skip
         key = (engine.engine_id, engine.epoch, engine_id)
         known = self._known.get(key)
         current = known is not None and not known.lost and (not epoch or known.epoch == epoch)
@@ -75,12 +77,9 @@ class Peers:
         peer = await asyncio.shield(shaking)
         if epoch and peer.epoch != epoch:
             raise Conflict(
-                "stale_epoch",
-                f"engine {engine_id} is in epoch {peer.epoch}",
-                field="source.epoch",
-                value=epoch,
+                "stale_epoch", f"engine {engine_id} is in epoch {peer.epoch}", field="source.epoch", value=epoch,
                 remedy="prefill the request again: what that epoch held is gone",
-            )
+            )  # fmt: skip
         return peer
 
     def _shaken(self, flight: tuple[str, str, str, str], task: asyncio.Task[PeerEngine]) -> None:
@@ -120,56 +119,63 @@ class Peers:
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
         asked: list[PeerRank] = []
+        """The ranks that have answered, whatever comes of it."""
+        peer: PeerEngine | None = None
         try:
-            return await self._meet(engine, engine_id, address, asked)
+            first, members = await self._ask(engine, engine_id, address)
+            asked.append(first)
+            others = [self._ask(engine, engine_id, member.address) for member in members if member.rank != first.rank]
+            # All of them to the end: one that answers after another has failed is closed with the rest.
+            answers = await asyncio.gather(*others, return_exceptions=True)
+            asked += [answer[0] for answer in answers if not isinstance(answer, BaseException)]
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+            ranks = {rank.rank: rank for rank in sorted(asked, key=lambda rank: rank.rank)}
+            epochs = {rank.manifest.epoch for rank in asked}
+            missing = set(range(first.manifest.world_size)) - set(ranks)
+            if len(epochs) > 1 or missing:
+                raise Unavailable(
+                    "roster_incomplete",
+                    f"engine {engine_id} is not whole: ranks {sorted(missing)} are missing, epochs {sorted(epochs)}",
+                    field="source.engine_id", value=engine_id,
+                    remedy="wait until all its daemons run with one roster and all its ranks registered in one epoch",
+                )  # fmt: skip
+            planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
+            addresses = {address, *(rank.address for rank in asked)}
+            peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
+            await self._ready(peer)
         except BaseException:
+            if peer is not None:
+                await self._unload(peer)
             await asyncio.gather(*(rank.close() for rank in asked))
-            raise
-
-    async def _meet(self, engine: Engine, engine_id: str, address: str, asked: list[PeerRank]) -> PeerEngine:
-        """`asked`: the ranks that have answered, whatever comes of it."""
-        first, members = await self._ask(engine, engine_id, address)
-        asked.append(first)
-        others = [self._ask(engine, engine_id, member.address) for member in members if member.rank != first.rank]
-        # All of them to the end: one that answers after another has failed is closed with the rest.
-        answers = await asyncio.gather(*others, return_exceptions=True)
-        asked += [answer[0] for answer in answers if not isinstance(answer, BaseException)]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        ranks = {rank.rank: rank for rank in asked}
-        epochs = {rank.manifest.epoch for rank in ranks.values()}
-        missing = set(range(first.manifest.world_size)) - set(ranks)
-        if len(epochs) > 1 or missing:
-            raise Unavailable(
-                "roster_incomplete",
-                f"engine {engine_id} is not whole: ranks {sorted(missing)} are missing, epochs {sorted(epochs)}",
-                field="source.engine_id",
-                value=engine_id,
-                remedy="wait until all its daemons run with one roster and all its ranks registered in one epoch",
-            )
-        manifests = [ranks[rank].manifest for rank in sorted(ranks)]
-        planned = await asyncio.to_thread(plan, manifests, engine.manifest)
-        addresses = {address, *(rank.address for rank in ranks.values())}
-        peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
-        try:
-            for rank in sorted(ranks):
-                if rank in planned.reads_from:
-                    # First: what is held open UCX need not map for each descriptor.
-                    await self._map(engine, ranks[rank], peer)
-                await self._load(engine.agent, ranks[rank], peer)
-            if engine.runner is not None and not peer.unmapped:
-                await compile_kernels(engine.runner, planned, peer.mapped_addresses(), engine.addresses)
-            if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
-                await stage(peer, engine.arena, self._config.connect_timeout_s)
-        except BaseException:
-            await self._unload(peer)
             raise
         return peer
 
-    async def _load(self, agent: Agent, rank: PeerRank, peer: PeerEngine) -> None:
+    async def _ready(self, peer: PeerEngine) -> None:
+        """Make every rank readable, and the first transfer as fast as the next."""
+        engine, planned = peer.own, peer.plan
+        for number, rank in peer.ranks.items():
+            if number in planned.reads_from:
+                await self._map(rank, peer)  # first: what is held open UCX need not map for each descriptor
+            await self._load(rank, peer)
+        if engine.runner is not None and not peer.unmapped:
+            await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), engine.addresses))
+        if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
+            read = [peer.ranks[rank] for rank in planned.reads_from]
+            await asyncio.gather(*(self._pair(rank, planned) for rank in read if rank.staging))
+            await prepare_scatter(engine.arena, planned, engine.addresses)
+
+    async def _pair(self, rank: PeerRank, planned: Plan) -> None:
+        """What fails here is tried again by the first staged transfer."""
+        try:
+            await rank.pair(planned, self._config.connect_timeout_s + COMPILE_S)
+        except KvferryError as error:
+            log.info("not staged yet", engine_id=rank.manifest.engine_id, rank=rank.rank, why=str(error))
+
+    async def _load(self, rank: PeerRank, peer: PeerEngine) -> None:
         """Make the rank readable: load its metadata, and pay for the wire-up now."""
-        metadata = parse(rank.agent_name, rank.metadata)
+        agent, metadata = peer.own.agent, parse(rank.agent_name, rank.metadata)
         readable = [rank.regions[id] for id in sorted(rank.regions)]
         if rank.staging:
             readable.append(rank.staging.span)
@@ -183,15 +189,13 @@ class Peers:
                     await agent.warm(rank.agent_name, readable[0])
             except TimeoutError:
                 raise PeerFailed(
-                    "peer_unreachable",
-                    f"NIXL did not connect to {rank.address}",
-                    field="address",
-                    value=rank.address,
+                    "peer_unreachable", f"NIXL did not connect to {rank.address}", field="address", value=rank.address,
                     remedy="check the fabric between the two daemons and the ucx settings",
-                ) from None
+                ) from None  # fmt: skip
 
-    async def _map(self, engine: Engine, rank: PeerRank, peer: PeerEngine) -> None:
+    async def _map(self, rank: PeerRank, peer: PeerEngine) -> None:
         """Map the rank's memory if it can be done; otherwise keep why not."""
+        engine = peer.own
         if engine.runner is None:
             peer.unmapped[rank.rank] = engine.unmapped
             return
@@ -213,69 +217,25 @@ class Peers:
             self.forget(peer)
 
     async def _ask(self, engine: Engine, engine_id: str, address: str) -> tuple[PeerRank, list[peer_pb2.Member]]:
-        channel = self.channels.open(address)
-        try:
-            return await self._ask_over(channel, engine, engine_id)
-        except BaseException:
-            await channel.close()
-            raise
-
-    async def _ask_over(
-        self, channel: Channel, engine: Engine, engine_id: str
-    ) -> tuple[PeerRank, list[peer_pb2.Member]]:
-        address = channel.address
         request = peer_pb2.HandshakeRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id
         )
-        async with asking(address):
-            reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
-        if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
-            raise Conflict(
-                "protocol",
-                f"peer {address} chose protocol {reply.protocol}",
-                field="protocol",
-                value=reply.protocol,
-                remedy=f"this daemon speaks {PROTOCOL_MIN} to {PROTOCOL_MAX}",
-            )
-        manifest = manifest_from_proto(reply.manifest)
-        if manifest.engine_id != engine_id:
-            raise Conflict(
-                "protocol",
-                f"peer {address} answered for engine {manifest.engine_id}",
-                field="engine_id",
-                value=engine_id,
-            )
-        regions = {
-            region.id: Span(region.address, region.nbytes, _kind(region.kind), region.device)
-            for region in reply.regions
-        }
-        staging = _staging(reply, address) if reply.HasField("staging") else None
-        # A strict daemon tells where its staging slots are, and nothing else.
-        for region in manifest.regions if regions or staging is None else ():
-            if region.id not in regions or regions[region.id].nbytes < region.nbytes:
-                raise Conflict(
-                    "protocol",
-                    f"peer {address} gave no address for region {region.id}",
-                    field="regions",
-                    value=region.id,
-                )
+        channel = self.channels.open(address)
+        try:
+            async with asking(address):
+                reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
+            manifest, regions, staging = _checked(reply, engine_id, address)
+        except BaseException:
+            await channel.close()
+            raise
         reader = peer_pb2.Reader(
             engine_id=engine.engine_id, epoch=engine.epoch, rank=engine.rank, world_size=engine.world_size
         )
         opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader)
         rank = PeerRank(
-            address,
-            manifest,
-            reply.protocol,
-            reply.version,
-            reply.agent_name,
-            reply.agent_metadata,
-            regions,
-            channel,
-            reader,
-            ReaderStream(channel.stub, address, opening),
-            staging,
-        )
+            address, manifest, reply.protocol, reply.version, reply.agent_name, reply.agent_metadata, regions, channel,
+            ReaderStream(channel.stub, address, opening), staging,
+        )  # fmt: skip
         return rank, list(reply.members)
 
     def forget(self, peer: PeerEngine) -> None:
@@ -331,17 +291,32 @@ class Peers:
         await self.channels.close()
 
 
-def _kind(kind: layout_pb2.MemoryKind.ValueType) -> str:
-    return "cuda" if kind == layout_pb2.MEMORY_KIND_CUDA else "host"
+def _checked(
+    reply: peer_pb2.HandshakeReply, engine_id: str, address: str
+) -> tuple[Manifest, dict[int, Span], Staging | None]:
+    """Its manifest, and where its regions and its staging slots are. Raises KvferryError (`protocol`)."""
+
+    def wrong(what: str, field: str, value: object) -> Conflict:
+        remedy = f"this daemon speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}: run the same version on both sides"
+        return Conflict("protocol", f"peer {address} {what}", field=field, value=value, remedy=remedy)
+
+    if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
+        raise wrong(f"chose protocol {reply.protocol}", "protocol", reply.protocol)
+    manifest = manifest_from_proto(reply.manifest)
+    if manifest.engine_id != engine_id:
+        raise wrong(f"answered for engine {manifest.engine_id}", "engine_id", engine_id)
+    regions, staging = {region.id: _span(region) for region in reply.regions}, None
+    if reply.HasField("staging"):
+        staging = Staging(_span(reply.staging), reply.staging.slot_nbytes)
+        if not ALIGN <= staging.slot_nbytes <= staging.span.nbytes:
+            raise wrong("has no sensible staging slots", "staging.slot_nbytes", staging.slot_nbytes)
+    # A strict daemon tells where its staging slots are, and nothing else.
+    for region in manifest.regions if regions or staging is None else ():
+        if region.id not in regions or regions[region.id].nbytes < region.nbytes:
+            raise wrong(f"gave no address for region {region.id}", "regions", region.id)
+    return manifest, regions, staging
 
 
-def _staging(reply: peer_pb2.HandshakeReply, address: str) -> Staging:
-    said = reply.staging
-    if not ALIGN <= said.slot_nbytes <= said.nbytes:
-        raise Conflict(
-            "protocol",
-            f"peer {address} has no sensible staging slots",
-            field="staging.slot_nbytes",
-            value=said.slot_nbytes,
-        )
-    return Staging(Span(said.address, said.nbytes, _kind(said.kind), said.device), said.slot_nbytes)
+def _span(told: peer_pb2.RegionAddress | peer_pb2.Staging) -> Span:
+    kind = "cuda" if told.kind == layout_pb2.MEMORY_KIND_CUDA else "host"
+    return Span(told.address, told.nbytes, kind, told.device)

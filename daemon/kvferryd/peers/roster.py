@@ -7,17 +7,15 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
-import grpc
-import structlog
-
 from kvferry.errors import Conflict, KvferryError
-from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN, error_of
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2
+from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.peers.channels import Channels
 
-log = structlog.get_logger()
+log = logs.get(__name__)
 RETRY_S = (0.1, 2.0)
 """First and longest pause before joining again."""
 
@@ -42,12 +40,9 @@ class Seed:
         members = self._members.setdefault(key, {})
         if rank in members and members[rank].address != address:
             raise Conflict(
-                "rank_taken",
-                f"rank {rank} of engine {engine_id} has joined from {members[rank].address}",
-                field="rank",
-                value=rank,
-                remedy="give every rank its own daemon and number",
-            )
+                "rank_taken", f"rank {rank} of engine {engine_id} has joined from {members[rank].address}",
+                field="rank", value=rank, remedy="give every rank its own daemon and number",
+            )  # fmt: skip
         own = members[rank] = _Member(address)
         self._wake(key)
         try:
@@ -107,14 +102,9 @@ class Roster:
             member=peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch),
             world_size=engine.world_size,
         )
-        channel = self._channels.open(seed)
-        try:
-            async for roster in channel.stub.Join(request):
+        async with self._channels.calling(seed) as stub:
+            async for roster in stub.Join(request):
                 yield {member.rank: member.address for member in roster.members}
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"the roster seed {seed}") from None
-        finally:
-            await channel.close()
 
     async def leave(self, engine: Engine) -> None:
         task = self._tasks.pop(engine.session.id, None)
