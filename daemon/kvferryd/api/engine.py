@@ -13,14 +13,13 @@ from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_prot
 from kvferryd import logs
 from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
 from kvferryd.api.handover import Handovers
-from kvferryd.check import check_destination, check_digest, check_request_id, check_seconds, check_source, check_way
+from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.memory.host import HostRegion
-from kvferryd.peers import allow
-from kvferryd.transfers.order import Order, reservation
+from kvferryd.transfers.order import order_from_proto, reservation_from_proto
 
 log = logs.get(__name__)
 
@@ -30,6 +29,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     def __init__(self, ferry: Ferry, handovers: Handovers) -> None:
         self._ferry, self._handovers = ferry, handovers
+
+    def admit(self, context: Context) -> None:
+        """Everybody: only this user can open the socket."""
 
     @stream
     async def Attach(
@@ -118,15 +120,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session, manifest = self._session(request.session), manifest_from_proto(request.manifest)
         engine = await self._ferry.registry.register(session, manifest)
         self._ferry.roster.follow(engine)
-        log.info(
-            "engine registered",
-            engine_id=engine.engine_id,
-            epoch=engine.epoch,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            components=len(manifest.components),
-            bytes=sum(region.nbytes for region in manifest.regions),
-        )
+        nbytes = sum(region.nbytes for region in manifest.regions)
+        log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)
         return engine_pb2.RegisterReply(notes=engine.notes)
 
     def _publish(self, engine: Engine, request: engine_pb2.PublishRequest) -> engine_pb2.PublishReply:
@@ -150,18 +145,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:
         check_request_id(request.request_id)
+        check_digest(request.digest)
+        reserved = reservation_from_proto(request, engine.manifest, request.digest)
+        named = request.HasField("source")
+        order = order_from_proto(request, self._ferry.config.allow_peers) if named else None
         check_seconds("deadline_s", request.deadline_s)
         check_way(request.way)
-        wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-        check_digest(request.digest)
-        reserved = reservation(tables_from_proto(request.tables), wanted, request.digest)
-        check_destination(engine.manifest, reserved.tables, reserved.tokens)
-        order = None
-        if request.HasField("source"):
-            source = request.source
-            allow.check(source.address, self._ferry.config.allow_peers)
-            deadline_s = request.deadline_s or None
-            order = Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way)
         deadline_s, attempt = request.deadline_s or None, request.attempt
         transfer = self._ferry.jobs.receive(engine, request.request_id, reserved, order, deadline_s, attempt=attempt)
         return engine_pb2.ReceiveReply(transfer_id=transfer.transfer_id, state=transfer.state.value)
@@ -176,12 +165,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         fences = engine.session.fences
         if fences is None:
             raise Conflict(
-                "no_fences",
-                f"engine {engine.engine_id} has opened no page of fences",
-                field="after",
+                "no_fences", f"engine {engine.engine_id} has opened no page of fences", field="after",
                 value=f"word {after.word}",
                 remedy="make fences with EngineClient.fence, or synchronise the stream and publish without one",
-            )
+            )  # fmt: skip
         return fences.reached(Fence(after.word, after.value), self._ferry.config.fence_timeout_s)
 
     def _session(self, id: str) -> Session:
@@ -191,9 +178,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 def _registered(session: Session) -> Engine:
     if session.engine is None:
         raise Conflict(
-            "not_registered",
-            f"engine {session.rank.engine_id} has not described its cache",
-            field="session",
+            "not_registered", f"engine {session.rank.engine_id} has not described its cache", field="session",
             remedy="call Register with the manifest first",
-        )
+        )  # fmt: skip
     return session.engine

@@ -53,10 +53,8 @@ class Handovers:
             raise NotFound(
                 "unknown_ticket",
                 f"no files are held for this session under the ticket; files are held for {HELD_S:g} s",
-                field="ticket",
-                value=ticket,
-                remedy="hand the files over again and name the ticket at once",
-            )
+                field="ticket", value=ticket, remedy="hand the files over again and name the ticket at once",
+            )  # fmt: skip
         held.expiry.cancel()
         del self._held[ticket]
         return held.files
@@ -124,12 +122,9 @@ class Handovers:
         _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
             raise Forbidden(
-                "wrong_user",
-                f"files are taken from user {os.geteuid()} and root only",
-                field="uid",
-                value=uid,
+                "wrong_user", f"files are taken from user {os.geteuid()} and root only", field="uid", value=uid,
                 remedy="run the engine as the user of its daemon",
-            )
+            )  # fmt: skip
         try:
             said = engine_pb2.Handover.FromString(await _receive(connection, files))
         except DecodeError:
@@ -187,24 +182,16 @@ async def _receive(connection: socket.socket, files: Files) -> bytes:
 
 
 async def _readable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(connection, tell)
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(connection)
 
 
 def _malformed(why: str) -> KvferryError:
     return Malformed(
-        "malformed_handover",
-        f"what came is no handover: {why}",
-        field="files",
+        "malformed_handover", f"what came is no handover: {why}", field="files",
         remedy="4 bytes of length, a kvferry.v1.Handover, and the descriptors with the first byte",
-    )
+    )  # fmt: skip
