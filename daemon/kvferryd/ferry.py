@@ -213,9 +213,9 @@ class Ferry:
                 value=engine_id,
                 remedy="GET /v1/peers lists them",
             )
-        for _, peer in found:
+        for peer in found:
             self.peers_known.forget(peer)
-        return _peer_records(peer for _, peer in found)
+        return _peer_records(found)
 
     # ---- the daemon itself ----
 

@@ -37,17 +37,30 @@ class PeerRank:
     metadata: bytes
     regions: dict[int, Span]
     channel: Channel
-    stream: ReaderStream
-    """Its leases, as we read them."""
+    opening: peer_pb2.ReadOpening
+    """The first message of a stream of its leases: it says who we are."""
     staging: Staging | None = None
     pairing: str = ""
     """The peer's name for the plan between us; empty until it has planned."""
     bytes_read: int = 0
     transfers: int = 0
+    _stream: ReaderStream | None = None
 
     @property
     def stub(self) -> peer_pb2_grpc.PeerAsyncStub:
         return self.channel.stub
+
+    @property
+    def stream(self) -> ReaderStream:
+        """Its leases, as we read them. A stream that has ended is followed by another."""
+        if self._stream is None or self._stream.over:
+            self._stream = ReaderStream(self.stub, self.address, self.opening)
+        return self._stream
+
+    @property
+    def lost(self) -> bool:
+        """Whether the source has ended the stream. Another daemon, with other memory, may answer at its address now."""
+        return self._stream is not None and self._stream.over
 
     async def pair(self, plan: Plan, timeout_s: float) -> None:
         """Have this rank plan as we did, once: both ends then know what a staging slot carries. Raises KvferryError."""
@@ -62,7 +75,8 @@ class PeerRank:
 
     async def close(self) -> None:
         """Nothing reads from it any more."""
-        await self.stream.close()
+        if self._stream is not None:
+            await self._stream.close()
         await self.channel.close()
 
     @property
@@ -97,7 +111,7 @@ class PeerEngine:
     @property
     def lost(self) -> bool:
         """Whether a daemon of it has gone since the handshake. The engine may be with another, in the same epoch."""
-        return any(rank.stream.lost for rank in self.ranks.values())
+        return any(rank.lost for rank in self.ranks.values())
 
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """Where (rank, region) begins in this process."""

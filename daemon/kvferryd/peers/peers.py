@@ -23,7 +23,6 @@ from kvferryd.metrics import Metrics
 from kvferryd.peers.channels import Channels, asking
 from kvferryd.peers.mapping import RankMapping
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
-from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.ahead import prepare_scatter
 from kvferryd.transport import Span
@@ -45,8 +44,8 @@ class Peers:
         self._config, self._metrics = config, metrics
         self.channels = Channels(config, certificates)
         self._screen = Screen(config.ucx)
-        self._known: dict[tuple[str, str, str], PeerEngine] = {}
-        self._shaking: dict[tuple[str, str, str, str], asyncio.Task[PeerEngine]] = {}
+        self._known: dict[tuple[Engine, str], PeerEngine] = {}
+        self._shaking: dict[tuple[Engine, str, str], asyncio.Task[PeerEngine]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[PeerEngine]:
@@ -62,14 +61,13 @@ class Peers:
                 "own_engine", f"engine {engine_id} is to read from itself", field="source.engine_id", value=engine_id,
                 remedy="its blocks are at hand: copy them in the engine",
             )  # fmt: skip
-        key = (engine.engine_id, engine.epoch, engine_id)
-        known = self._known.get(key)
+        known = self._known.get((engine, engine_id))
         current = known is not None and not known.lost and (not epoch or known.epoch == epoch)
         if known is not None and current and address in known.addresses:
             known.used_at = time.monotonic()
             return known
         # Known elsewhere, in another epoch, or with a daemon that has gone: only the engine can say what holds now.
-        flight = (*key, address)
+        flight = (engine, engine_id, address)
         shaking = self._shaking.get(flight)
         if shaking is None:
             shaking = self._shaking[flight] = asyncio.create_task(self._shake(engine, engine_id, address))
@@ -82,7 +80,7 @@ class Peers:
             )  # fmt: skip
         return peer
 
-    def _shaken(self, flight: tuple[str, str, str, str], task: asyncio.Task[PeerEngine]) -> None:
+    def _shaken(self, flight: tuple[Engine, str, str], task: asyncio.Task[PeerEngine]) -> None:
         del self._shaking[flight]
         if not task.cancelled():
             task.exception()  # retrieved: every caller may have given up
@@ -99,9 +97,8 @@ class Peers:
             raise
         finally:
             self._metrics.handshake(outcome, time.monotonic() - began)
-        key = (engine.engine_id, engine.epoch, engine_id)
-        before = self._known.get(key)
-        self._known[key] = peer
+        before = self._known.get((engine, engine_id))
+        self._known[engine, engine_id] = peer
         peer.watches += [asyncio.create_task(self._watch(peer, mapping)) for mapping in peer.mappings.values()]
         if before is not None:
             if before.epoch == peer.epoch:
@@ -112,9 +109,8 @@ class Peers:
 
     def _forget_idle(self, engine: Engine) -> None:
         """Peers that are gone for good leave no trace: a fleet replaces its pods for as long as this daemon runs."""
-        for (own, epoch, _), peer in list(self._known.items()):
-            idle = not peer.users and time.monotonic() - peer.used_at > IDLE_S
-            if idle and (own, epoch) == (engine.engine_id, engine.epoch):
+        for peer in self:
+            if peer.own is engine and not peer.users and time.monotonic() - peer.used_at > IDLE_S:
                 self.forget(peer)
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
@@ -234,16 +230,15 @@ class Peers:
         opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader)
         rank = PeerRank(
             address, manifest, reply.protocol, reply.version, reply.agent_name, reply.agent_metadata, regions, channel,
-            ReaderStream(channel.stub, address, opening), staging,
+            opening, staging,
         )  # fmt: skip
         return rank, list(reply.members)
 
     def forget(self, peer: PeerEngine) -> None:
         """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew.
         Idempotent."""
-        key = (peer.own.engine_id, peer.own.epoch, peer.engine_id)
-        if self._known.get(key) is peer:
-            del self._known[key]
+        if self._known.get((peer.own, peer.engine_id)) is peer:
+            del self._known[peer.own, peer.engine_id]
         if not peer.stale:
             peer.stale = True
             self._unload_unused(peer)
@@ -271,16 +266,16 @@ class Peers:
 
     async def forget_engine(self, engine: Engine) -> None:
         """Our own engine is retired, its agent with it: nothing to unload."""
-        for key in [key for key in self._known if key[:2] == (engine.engine_id, engine.epoch)]:
+        for key in [key for key in self._known if key[0] is engine]:
             peer = self._known.pop(key)
             peer.stale = True
             for watch in peer.watches:
                 watch.cancel()
             await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
 
-    def of_engine(self, engine_id: str) -> list[tuple[str, PeerEngine]]:
-        """(our engine's id, peer) of every peer engine with this id."""
-        return [(key[0], peer) for key, peer in self._known.items() if key[2] == engine_id]
+    def of_engine(self, engine_id: str) -> list[PeerEngine]:
+        """The peer engine with this id, as each engine of ours knows it."""
+        return [peer for (_, known), peer in self._known.items() if known == engine_id]
 
     async def close(self) -> None:
         for task in list(self._shaking.values()):

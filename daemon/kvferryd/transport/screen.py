@@ -9,6 +9,7 @@ from once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -38,8 +39,14 @@ class Screen:
             answer = ""
             try:
                 process = self._process or await self._start()
+                assert process.stdin is not None and process.stdout is not None
+                host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
+                asked = json.dumps([metadata.alias, metadata.blob.hex(), host]).encode() + b"\n"
                 async with asyncio.timeout(timeout_s):
-                    answer = await _ask(process, metadata, spans)
+                    with contextlib.suppress(ConnectionError):  # it has died
+                        process.stdin.write(asked)
+                        await process.stdin.drain()
+                        answer = (await process.stdout.readline()).decode().strip()
             except TimeoutError:
                 raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s) from None
             finally:
@@ -66,15 +73,3 @@ class Screen:
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def _ask(process: asyncio.subprocess.Process, metadata: Metadata, spans: Sequence[Span]) -> str:
-    """Its answer; empty where it died."""
-    assert process.stdin is not None and process.stdout is not None
-    host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
-    try:
-        process.stdin.write(json.dumps([metadata.alias, metadata.blob.hex(), host]).encode() + b"\n")
-        await process.stdin.drain()
-    except ConnectionError:
-        return ""
-    return (await process.stdout.readline()).decode().strip()
