@@ -118,7 +118,7 @@ async def pair() -> AsyncIterator[Pair]:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channel = Channels(Config()).open(address)
-    rank = PeerRank(address, SOURCE, 1, "", "", b"", {}, channel, peer_pb2.ReadOpening())
+    rank = PeerRank(channel, SOURCE, 1, "", "", b"", {}, peer_pb2.ReadOpening())
     rank.staging = Staging(arena.span, arena.slot_nbytes)
     rank.pairing = await gatherer.pairings.add(SOURCE, [SOURCE], READER, b"a plan")
     yield Pair(source, rank, arena)

@@ -47,18 +47,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session = await ferry.registry.attach(rank, request.resume)
         log.info("engine attached", **rank._asdict(), client=request.client, resumed=session.resumed)
         try:
-            yield engine_pb2.Event(
-                attached=engine_pb2.Attached(
-                    session=session.id,
-                    protocol=version,
-                    version=__version__,
-                    peer_address=ferry.config.advertise,
-                    device=ferry.config.device,
-                    instance=ferry.instance,
-                    deadline_s=ferry.config.deadline_s,
-                    resumed=session.resumed,
-                )
-            )
+            attached = engine_pb2.Attached(
+                session=session.id, protocol=version, version=__version__, peer_address=ferry.config.advertise,
+                device=ferry.config.device, instance=ferry.instance, deadline_s=ferry.config.deadline_s,
+                resumed=session.resumed,
+            )  # fmt: skip
+            yield engine_pb2.Event(attached=attached)
             async for event in said_beside(session.events, self._obey(session, commands)):
                 yield event
         finally:
@@ -130,17 +124,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_source(engine.manifest, tables, request.num_tokens, request.metadata)
         check_digest(request.digest)
         check_seconds("ttl_s", request.ttl_s)
+        fence = self._fence(engine, request.after) if request.HasField("after") else None
         lease = engine.leases.publish(
-            request.request_id,
-            tables,
-            request.num_tokens,
-            more=request.more,
-            metadata=request.metadata,
-            ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
-            readers=request.readers or 1,
-            digest=request.digest,
-            after=self._fence(engine, request.after) if request.HasField("after") else None,
-        )
+            request.request_id, tables, request.num_tokens,
+            more=request.more, metadata=request.metadata, ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
+            readers=request.readers or 1, digest=request.digest, after=fence,
+        )  # fmt: skip
         return engine_pb2.PublishReply(state=lease.state.value)
 
     def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:

@@ -52,11 +52,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         regions = {} if self._ferry.config.strict else engine.session.regions
         readable = {id: region.span for id, region in regions.items()}
         return peer_pb2.HandshakeReply(
-            protocol=version,
-            version=__version__,
-            manifest=manifest_to_proto(engine.manifest),
-            agent_name=engine.agent.name,
-            agent_metadata=engine.agent_metadata,
+            protocol=version, version=__version__, manifest=manifest_to_proto(engine.manifest),
+            agent_name=engine.agent.name, agent_metadata=engine.agent_metadata,
             members=_members(engine.members, engine.epoch),
             regions=[
                 peer_pb2.RegionAddress(
@@ -65,7 +62,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 for id, span in readable.items()
             ],
             staging=_staging(engine.arena) if engine.arena else None,
-        )
+        )  # fmt: skip
 
     @stream
     async def Join(self, request: peer_pb2.JoinRequest, context: Context) -> AsyncIterator[peer_pb2.Roster]:
@@ -213,12 +210,7 @@ def _reader(reader: peer_pb2.Reader) -> ReaderId:
 def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
     share = transfer.share()
     return peer_pb2.RankTransfer(
-        rank=share.rank,
-        state=share.state.value,
-        nbytes=share.bytes,
-        descriptors=share.descriptors,
-        path=share.path,
-        transport=share.transport,
-        phases_ms=share.phases_ms,
+        rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
+        transport=share.transport, phases_ms=share.phases_ms,
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
-    )
+    )  # fmt: skip

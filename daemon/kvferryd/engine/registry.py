@@ -53,7 +53,6 @@ class Engines:
         self._kept: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
         """Retired sessions whose regions wait for the next session of their engine, and until when."""
         self._retiring: dict[str, asyncio.Task[None]] = {}
-        self._settling: set[asyncio.Task[None]] = set()
         self._stuck: dict[str, Session] = {}
         """Sessions whose agent could not be stopped. They are kept, so that nothing of their memory is freed."""
 
@@ -186,19 +185,16 @@ class Engines:
             session.fences = Fences(numbers)
 
     def stream_ended(self, session: Session) -> None:
-        """Whether the engine is dead, its process tells."""
+        """Whether the engine is dead, its process tells: in a while."""
         if session.attached:
             self._detach(session, f"the session of engine {session.rank.engine_id} has ended")
-            task = asyncio.create_task(self._settle(session))
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
 
-    async def _settle(self, session: Session) -> None:
-        if session.process is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.gone.wait(), DYING_S)
-        if not session.gone.is_set():
-            await self._withdraw(session)
+            def lost() -> None:
+                if not session.gone:
+                    self._withdraw(session)
+
+            wait_s = 0.0 if session.process is None else DYING_S
+            asyncio.get_running_loop().call_later(wait_s, lost)
 
     async def end(self, id: str, *, leave: bool = False) -> None:
         """End the session. Nothing of it is read or written any more when this returns, but for the leases of an engine
@@ -207,7 +203,7 @@ class Engines:
         if session is not None and leave:
             self._part(session, f"engine {session.rank.engine_id} has left")
         elif session is not None:
-            await self._withdraw(session)
+            self._withdraw(session)
         if id in self._retiring:
             await asyncio.shield(self._retiring[id])
         if id in self._stuck:
@@ -216,12 +212,12 @@ class Engines:
                 field="session", remedy="restart the daemon",
             )  # fmt: skip
 
-    async def _withdraw(self, session: Session) -> None:
+    def _withdraw(self, session: Session) -> None:
         """The session has ended, and for all we know the engine lives: it may write to its blocks as soon as it knows
         that nobody reads them."""
         why = f"engine {session.rank.engine_id} has lost its session"
         self._detach(session, why)
-        await asyncio.shield(self._retire_soon(session, why, keep=True))
+        self._retire_soon(session, why, keep=True)
 
     def _detach(self, session: Session, why: str) -> None:
         if session.attached and not session.retired.is_set():
@@ -237,10 +233,10 @@ class Engines:
     def _part(self, session: Session, why: str) -> None:
         """The engine is dead or has left. What it published whole in memory of ours stays readable until it is read or
         expires."""
-        if session.gone.is_set() or session.retired.is_set():
+        if session.gone or session.retired.is_set():
             return
         self._detach(session, why)
-        session.gone.set()
+        session.gone = True
         if session.engine is not None:
             if any(not region.owned for region in session.regions.values()):
                 session.engine.leases.revoke_all(f"{why}, and owned its memory")
@@ -252,7 +248,7 @@ class Engines:
     def _lease_ended(self, engine: Engine, lease: Lease) -> None:
         self._on_lease_end(engine, lease)
         session = engine.session
-        if session.gone.is_set() and not session.has_leases and not session.retired.is_set():
+        if session.gone and not session.has_leases and not session.retired.is_set():
             self._retire_soon(session, f"engine {engine.engine_id} is gone and its last lease has ended")
 
     def _retire_soon(self, session: Session, reason: str, *, keep: bool = False) -> asyncio.Task[None]:
@@ -288,8 +284,6 @@ class Engines:
         session.close()
 
     async def close(self) -> None:
-        for task in self._settling:
-            task.cancel()
         tasks = [self._retire_soon(session, "the daemon stops") for session in self.sessions]
         if pending := [*tasks, *self._retiring.values()]:
             await asyncio.wait(pending, timeout=RETIRE_S)

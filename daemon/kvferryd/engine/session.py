@@ -47,7 +47,7 @@ class Session:
         """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
         self.detached = asyncio.Event()
         """The stream has ended, or the engine is gone. The first does not tell what has become of the engine."""
-        self.gone = asyncio.Event()
+        self.gone = False
         """The process is dead, or the engine has left: it will not touch its memory any more."""
         self.retired = asyncio.Event()
         self._allocating: set[int] = set()

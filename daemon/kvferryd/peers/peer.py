@@ -29,14 +29,13 @@ class Staging:
 class PeerRank:
     """One rank of a peer engine: its manifest, and how to read from it."""
 
-    address: str
+    channel: Channel
     manifest: Manifest
     protocol: int
     version: str
     agent_name: str
     metadata: bytes
     regions: dict[int, Span]
-    channel: Channel
     opening: peer_pb2.ReadOpening
     """The first message of a stream of its leases: it says who we are."""
     staging: Staging | None = None
@@ -45,6 +44,10 @@ class PeerRank:
     bytes_read: int = 0
     transfers: int = 0
     _stream: ReaderStream | None = None
+
+    @property
+    def address(self) -> str:
+        return self.channel.address
 
     @property
     def stub(self) -> peer_pb2_grpc.PeerAsyncStub:

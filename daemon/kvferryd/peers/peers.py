@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
-from kvferry.manifest import Manifest
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
@@ -20,14 +19,13 @@ from kvferryd.copy.ahead import sample
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
-from kvferryd.peers.channels import Channels, asking
+from kvferryd.peers.channels import Channel, Channels, asking
 from kvferryd.peers.mapping import RankMapping
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.ahead import prepare_scatter
 from kvferryd.transport import Span
-from kvferryd.transport.metadata import parse
-from kvferryd.transport.screen import Screen
+from kvferryd.transport.metadata import Screen, parse
 
 log = logs.get(__name__)
 UNLOAD_S = 5.0
@@ -220,19 +218,10 @@ class Peers:
         try:
             async with asking(address):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
-            manifest, regions, staging = _checked(reply, engine_id, address)
+            return _rank(reply, channel, engine, engine_id), list(reply.members)
         except BaseException:
             await channel.close()
             raise
-        reader = peer_pb2.Reader(
-            engine_id=engine.engine_id, epoch=engine.epoch, rank=engine.rank, world_size=engine.world_size
-        )
-        opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader)
-        rank = PeerRank(
-            address, manifest, reply.protocol, reply.version, reply.agent_name, reply.agent_metadata, regions, channel,
-            opening, staging,
-        )  # fmt: skip
-        return rank, list(reply.members)
 
     def forget(self, peer: PeerEngine) -> None:
         """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew.
@@ -286,14 +275,12 @@ class Peers:
         await self.channels.close()
 
 
-def _checked(
-    reply: peer_pb2.HandshakeReply, engine_id: str, address: str
-) -> tuple[Manifest, dict[int, Span], Staging | None]:
-    """Its manifest, and where its regions and its staging slots are. Raises KvferryError (`protocol`)."""
+def _rank(reply: peer_pb2.HandshakeReply, channel: Channel, engine: Engine, engine_id: str) -> PeerRank:
+    """The rank that answered, as `engine` reads it. Raises KvferryError (`protocol`)."""
 
     def wrong(what: str, field: str, value: object) -> Conflict:
         remedy = f"this daemon speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}: run the same version on both sides"
-        return Conflict("protocol", f"peer {address} {what}", field=field, value=value, remedy=remedy)
+        return Conflict("protocol", f"peer {channel.address} {what}", field=field, value=value, remedy=remedy)
 
     if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
         raise wrong(f"chose protocol {reply.protocol}", "protocol", reply.protocol)
@@ -309,7 +296,20 @@ def _checked(
     for region in manifest.regions if regions or staging is None else ():
         if region.id not in regions or regions[region.id].nbytes < region.nbytes:
             raise wrong(f"gave no address for region {region.id}", "regions", region.id)
-    return manifest, regions, staging
+    own = engine.session.rank
+    reader = peer_pb2.Reader(engine_id=own.engine_id, epoch=own.epoch, rank=own.rank, world_size=own.world_size)
+    opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader)
+    return PeerRank(
+        channel,
+        manifest,
+        reply.protocol,
+        reply.version,
+        reply.agent_name,
+        reply.agent_metadata,
+        regions,
+        opening,
+        staging,
+    )
 
 
 def _span(told: peer_pb2.RegionAddress | peer_pb2.Staging) -> Span:

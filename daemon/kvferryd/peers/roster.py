@@ -95,13 +95,11 @@ class Roster:
             async for members in self.seed.join(engine.engine_id, engine.epoch, engine.rank, own):
                 yield members
             return
+        member = peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch)
         request = peer_pb2.JoinRequest(
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            engine_id=engine.engine_id,
-            member=peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch),
+            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine.engine_id, member=member,
             world_size=engine.world_size,
-        )
+        )  # fmt: skip
         async with self._channels.calling(seed) as stub:
             async for roster in stub.Join(request):
                 yield {member.rank: member.address for member in roster.members}
