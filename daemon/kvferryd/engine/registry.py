@@ -49,12 +49,8 @@ class Engines:
         self._current: dict[str, Session] = {}
         """By engine."""
         self._by_id: dict[str, Session] = {}
+        """Also those that are being retired, whose regions are kept, or that are stuck, whose memory must not be freed."""
         self._epochs: LRUCache[tuple[str, str], None] = LRUCache(EPOCHS)
-        self._kept: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
-        """Retired sessions whose regions wait for the next session of their engine, and until when."""
-        self._retiring: dict[str, asyncio.Task[None]] = {}
-        self._stuck: dict[str, Session] = {}
-        """Sessions whose agent could not be stopped. They are kept, so that nothing of their memory is freed."""
 
     @property
     def sessions(self) -> list[Session]:
@@ -74,16 +70,16 @@ class Engines:
         if resume:
             await self.end(resume)
         old = await self._ended(rank.engine_id)
-        kept = self._kept[resume][0] if resume in self._kept else None
-        before = kept if kept is not None and kept.rank == rank else None
+        kept = [each for each in self._by_id.values() if each.expiry and each.rank.engine_id == rank.engine_id]
+        before = next((each for each in kept if each.id == resume and each.rank == rank), None)
         if before is None and rank[:2] in self._epochs:
             raise Conflict(
                 "epoch_reused", f"epoch {rank.epoch} of engine {rank.engine_id} is over", field="epoch",
                 value=rank.epoch, remedy="use a new epoch for every start of the engine",
             )  # fmt: skip
         session = Session(rank, before)
-        for id in [id for id, (kept, _) in self._kept.items() if kept.rank.engine_id == rank.engine_id]:
-            self._give_back(id)
+        for each in kept:
+            self._give_back(each)
         self._current[rank.engine_id] = self._by_id[session.id] = session
         if old is not None:
             try:
@@ -126,7 +122,7 @@ class Engines:
     def of_session(self, id: str) -> Session:
         """Raises KvferryError (`unknown_session`)."""
         session = self._by_id.get(id)
-        if session is None or session.retired.is_set():
+        if session is None or session.retiring is not None:
             raise NotFound(
                 "unknown_session", "the session is not known or has ended", field="session",
                 remedy="attach first, and keep the stream of events open",
@@ -200,13 +196,15 @@ class Engines:
         """End the session. Nothing of it is read or written any more when this returns, but for the leases of an engine
         that leaves. Idempotent. Raises KvferryError (`not_quiet`) when that cannot be had."""
         session = self._by_id.get(id)
-        if session is not None and leave:
+        if session is None:
+            return
+        if leave:
             self._part(session, f"engine {session.rank.engine_id} has left")
-        elif session is not None:
+        else:
             self._withdraw(session)
-        if id in self._retiring:
-            await asyncio.shield(self._retiring[id])
-        if id in self._stuck:
+        if session.retiring is not None:
+            await asyncio.shield(session.retiring)
+        if session.stuck:
             raise Conflict(
                 "not_quiet", "the session's NIXL agent could not be stopped: its reads may still write",
                 field="session", remedy="restart the daemon",
@@ -248,47 +246,44 @@ class Engines:
     def _lease_ended(self, engine: Engine, lease: Lease) -> None:
         self._on_lease_end(engine, lease)
         session = engine.session
-        if session.gone and not session.has_leases and not session.retired.is_set():
+        if session.gone and not session.has_leases:
             self._retire_soon(session, f"engine {engine.engine_id} is gone and its last lease has ended")
 
     def _retire_soon(self, session: Session, reason: str, *, keep: bool = False) -> asyncio.Task[None]:
         """Close everything of the session. keep: its daemon-owned regions wait for its engine to attach again."""
-        task = self._retiring.get(session.id)
-        if task is None:
-            task = self._retiring[session.id] = asyncio.create_task(self._retire(session, reason, keep))
-            task.add_done_callback(lambda _: self._retiring.pop(session.id))
-        return task
+        if session.retiring is None:
+            session.retiring = asyncio.create_task(self._retire(session, reason, keep))
+        return session.retiring
 
     async def _retire(self, session: Session, reason: str, keep: bool) -> None:
-        if session.retired.is_set():
-            return
-        self._by_id.pop(session.id, None)
         if self._current.get(session.rank.engine_id) is session:
             del self._current[session.rank.engine_id]
         if session.engine is not None:
             await self._before_retire(session.engine, reason)
-        if not await session.retire(reason, keep=keep):
-            self._stuck[session.id] = session
-        elif session.regions:
-            expiry = asyncio.get_running_loop().call_later(KEPT_S, self._give_back, session.id)
-            self._kept[session.id] = session, expiry
+        await session.retire(reason, keep=keep)
+        if session.regions and not session.stuck:
+            session.expiry = asyncio.get_running_loop().call_later(KEPT_S, self._give_back, session)
             if session.process is not None:
-                session.process.watch(lambda: self._give_back(session.id))
+                session.process.watch(lambda: self._give_back(session))
             return
         if session.process is not None:
             session.process.close()
+        if not session.stuck:
+            del self._by_id[session.id]
 
-    def _give_back(self, id: str) -> None:
-        session, expiry = self._kept.pop(id)
-        expiry.cancel()
+    def _give_back(self, session: Session) -> None:
+        if session.expiry is not None:
+            session.expiry.cancel()
+        del self._by_id[session.id]
         session.close()
 
     async def close(self) -> None:
-        tasks = [self._retire_soon(session, "the daemon stops") for session in self.sessions]
-        if pending := [*tasks, *self._retiring.values()]:
-            await asyncio.wait(pending, timeout=RETIRE_S)
-        for id in list(self._kept):
-            self._give_back(id)
+        for session in self.sessions:
+            self._retire_soon(session, "the daemon stops")
+        if retiring := [session.retiring for session in self._by_id.values() if session.retiring]:
+            await asyncio.wait(retiring, timeout=RETIRE_S)
+        for session in [session for session in self._by_id.values() if session.expiry]:
+            self._give_back(session)
 
 
 def _check(rank: Rank) -> None:

@@ -50,6 +50,12 @@ class Session:
         self.gone = False
         """The process is dead, or the engine has left: it will not touch its memory any more."""
         self.retired = asyncio.Event()
+        """`retire` has begun."""
+        self.retiring: asyncio.Task[None] | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        """Of the regions that are kept for the next session of the engine."""
+        self.stuck = False
+        """The agent could not be stopped: what it reads and writes is never known to be over."""
         self._allocating: set[int] = set()
 
     @property
@@ -92,8 +98,9 @@ class Session:
         if self.retired.is_set() or not self.attached:
             raise Unavailable("session_closed", f"the session of engine {self.rank.engine_id} has ended")
 
-    async def retire(self, reason: str, *, keep: bool) -> bool:
-        """Close everything, once. Whether nothing of it is read or written any more; if not, all memory stays mapped.
+    async def retire(self, reason: str, *, keep: bool) -> None:
+        """Close everything, once. Nothing of it is read or written afterwards, unless it is `stuck`; then all memory
+        stays mapped.
 
         keep: leave the daemon-owned regions open.
         """
@@ -104,11 +111,11 @@ class Session:
         if self.fences is not None:  # after the leases that wait for them
             await self.fences.close()
         if self.engine is not None and not await self.engine.close():
+            self.stuck = True
             log.error("the NIXL agent did not stop: its memory stays mapped", engine_id=self.rank.engine_id)
-            return False
+            return
         for id in [id for id, region in self.regions.items() if not (keep and region.owned)]:
             self.regions.pop(id).close()
-        return True
 
     def close(self) -> None:
         """Give back the regions, and watch the process no more."""

@@ -86,11 +86,7 @@ class RankMapping:
     async def ended(self) -> None:
         """Returns when the memory is gone, or nobody can tell any more."""
         if self._stream is not None:
-            try:
-                while await self._stream.read() is not grpc.aio.EOF:
-                    pass
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return
+            await self._stream.code()
 
     async def close(self) -> None:
         """Unmap. Nothing may read from it any more. Idempotent."""
