@@ -49,7 +49,7 @@ class Engines:
         self._current: dict[str, Session] = {}
         """By engine."""
         self._by_id: dict[str, Session] = {}
-        """Also those that are being retired, whose regions are kept, or that are stuck, whose memory must not be freed."""
+        """Also those being retired, those whose regions are kept, and the stuck, whose memory must not be freed."""
         self._epochs: LRUCache[tuple[str, str], None] = LRUCache(EPOCHS)
 
     @property
