@@ -26,6 +26,10 @@ from kvferryd.transport import Agent
 class Engine:
     """One rank of an engine in one session. Owns its agent, with which every read ends that could touch the memory."""
 
+    engine_id: str
+    epoch: str
+    rank: int
+    world_size: int
     session: Session
     manifest: Manifest
     agent: Agent
@@ -43,22 +47,6 @@ class Engine:
     """The daemons of the engine's ranks, as far as they are known."""
     pairings: Pairings = field(default_factory=Pairings)
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def engine_id(self) -> str:
-        return self.manifest.engine_id
-
-    @property
-    def epoch(self) -> str:
-        return self.manifest.epoch
-
-    @property
-    def rank(self) -> int:
-        return self.manifest.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.manifest.world_size
 
     @property
     def addresses(self) -> dict[int, int]:
@@ -168,8 +156,8 @@ async def make(
         await _close(runner, agent, arena)
         raise
     engine = Engine(
-        session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped, tuple(notes),
-        {manifest.rank: config.advertise},
+        *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
+        tuple(notes), {manifest.rank: config.advertise},
     )  # fmt: skip
     return engine
 

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Iterator
 
+import grpc
+
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
@@ -20,7 +22,6 @@ from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.channels import Channel, Channels, asking
-from kvferryd.peers.mapping import RankMapping
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.ahead import prepare_scatter
@@ -97,7 +98,8 @@ class Peers:
             self._metrics.handshake(outcome, time.monotonic() - began)
         before = self._known.get((engine, engine_id))
         self._known[engine, engine_id] = peer
-        peer.watches += [asyncio.create_task(self._watch(peer, mapping)) for mapping in peer.mappings.values()]
+        mappings = [rank.mapping for rank in peer.ranks.values() if rank.mapping is not None]
+        peer.watches += [asyncio.create_task(self._watch(peer, mapping)) for mapping in mappings]
         if before is not None:
             if before.epoch == peer.epoch:
                 peer.addresses |= before.addresses
@@ -151,7 +153,8 @@ class Peers:
         engine, planned = peer.own, peer.plan
         for number, rank in peer.ranks.items():
             if number in planned.reads_from:
-                await self._map(rank, peer)  # first: what is held open UCX need not map for each descriptor
+                # First: what is held open UCX need not map for each descriptor.
+                await rank.map(engine, self._config.connect_timeout_s)
             await self._load(rank, peer)
         if engine.runner is not None and not peer.unmapped:
             await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), engine.addresses))
@@ -187,25 +190,8 @@ class Peers:
                     remedy="check the fabric between the two daemons and the ucx settings",
                 ) from None  # fmt: skip
 
-    async def _map(self, rank: PeerRank, peer: PeerEngine) -> None:
-        """Map the rank's memory if it can be done; otherwise keep why not."""
-        engine = peer.own
-        if engine.runner is None:
-            peer.unmapped[rank.rank] = engine.unmapped
-            return
-        mapping = RankMapping(engine.runner, slots_only=engine.strict)
-        try:
-            await mapping.open(rank.stub, rank.address, rank.manifest, self._config.connect_timeout_s)
-        except KvferryError as error:
-            mapping.refusal = str(error)
-        else:
-            peer.mappings[rank.rank] = mapping
-        if mapping.refusal:
-            peer.unmapped[rank.rank] = mapping.refusal
-            log.info("peer not mapped", engine_id=peer.engine_id, rank=rank.rank, why=mapping.refusal)
-
-    async def _watch(self, peer: PeerEngine, mapping: RankMapping) -> None:
-        await mapping.ended()
+    async def _watch(self, peer: PeerEngine, mapping: grpc.aio.Call) -> None:
+        await mapping.code()
         if not peer.stale:
             log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
             self.forget(peer)
@@ -245,8 +231,8 @@ class Peers:
             task.add_done_callback(self._unloading.discard)
 
     async def _unload(self, peer: PeerEngine) -> None:
-        for mapping in peer.mappings.values():
-            await mapping.close()
+        for rank in peer.ranks.values():
+            await rank.unmap()
         await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         names, peer.loaded = peer.loaded, []
         if not peer.own.session.retired.is_set():
