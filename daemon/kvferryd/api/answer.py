@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -85,20 +85,6 @@ async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Reques
             "malformed_stream", f"the stream did not begin within {timeout_s:g} s",
             remedy="send the first message, which names the sender, at once",
         ) from None  # fmt: skip
-
-
-async def said_beside(said: asyncio.Queue[Reply | None], work: Coroutine[None, None, None]) -> AsyncIterator[Reply]:
-    """What is put into the queue while `work` runs, until that ends or None is put. Raises what `work` raises."""
-    working = asyncio.create_task(work)
-    working.add_done_callback(lambda _: said.put_nowait(None))
-    try:
-        while (reply := await said.get()) is not None:
-            yield reply
-        if working.done():
-            working.result()
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
 
 
 def protocol(lowest: int, highest: int) -> int:

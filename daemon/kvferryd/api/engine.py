@@ -11,7 +11,7 @@ from kvferry.memory.fences import WORDS, Fence
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
-from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
+from kvferryd.api.answer import Context, broken, first_of, protocol, stream, unary
 from kvferryd.api.handover import Handovers
 from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
@@ -46,17 +46,23 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         rank = Rank(request.engine_id, request.epoch, request.rank, request.world_size)
         session = await ferry.registry.attach(rank, request.resume)
         log.info("engine attached", **rank._asdict(), client=request.client, resumed=session.resumed)
+        attached = engine_pb2.Attached(
+            session=session.id, protocol=version, version=__version__, peer_address=ferry.config.advertise,
+            device=ferry.config.device, instance=ferry.instance, deadline_s=ferry.config.deadline_s,
+            resumed=session.resumed,
+        )  # fmt: skip
+        obeying = asyncio.create_task(self._obey(session, commands))
+        obeying.add_done_callback(lambda _: session.events.put_nowait(None))
         try:
-            attached = engine_pb2.Attached(
-                session=session.id, protocol=version, version=__version__, peer_address=ferry.config.advertise,
-                device=ferry.config.device, instance=ferry.instance, deadline_s=ferry.config.deadline_s,
-                resumed=session.resumed,
-            )  # fmt: skip
             yield engine_pb2.Event(attached=attached)
-            async for event in said_beside(session.events, self._obey(session, commands)):
+            while (event := await session.events.get()) is not None:
                 yield event
+            if obeying.done():
+                obeying.result()
         finally:
+            obeying.cancel()
             ferry.registry.stream_ended(session)
+            await asyncio.gather(obeying, return_exceptions=True)
 
     async def _obey(self, session: Session, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:

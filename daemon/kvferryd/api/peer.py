@@ -98,7 +98,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         try:
             first = await first_of(requests, self._ferry.config.connect_timeout_s)
             if not first.HasField("opening"):
-                raise Malformed("malformed_stream", "the first message says who reads from whom", field="opening")
+                raise Malformed(
+                    "malformed_stream",
+                    "the first message names the reader and the engine that is read",
+                    field="opening",
+                )
             opening = first.opening
             engine, who = self._of_epoch(opening.engine_id, opening.epoch), _reader(opening.reader)
             gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
@@ -117,8 +121,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         engine = self._of_epoch(request.engine_id, request.epoch)
         sources = [manifest_from_proto(source) for source in request.sources]
         destination = manifest_from_proto(request.destination)
-        said = request.SerializeToString(deterministic=True)
-        pairing = await engine.pairings.add(engine.manifest, sources, destination, said)
+        told = request.SerializeToString(deterministic=True)
+        pairing = await engine.pairings.add(engine.manifest, sources, destination, told)
         if engine.arena is not None:
             await prepare_gather(engine.arena, engine.pairings.get(pairing), engine.addresses)
         return peer_pb2.PairReply(pairing=pairing)
@@ -184,7 +188,7 @@ def _members(members: Mapping[int, str], epoch: str) -> list[peer_pb2.Member]:
 
 
 def _left(context: Context, default: float) -> float:
-    """Seconds until the caller gives up, a little less: it should hear why."""
+    """Seconds until the caller gives up, a little less: so that it gets the reason."""
     left = context.time_remaining()
     return default if left is None else max(0.0, min(left, default) - 0.25)
 

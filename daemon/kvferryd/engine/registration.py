@@ -118,7 +118,7 @@ async def make(
     on_gpu = [region.span.device for region in session.regions.values() if region.span.kind == "cuda"]
     gpu = cuda.device(f"cuda:{on_gpu[0]}") if on_gpu else None
     must_stage = config.way == "staged" or config.strict
-    may_stage = must_stage or (config.device != "cpu" and config.way == "auto")  # where it is to be had for nothing
+    may_stage = must_stage or (config.device != "cpu" and config.way == "auto")  # where it costs no host memory
     leases = Leases(manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases)
     # A fresh name for every agent: an agent's name is its identity.
     agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, ucx=config.ucx, device=gpu)

@@ -1,4 +1,4 @@
-"""The sessions of this daemon's engines: who attaches, who is dead, and what is kept for whom."""
+"""The sessions of this daemon's engines: attaching, dying, and the memory kept for the next session."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Engines:
 
     async def end(self, id: str, *, leave: bool = False) -> None:
         """End the session. Nothing of it is read or written any more when this returns, but for the leases of an engine
-        that leaves. Idempotent. Raises KvferryError (`not_quiet`) when that cannot be had."""
+        that leaves. Idempotent. Raises KvferryError (`not_quiet`) when the agent cannot be stopped."""
         session = self._by_id.get(id)
         if session is None:
             return

@@ -138,7 +138,7 @@ class Screen:
                 raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s) from None
             finally:
                 if answer != FINE:
-                    await self.close()  # what a failed load leaves behind in it is nobody's concern
+                    await self.close()  # a failed load may have left anything behind in it
         if not answer:
             raise _malformed("the process that tried it died of it")
         if answer != FINE:
