@@ -98,11 +98,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         try:
             first = await first_of(requests, self._ferry.config.connect_timeout_s)
             if not first.HasField("opening"):
-                raise Malformed(
-                    "malformed_stream",
-                    "the first message names the reader and the engine that is read",
-                    field="opening",
-                )
+                raise Malformed("malformed_stream", "the first message names reader and source", field="opening")
             opening = first.opening
             engine, who = self._of_epoch(opening.engine_id, opening.epoch), _reader(opening.reader)
             gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)

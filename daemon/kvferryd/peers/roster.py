@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.errors import Conflict, KvferryError
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
@@ -25,42 +26,41 @@ class _Member:
     """One joining: the same rank may join again from the same address."""
 
     address: str
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Seed:
     """The seed's side: which ranks have joined, by (engine, epoch). A member is one as long as its stream is open."""
 
     def __init__(self) -> None:
-        self._members: dict[tuple[str, str], dict[int, _Member]] = {}
-        self._changed: dict[tuple[str, str], asyncio.Event] = {}
+        self._members: defaultdict[tuple[str, str], dict[int, _Member]] = defaultdict(dict)
 
     async def join(self, engine_id: str, epoch: str, rank: int, address: str) -> AsyncGenerator[dict[int, str]]:
         """The members now and after every change. Closing the iterator leaves."""
-        key = (engine_id, epoch)
-        members = self._members.setdefault(key, {})
+        members = self._members[engine_id, epoch]
         if rank in members and members[rank].address != address:
             raise Conflict(
                 "rank_taken", f"rank {rank} of engine {engine_id} has joined from {members[rank].address}",
                 field="rank", value=rank, remedy="give every rank its own daemon and number",
             )  # fmt: skip
         own = members[rank] = _Member(address)
-        self._wake(key)
         try:
+            _wake(members)
             while True:
-                changed = self._changed.setdefault(key, asyncio.Event())
+                own.changed.clear()
                 yield {rank: member.address for rank, member in members.items()}
-                await changed.wait()
+                await own.changed.wait()
         finally:
             if members.get(rank) is own:  # it may have joined again before this stream was seen to end
                 del members[rank]
-            if not members:
-                self._members.pop(key, None)
-            self._wake(key)
+                if not members:
+                    del self._members[engine_id, epoch]
+                _wake(members)
 
-    def _wake(self, key: tuple[str, str]) -> None:
-        changed = self._changed.pop(key, None)
-        if changed is not None:
-            changed.set()
+
+def _wake(members: dict[int, _Member]) -> None:
+    for member in members.values():
+        member.changed.set()
 
 
 class Roster:
