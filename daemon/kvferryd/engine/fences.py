@@ -6,6 +6,7 @@ Nobody is told when a GPU writes to memory, so a thread looks, the less often th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import queue
 import threading
@@ -80,11 +81,8 @@ class Fences:
     def _run(self) -> None:
         waiting: list[_Wait] = []
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 wait = self._inbox.get(timeout=_patience(waiting))
-            except queue.Empty:
-                pass
-            else:
                 if wait is None:
                     return
                 waiting.append(wait)

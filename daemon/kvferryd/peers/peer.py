@@ -196,7 +196,6 @@ class PeerEngine:
     """Transfers that read or may still be written to: the names stay loaded until they are quiet."""
     stale: bool = False
     used_at: float = field(default_factory=time.monotonic)
-    watches: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def lost(self) -> bool:

@@ -6,8 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-import grpc
-
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
@@ -98,8 +96,9 @@ class Peers:
             self._metrics.handshake(outcome, time.monotonic() - began)
         before = self._known.get((engine, engine_id))
         self._known[engine, engine_id] = peer
-        mappings = [rank.mapping for rank in peer.ranks.values() if rank.mapping is not None]
-        peer.watches += [asyncio.create_task(self._watch(peer, mapping)) for mapping in mappings]
+        for rank in peer.ranks.values():
+            if rank.mapping is not None:
+                rank.mapping.add_done_callback(lambda _: self._memory_gone(peer))
         if before is not None:
             if before.epoch == peer.epoch:
                 peer.addresses |= before.addresses
@@ -190,8 +189,7 @@ class Peers:
                     remedy="check the fabric between the two daemons and the ucx settings",
                 ) from None  # fmt: skip
 
-    async def _watch(self, peer: PeerEngine, mapping: grpc.aio.Call) -> None:
-        await mapping.code()
+    def _memory_gone(self, peer: PeerEngine) -> None:
         if not peer.stale:
             log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
             self.forget(peer)
@@ -244,8 +242,6 @@ class Peers:
         for key in [key for key in self._known if key[0] is engine]:
             peer = self._known.pop(key)
             peer.stale = True
-            for watch in peer.watches:
-                watch.cancel()
             await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
 
     def of_engine(self, engine_id: str) -> list[PeerEngine]:

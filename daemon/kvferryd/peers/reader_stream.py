@@ -102,27 +102,21 @@ class ReaderStream:
 
     async def _read(self) -> None:
         why: KvferryError = PeerFailed("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
-        refusal: KvferryError | None = None
         try:
             async with asking(self._address, ended=why):
                 async for reply in self._call:
-                    if not reply.reading and reply.HasField("problem"):
-                        refusal = problem_from_proto(reply.problem)
-                    else:
-                        self._dispatch(reply)
+                    if reply.HasField("announced"):
+                        self._announced[reply.announced.request_id] = reply.announced.update
+                    elif (listener := self._listeners.get(reply.reading)) is not None:
+                        listener.on_reply(reply)
+                    elif not reply.reading and reply.HasField("problem"):
+                        raise problem_from_proto(reply.problem)
         except KvferryError as error:
             why = error
         finally:
-            why = refusal or why
             self._why = why
             self._writing.cancel()
             self._call.cancel()
             for listener in self._listeners.values():
                 listener.on_lost(why)
             self._listeners.clear()
-
-    def _dispatch(self, reply: peer_pb2.ReadReply) -> None:
-        if reply.HasField("announced"):
-            self._announced[reply.announced.request_id] = reply.announced.update
-        elif (listener := self._listeners.get(reply.reading)) is not None:
-            listener.on_reply(reply)
