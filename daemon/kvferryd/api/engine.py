@@ -94,9 +94,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
-        session = self._session(request.session)
-        memory = await self._ferry.registry.allocate(session, request.region, request.nbytes)
-        region = session.regions[request.region]
+        session, allocate = self._session(request.session), self._ferry.memory.allocate
+        region = await session.add(request.region, request.nbytes, lambda: allocate(request.nbytes))
+        memory = region.exported(request.region)
         if isinstance(region, HostRegion):
             memory.handed.ticket = self._handovers.hold(request.session, region.files())
         return memory

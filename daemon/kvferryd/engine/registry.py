@@ -155,10 +155,6 @@ class Engines:
         self._epochs[session.rank[:2]] = None
         return session.engine
 
-    async def allocate(self, session: Session, region: int, nbytes: int) -> engine_pb2.Memory:
-        """Memory of the daemon's own, for this engine."""
-        return (await session.add(region, nbytes, lambda: self._memory.allocate(nbytes))).exported(region)
-
     async def adopt(self, session: Session, memory: engine_pb2.Memory, files: Files) -> None:
         """Memory of the engine's own; `files` are those that it was handed over with, and are closed."""
 
