@@ -25,10 +25,8 @@ a character."""
 
 
 async def _refuse(context: Context, error: Exception, method: str) -> NoReturn:
-    """End the call with this error, or with `internal` where it is none of ours: the daemon lives on."""
-    if not isinstance(error, KvferryError):
-        log.error("a call broke", method=method, exc_info=error)
-        error = broken()
+    """End the call with this error, as `told` tells it."""
+    error = told(error, method)
     problem = problem_to_proto(error)
     message = error.message if len(error.message) <= MAX_TEXT else f"{error.message[: MAX_TEXT - 3]}..."
     problem.message, problem.remedy = message, error.remedy[:MAX_TEXT]
@@ -36,7 +34,11 @@ async def _refuse(context: Context, error: Exception, method: str) -> NoReturn:
     await context.abort(grpc.StatusCode[error.kind.grpc], message, ((PROBLEM_KEY, problem.SerializeToString()),))
 
 
-def broken() -> KvferryError:
+def told(error: Exception, call: str) -> KvferryError:
+    """The error that the caller gets: `internal` for one that is none of ours. The daemon lives on."""
+    if isinstance(error, KvferryError):
+        return error
+    log.error("a call broke", call=call, exc_info=error)
     return Internal("internal", "the daemon failed; its log says how")
 
 
@@ -50,7 +52,7 @@ def unary(
         try:
             self.admit(context)
             return await method(self, request, context)
-        except Exception as error:  # noqa: BLE001  see _refuse
+        except Exception as error:  # noqa: BLE001  see told
             await _refuse(context, error, method.__name__)
 
     return answer
@@ -68,7 +70,7 @@ def stream(
             self.admit(context)
             async for reply in replies:
                 yield reply
-        except Exception as error:  # noqa: BLE001  see _refuse
+        except Exception as error:  # noqa: BLE001  see told
             await _refuse(context, error, method.__name__)
         finally:
             await replies.aclose()  # type: ignore[attr-defined]  # an async generator: its clean-up is not left to the collector

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed
+from kvferry.errors import Conflict, Malformed
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
-from kvferryd.api.answer import Context, broken, first_of, protocol, stream, unary
+from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
 from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
@@ -66,10 +66,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def _obey(self, session: Session, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
-            answer = engine_pb2.Answer(id=command.id)
+            answer, kind = engine_pb2.Answer(id=command.id), command.WhichOneof("kind")
             try:
                 session.check_open()
-                match command.WhichOneof("kind"):
+                match kind:
                     case "publish":
                         answer.publish.CopyFrom(self._publish(_registered(session), command.publish))
                     case "receive":
@@ -78,13 +78,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                         answer.abort.CopyFrom(self._abort(session, command.abort))
                     case "probe":
                         pass
-                    case kind:
+                    case _:
                         raise Malformed("malformed_command", "the command is none", field="kind", value=kind)
-            except KvferryError as error:
-                answer.problem.CopyFrom(problem_to_proto(error))
-            except Exception:
-                log.exception("a command broke", command=command.WhichOneof("kind"))
-                answer.problem.CopyFrom(problem_to_proto(broken()))
+            except Exception as error:  # noqa: BLE001  see told
+                answer.problem.CopyFrom(problem_to_proto(told(error, f"command {kind}")))
             session.tell(engine_pb2.Event(answer=answer))
 
     @unary
