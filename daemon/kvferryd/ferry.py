@@ -308,7 +308,6 @@ class Ferry:
     async def close(self) -> None:
         """End everything, in the order in which it depends on each other."""
         await self.jobs.close()
-        await self.roster.close()
         await self.registry.close()
         await self.peers_known.close()
         self.memory.close()

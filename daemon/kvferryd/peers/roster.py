@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
@@ -64,17 +63,16 @@ def _wake(members: dict[int, _Member]) -> None:
 
 
 class Roster:
-    """The member's side: one task per engine of several ranks that keeps its members known."""
+    """The member's side: one task per engine of several ranks that keeps its members known, until `leave`."""
 
     def __init__(self, config: Config, channels: Channels, seed: Seed) -> None:
         self._config, self._channels, self.seed = config, channels, seed
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}
 
     def follow(self, engine: Engine) -> None:
-        """Join, and set the engine's members as they change, until the engine is retired."""
-        if engine.world_size == 1:
-            return
-        self._tasks[engine.session.id] = asyncio.create_task(self._follow(engine), name=f"roster-{engine.engine_id}")
+        """Join, and set the engine's members as they change."""
+        if engine.world_size > 1:
+            self._tasks[engine] = asyncio.create_task(self._follow(engine), name=f"roster-{engine.engine_id}")
 
     async def _follow(self, engine: Engine) -> None:
         pause = RETRY_S[0]
@@ -85,8 +83,7 @@ class Roster:
                     pause = RETRY_S[0]
             except KvferryError as error:
                 log.warning("roster not joined", engine_id=engine.engine_id, seed=self._config.roster, error=str(error))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.session.retired.wait(), pause)
+            await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_S[1])
 
     async def _members(self, engine: Engine) -> AsyncIterator[dict[int, str]]:
@@ -105,15 +102,7 @@ class Roster:
                 yield {member.rank: member.address for member in roster.members}
 
     async def leave(self, engine: Engine) -> None:
-        task = self._tasks.pop(engine.session.id, None)
+        task = self._tasks.pop(engine, None)
         if task is not None:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-    async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=5)
-        self._tasks.clear()
+            await asyncio.wait([task])
