@@ -79,7 +79,7 @@ def stream(
 
 
 async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Request:
-    """What a stream begins with. Raises KvferryError (`malformed_stream`) when nothing comes."""
+    """The first message of a stream. Raises KvferryError (`malformed_stream`) when none comes in time."""
     try:
         return await asyncio.wait_for(anext(aiter(requests)), timeout_s)
     except (TimeoutError, StopAsyncIteration):

@@ -23,8 +23,8 @@ from kvferryd.memory import Files, Provider, Region
 log = logs.get(__name__)
 DETACH_S, RETIRE_S = 0.5, 10.0
 DYING_S = 10.0
-"""A process that is killed closes its sockets first and is dead some time later: with much GPU memory, seconds. An
-engine that lives uses none of its blocks meanwhile, for its client has it wait for our word."""
+"""A killed process closes its sockets first and is dead some time later: with much GPU memory, seconds. If the engine
+lives, its client leaves the blocks alone until the daemon has answered."""
 KEPT_S = 30.0
 """How long the memory of an engine that has lost its session waits for it to attach again."""
 MAX_WORLD_SIZE = 4096
@@ -177,7 +177,7 @@ class Engines:
             session.fences = Fences(numbers)
 
     def stream_ended(self, session: Session) -> None:
-        """Whether the engine is dead, its process tells: in a while."""
+        """The engine's process tells within DYING_S whether the engine is dead."""
         if session.attached:
             self._detach(session, f"the session of engine {session.rank.engine_id} has ended")
 

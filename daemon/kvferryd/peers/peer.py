@@ -1,6 +1,6 @@
 """An engine that this daemon reads from, as one engine of ours knows it since the handshake.
 
-A rank's GPU memory is mapped at the handshake where that can be had, tried before it is used, and given up when its
+A rank's GPU memory is mapped at the handshake where that is possible, probed before it is used, and unmapped when its
 engine ends.
 """
 

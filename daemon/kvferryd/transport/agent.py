@@ -56,7 +56,7 @@ class Agent:
         """Peers whose last word arrived inside the post."""
         self._registered: dict[Span, Any] = {}
         self._peers: dict[str, int] = {}
-        """By alias: how often each that is loaded was added. What nobody has added any more is read from still."""
+        """Users of each loaded peer, by alias. A peer without users is unloaded when no read from it is under way."""
         self._closed = self._gone = False
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
@@ -113,7 +113,7 @@ class Agent:
         self._unload()
 
     def _unload(self) -> None:
-        """NIXL never says of a read that it is over once its peer has been unloaded."""
+        """Not while reads from it are under way: NIXL would never report their end."""
         for alias in [alias for alias, users in self._peers.items() if not users]:
             if not self._reads.any_from(alias):
                 del self._peers[alias]

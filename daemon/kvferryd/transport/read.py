@@ -1,4 +1,4 @@
-"""Reads that take turns: posted chunk by chunk, and asked for until NIXL says that they are over."""
+"""Reads that take turns: posted chunk by chunk, and polled until NIXL reports their end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ does not (128 MiB: 0.4 ms over NVLink). Between posts other reads get their turn
 IN_FLIGHT = 2
 """Posts of one read that may be under way at once."""
 STUCK_S = 1.0
-"""A request of which NIXL says that something is wrong, but not that it is over, is asked for so seldom: it tends to
-stay so, and NIXL writes a line each time."""
+"""A request with an error but no end is polled at this interval only: it tends to stay so, and NIXL writes a line each
+time."""
 POLL_S, LATE_S, POLL_LATE_S = 50e-6, 0.25, 5e-3
 """NIXL has no completion event: it is asked, seldom once a read has been under way for longer than LATE_S."""
 
