@@ -104,12 +104,11 @@ def check(session: Session, manifest: Manifest) -> None:
             )  # fmt: skip
 
 
+OnLeaseEnd = Callable[[Engine, Lease], None]
+
+
 async def make(
-    session: Session,
-    manifest: Manifest,
-    config: Config,
-    memory: Provider,
-    on_lease_end: Callable[[Engine, Lease], None],
+    session: Session, manifest: Manifest, config: Config, memory: Provider, on_lease_end: OnLeaseEnd
 ) -> Engine:
     """Make the memory of the session's engine readable by peers: in strict exposure the staging arena alone.
 

@@ -15,7 +15,7 @@ from kvferry.v1 import engine_pb2
 from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine.fences import Fences
-from kvferryd.engine.registration import Engine, check, make
+from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.lease import Lease
 from kvferryd.memory import Files, Provider, Region
@@ -39,7 +39,7 @@ class Engines:
         self,
         config: Config,
         memory: Provider,
-        on_lease_end: Callable[[Engine, Lease], None],
+        on_lease_end: OnLeaseEnd,
         on_detach: Callable[[Engine, str], None],
         before_retire: Callable[[Engine, str], Awaitable[None]],
     ) -> None:

@@ -91,12 +91,11 @@ class PeerRank:
 
     async def pair(self, plan: Plan, timeout_s: float) -> None:
         """Have this rank plan as we did, once: both ends then know what a staging slot carries. Raises KvferryError."""
+        sources = [manifest_to_proto(source) for source in plan.sources.values()]
         request = peer_pb2.PairRequest(
-            engine_id=self.manifest.engine_id,
-            epoch=self.manifest.epoch,
-            sources=[manifest_to_proto(source) for source in plan.sources.values()],
+            engine_id=self.manifest.engine_id, epoch=self.manifest.epoch, sources=sources,
             destination=manifest_to_proto(plan.destination),
-        )
+        )  # fmt: skip
         async with asking(self.address):
             self.pairing = (await self.stub.Pair(request, timeout=timeout_s)).pairing
 

@@ -212,12 +212,9 @@ def post(nixl: Any, read: Read) -> None:
     start, stop = read.chunks.popleft()
     began, handle = time.monotonic(), None
     try:
-        handle = nixl.initialize_xfer(
-            "READ",
-            nixl.get_xfer_descs(read.local[start:stop], read.local_type),
-            nixl.get_xfer_descs(read.remote[start:stop], read.remote_type),
-            read.peer,
-        )
+        local = nixl.get_xfer_descs(read.local[start:stop], read.local_type)
+        remote = nixl.get_xfer_descs(read.remote[start:stop], read.remote_type)
+        handle = nixl.initialize_xfer("READ", local, remote, read.peer)
         state = nixl.transfer(handle)
     except Exception as error:  # noqa: BLE001  see typed
         why = _fail(read, error)
