@@ -110,7 +110,8 @@ class Ranks:
                 await self._hand_to(stub, transfer, rank, address)
         except KvferryError as error:
             ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
-            if transfer.counted and ahead > transfer.attempt and not transfer.ended.is_set():
+            over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
+            if transfer.counted and ahead > transfer.attempt and not over:
                 transfer.attempt = ahead  # that rank has seen more attempts than we have; this one is still under way
                 await self._follow(transfer, rank, address)
                 return
