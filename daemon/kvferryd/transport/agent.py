@@ -21,8 +21,8 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferryd import logs
+from kvferryd.aio import settle, submit
 from kvferryd.nixl import make_agent
-from kvferryd.settle import settle, submit
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Reads, Span, TransportError, post, typed
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvferry.errors import KvferryError, PeerFailed
 from kvferryd import logs
-from kvferryd.settle import settle
+from kvferryd.aio import settle
 
 log = logs.get(__name__)
 Descriptors = npt.NDArray[np.uint64]
