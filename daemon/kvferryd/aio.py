@@ -37,6 +37,24 @@ def settle(future: asyncio.Future[T], result: T | None = None, *, error: Kvferry
         loop.call_soon_threadsafe(_settle, future, result, error)
 
 
+def submit(
+    hand_over: Callable[[Callable[[], None]], None], work: Callable[[], T], typed: Callable[[Exception], KvferryError]
+) -> asyncio.Future[T]:
+    """Hand `work` over to a thread. The future gets its result, or its error, which `typed` makes a KvferryError."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001  NIXL's, Triton's and torch's are of many kinds
+            settle(future, error=typed(error))
+        else:
+            settle(future, result)
+
+    hand_over(run)
+    return future
+
+
 def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | None) -> None:
     if future.done():
         return

@@ -181,9 +181,9 @@ class Ferry:
         if not found:
             why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them"
             raise NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
-        for _, peer in found:
+        for peer in found:
             self.peers_known.forget(peer)
-        return _peer_records(peer for _, peer in found)
+        return _peer_records(found)
 
     # ---- the daemon itself ----
 
@@ -202,7 +202,8 @@ class Ferry:
         reasons = []
         if self.jobs.draining:
             reasons.append("draining")
-        registered = [engine for engine in self.registry if engine.attached and not engine.retired.is_set()]
+        open_ones = [session for session in self.registry.sessions if session.attached and not session.retired.is_set()]
+        registered = [session.engine for session in open_ones if session.engine is not None]
         if not registered:
             reasons.append("no engine has registered its cache")
         reasons += [
@@ -273,7 +274,6 @@ class Ferry:
     async def close(self) -> None:
         """End everything, in the order in which it depends on each other."""
         await self.jobs.close()
-        await self.roster.close()
         await self.registry.close()
         await self.peers_known.close()
 
@@ -282,7 +282,7 @@ class Ferry:
     def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
         problem = problem_to_proto(lease.problem) if lease.problem else None
         ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value, problem=problem)
-        engine.tell(engine_pb2.Event(lease_ended=ended))
+        engine.session.tell(engine_pb2.Event(lease_ended=ended))
         asyncio.get_running_loop().call_soon(self._note_lease_end, lease)  # the engine first
 
     def _note_lease_end(self, lease: Lease) -> None:

@@ -1,4 +1,4 @@
-"""The process in which `kvferryd.transport.screen` has peers' metadata loaded: it may die of it.
+"""The process in which `kvferryd.transport.metadata` has peers' metadata loaded: it may die of it.
 
 It imports next to nothing: a handshake waits for its start.
 """

@@ -27,7 +27,6 @@ from kvferryd.leases.stream import ServedStream
 from kvferryd.paths.chunk_stream import ChunkStream
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
-from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
 from kvferryd.staging.pairings import Pairings
@@ -119,8 +118,7 @@ async def pair() -> AsyncIterator[Pair]:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channel = Channels(Config()).open(address)
-    stream = ReaderStream(channel.stub, address, peer_pb2.ReadOpening())
-    rank = PeerRank(address, SOURCE, 1, "", "", b"", {}, channel, peer_pb2.Reader(), stream)
+    rank = PeerRank(channel, SOURCE, 1, "", "", b"", {}, peer_pb2.ReadOpening())
     rank.staging = Staging(arena.span, arena.slot_nbytes)
     rank.pairing = await gatherer.pairings.add(SOURCE, [SOURCE], READER, b"a plan")
     yield Pair(source, rank, arena)

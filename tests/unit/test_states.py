@@ -85,8 +85,9 @@ def a_manifest() -> Manifest:
 @pytest.mark.anyio
 async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> None:
     config, metrics = Config(), Metrics()
+    rank = Rank("decode", "1", 0, 1)
     engine = Engine(
-        Session(Rank("decode", "1", 0, 1)), a_manifest(), Agent("never started"), b"", Leases("decode", "1", print, 1),
+        *rank, Session(rank), a_manifest(), Agent("never started"), b"", Leases("decode", "1", print, 1),
         strict=False, arena=None, runner=None, unmapped="", notes=(), members={},
     )  # fmt: skip
     ended: list[Transfer] = []

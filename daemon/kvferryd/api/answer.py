@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -24,45 +24,36 @@ MAX_TEXT, MAX_REFUSALS = 500, 8
 a character."""
 
 
-async def _refuse(context: Context, error: KvferryError) -> NoReturn:
-    status = grpc.StatusCode[error.kind.grpc]
-    message = error.message if len(error.message) <= MAX_TEXT else f"{error.message[: MAX_TEXT - 3]}..."
+async def _refuse(context: Context, error: Exception, method: str) -> NoReturn:
+    """End the call with this error, as `told` tells it."""
+    error = told(error, method)
     problem = problem_to_proto(error)
+    message = error.message if len(error.message) <= MAX_TEXT else f"{error.message[: MAX_TEXT - 3]}..."
     problem.message, problem.remedy = message, error.remedy[:MAX_TEXT]
     del problem.refusals[MAX_REFUSALS:]
-    await context.abort(status, message, ((PROBLEM_KEY, problem.SerializeToString()),))
+    await context.abort(grpc.StatusCode[error.kind.grpc], message, ((PROBLEM_KEY, problem.SerializeToString()),))
 
 
-async def _broke(context: Context, method: str) -> NoReturn:
-    log.exception("a call broke", method=method)
-    await _refuse(context, broken())
-
-
-def broken() -> KvferryError:
+def told(error: Exception, call: str) -> KvferryError:
+    """The error that the caller gets: `internal` for one that is none of ours. The daemon lives on."""
+    if isinstance(error, KvferryError):
+        return error
+    log.error("a call broke", call=call, exc_info=error)
     return Internal("internal", "the daemon failed; its log says how")
-
-
-def _admit(service: object, context: Context) -> None:
-    """Ask the service whether it speaks to this caller at all, if it cares."""
-    admit = getattr(service, "admit", None)
-    if admit is not None:
-        admit(context)
 
 
 def unary(
     method: Callable[[Any, Request, Context], Awaitable[Reply]],
 ) -> Callable[[Any, Request, Context], Awaitable[Reply]]:
-    """A unary method whose KvferryErrors reach the caller whole."""
+    """A unary method whose KvferryErrors reach the caller whole. Its service admits the caller first."""
 
     @functools.wraps(method)
     async def answer(self: Any, request: Request, context: Context) -> Reply:
         try:
-            _admit(self, context)
+            self.admit(context)
             return await method(self, request, context)
-        except KvferryError as error:
-            await _refuse(context, error)
-        except Exception:  # noqa: BLE001  whatever it was, the daemon lives on
-            await _broke(context, method.__name__)
+        except Exception as error:  # noqa: BLE001  see told
+            await _refuse(context, error, method.__name__)
 
     return answer
 
@@ -76,13 +67,11 @@ def stream(
     async def answer(self: Any, request: Request, context: Context) -> AsyncIterator[Reply]:
         replies = method(self, request, context)
         try:
-            _admit(self, context)
+            self.admit(context)
             async for reply in replies:
                 yield reply
-        except KvferryError as error:
-            await _refuse(context, error)
-        except Exception:  # noqa: BLE001  whatever it was, the daemon lives on
-            await _broke(context, method.__name__)
+        except Exception as error:  # noqa: BLE001  see told
+            await _refuse(context, error, method.__name__)
         finally:
             await replies.aclose()  # type: ignore[attr-defined]  # an async generator: its clean-up is not left to the collector
 
@@ -90,29 +79,14 @@ def stream(
 
 
 async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Request:
-    """What a stream begins with. Raises KvferryError (`malformed_stream`) when nothing comes."""
+    """The first message of a stream. Raises KvferryError (`malformed_stream`) when none comes in time."""
     try:
         return await asyncio.wait_for(anext(aiter(requests)), timeout_s)
     except (TimeoutError, StopAsyncIteration):
         raise Malformed(
-            "malformed_stream",
-            f"the stream did not begin within {timeout_s:g} s",
+            "malformed_stream", f"the stream did not begin within {timeout_s:g} s",
             remedy="send the first message, which names the sender, at once",
-        ) from None
-
-
-async def said_beside(said: asyncio.Queue[Reply | None], work: Coroutine[None, None, None]) -> AsyncIterator[Reply]:
-    """What is put into the queue while `work` runs, until that ends or None is put. Raises what `work` raises."""
-    working = asyncio.create_task(work)
-    working.add_done_callback(lambda _: said.put_nowait(None))
-    try:
-        while (reply := await said.get()) is not None:
-            yield reply
-        if working.done():
-            working.result()
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
+        ) from None  # fmt: skip
 
 
 def protocol(lowest: int, highest: int) -> int:
@@ -120,10 +94,7 @@ def protocol(lowest: int, highest: int) -> int:
     version = min(highest, PROTOCOL_MAX)
     if version < max(lowest, PROTOCOL_MIN):
         raise Conflict(
-            "protocol",
-            f"you speak protocol {lowest} to {highest}, this daemon {PROTOCOL_MIN} to {PROTOCOL_MAX}",
-            field="protocol",
-            value=f"{lowest}-{highest}",
-            remedy="upgrade the older side; one version apart is fine",
-        )
+            "protocol", f"you speak protocol {lowest} to {highest}, this daemon {PROTOCOL_MIN} to {PROTOCOL_MAX}",
+            field="protocol", value=f"{lowest}-{highest}", remedy="upgrade the older side; one version apart is fine",
+        )  # fmt: skip
     return version

@@ -7,20 +7,19 @@ import os
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed
+from kvferry.errors import Conflict, Malformed
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
-from kvferryd.api.answer import Context, broken, first_of, protocol, said_beside, stream, unary
+from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
-from kvferryd.check import check_destination, check_digest, check_request_id, check_seconds, check_source, check_way
+from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
-from kvferryd.peers import allow
-from kvferryd.transfers.order import Order, reservation
+from kvferryd.transfers.order import order_from_proto, reservation_from_proto
 
 log = logs.get(__name__)
 
@@ -30,6 +29,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     def __init__(self, ferry: Ferry, handovers: Handovers) -> None:
         self._ferry, self._handovers = ferry, handovers
+
+    def admit(self, context: Context) -> None:
+        """Everybody: only this user can open the socket."""
 
     @stream
     async def Attach(
@@ -44,30 +46,30 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         rank = Rank(request.engine_id, request.epoch, request.rank, request.world_size)
         session = await ferry.registry.attach(rank, request.resume)
         log.info("engine attached", **rank._asdict(), client=request.client, resumed=session.resumed)
+        attached = engine_pb2.Attached(
+            session=session.id, protocol=version, version=__version__, peer_address=ferry.config.advertise,
+            device=ferry.config.device, instance=ferry.instance, deadline_s=ferry.config.deadline_s,
+            resumed=session.resumed,
+        )  # fmt: skip
+        obeying = asyncio.create_task(self._obey(session, commands))
+        obeying.add_done_callback(lambda _: session.events.put_nowait(None))
         try:
-            yield engine_pb2.Event(
-                attached=engine_pb2.Attached(
-                    session=session.id,
-                    protocol=version,
-                    version=__version__,
-                    peer_address=ferry.config.advertise,
-                    device=ferry.config.device,
-                    instance=ferry.instance,
-                    deadline_s=ferry.config.deadline_s,
-                    resumed=session.resumed,
-                )
-            )
-            async for event in said_beside(session.events, self._obey(session, commands)):
+            yield engine_pb2.Event(attached=attached)
+            while (event := await session.events.get()) is not None:
                 yield event
+            if obeying.done():
+                obeying.result()
         finally:
+            obeying.cancel()
             ferry.registry.stream_ended(session)
+            await asyncio.gather(obeying, return_exceptions=True)
 
     async def _obey(self, session: Session, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
-            answer = engine_pb2.Answer(id=command.id)
+            answer, kind = engine_pb2.Answer(id=command.id), command.WhichOneof("kind")
             try:
                 session.check_open()
-                match command.WhichOneof("kind"):
+                match kind:
                     case "publish":
                         answer.publish.CopyFrom(self._publish(_registered(session), command.publish))
                     case "receive":
@@ -76,13 +78,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                         answer.abort.CopyFrom(self._abort(session, command.abort))
                     case "probe":
                         pass
-                    case kind:
+                    case _:
                         raise Malformed("malformed_command", "the command is none", field="kind", value=kind)
-            except KvferryError as error:
-                answer.problem.CopyFrom(problem_to_proto(error))
-            except Exception:
-                log.exception("a command broke", command=command.WhichOneof("kind"))
-                answer.problem.CopyFrom(problem_to_proto(broken()))
+            except Exception as error:  # noqa: BLE001  see told
+                answer.problem.CopyFrom(problem_to_proto(told(error, f"command {kind}")))
             session.tell(engine_pb2.Event(answer=answer))
 
     @unary
@@ -92,11 +91,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
-        session = self._session(request.session)
-        memory = await self._ferry.registry.allocate(session, request.region, request.nbytes)
-        shared = session.regions[request.region].shared
-        if shared is not None:
-            memory.handed.ticket = self._handovers.hold(request.session, Files([os.dup(shared.file)]))
+        session, allocate = self._session(request.session), self._ferry.memory.allocate
+        region = await session.add(request.region, request.nbytes, lambda: allocate(request.nbytes))
+        memory = region.exported(request.region)
+        if region.shared is not None:
+            memory.handed.ticket = self._handovers.hold(request.session, Files([os.dup(region.shared.file)]))
         return memory
 
     @unary
@@ -118,15 +117,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session, manifest = self._session(request.session), manifest_from_proto(request.manifest)
         engine = await self._ferry.registry.register(session, manifest)
         self._ferry.roster.follow(engine)
-        log.info(
-            "engine registered",
-            engine_id=engine.engine_id,
-            epoch=engine.epoch,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            components=len(manifest.components),
-            bytes=sum(region.nbytes for region in manifest.regions),
-        )
+        nbytes = sum(region.nbytes for region in manifest.regions)
+        log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)
         return engine_pb2.RegisterReply(notes=engine.notes)
 
     def _publish(self, engine: Engine, request: engine_pb2.PublishRequest) -> engine_pb2.PublishReply:
@@ -135,33 +127,22 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_source(engine.manifest, tables, request.num_tokens, request.metadata)
         check_digest(request.digest)
         check_seconds("ttl_s", request.ttl_s)
+        fence = self._fence(engine, request.after) if request.HasField("after") else None
         lease = engine.leases.publish(
-            request.request_id,
-            tables,
-            request.num_tokens,
-            more=request.more,
-            metadata=request.metadata,
-            ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
-            readers=request.readers or 1,
-            digest=request.digest,
-            after=self._fence(engine, request.after) if request.HasField("after") else None,
-        )
+            request.request_id, tables, request.num_tokens,
+            more=request.more, metadata=request.metadata, ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
+            readers=request.readers or 1, digest=request.digest, after=fence,
+        )  # fmt: skip
         return engine_pb2.PublishReply(state=lease.state.value)
 
     def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:
         check_request_id(request.request_id)
+        check_digest(request.digest)
+        reserved = reservation_from_proto(request, engine.manifest, request.digest)
+        named = request.HasField("source")
+        order = order_from_proto(request, self._ferry.config.allow_peers) if named else None
         check_seconds("deadline_s", request.deadline_s)
         check_way(request.way)
-        wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-        check_digest(request.digest)
-        reserved = reservation(tables_from_proto(request.tables), wanted, request.digest)
-        check_destination(engine.manifest, reserved.tables, reserved.tokens)
-        order = None
-        if request.HasField("source"):
-            source = request.source
-            allow.check(source.address, self._ferry.config.allow_peers)
-            deadline_s = request.deadline_s or None
-            order = Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way)
         deadline_s, attempt = request.deadline_s or None, request.attempt
         transfer = self._ferry.jobs.receive(engine, request.request_id, reserved, order, deadline_s, attempt=attempt)
         return engine_pb2.ReceiveReply(transfer_id=transfer.transfer_id, state=transfer.state.value)
@@ -176,12 +157,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         fences = engine.session.fences
         if fences is None:
             raise Conflict(
-                "no_fences",
-                f"engine {engine.engine_id} has opened no page of fences",
-                field="after",
+                "no_fences", f"engine {engine.engine_id} has opened no page of fences", field="after",
                 value=f"word {after.word}",
                 remedy="make fences with EngineClient.fence, or synchronise the stream and publish without one",
-            )
+            )  # fmt: skip
         return fences.reached(Fence(after.word, after.value), self._ferry.config.fence_timeout_s)
 
     def _session(self, id: str) -> Session:
@@ -191,9 +170,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 def _registered(session: Session) -> Engine:
     if session.engine is None:
         raise Conflict(
-            "not_registered",
-            f"engine {session.rank.engine_id} has not described its cache",
-            field="session",
+            "not_registered", f"engine {session.rank.engine_id} has not described its cache", field="session",
             remedy="call Register with the manifest first",
-        )
+        )  # fmt: skip
     return session.engine

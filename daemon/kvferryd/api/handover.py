@@ -2,7 +2,7 @@
 
 An engine gives files and names their ticket in a call; a call names the ticket of a file that the engine may fetch.
 
-Every file is closed: by who takes its ticket, or after HELD_S when nobody does.
+Every file is closed: by the taker of its ticket, or after HELD_S when nobody has taken it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ class Handovers:
             raise NotFound(
                 "unknown_ticket",
                 f"no files are held for this session under the ticket; files are held for {HELD_S:g} s",
-                field="ticket",
-                value=ticket,
-                remedy="hand the files over again and name the ticket at once",
-            )
+                field="ticket", value=ticket, remedy="hand the files over again and name the ticket at once",
+            )  # fmt: skip
         held.expiry.cancel()
         del self._held[ticket]
         return held.files
@@ -111,8 +109,8 @@ class Handovers:
                 except KvferryError as error:
                     reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))
                 with giving as numbers:  # a new connection has room for so few bytes: this does not block
-                    sent = socket.send_fds(connection, [said := framed(reply)], numbers)
-                await asyncio.get_running_loop().sock_sendall(connection, said[sent:])
+                    sent = socket.send_fds(connection, [answer := framed(reply)], numbers)
+                await asyncio.get_running_loop().sock_sendall(connection, answer[sent:])
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
@@ -124,27 +122,24 @@ class Handovers:
         _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
             raise Forbidden(
-                "wrong_user",
-                f"files are taken from user {os.geteuid()} and root only",
-                field="uid",
-                value=uid,
+                "wrong_user", f"files are taken from user {os.geteuid()} and root only", field="uid", value=uid,
                 remedy="run the engine as the user of its daemon",
-            )
+            )  # fmt: skip
         try:
-            said = engine_pb2.Handover.FromString(await _receive(connection, files))
+            told = engine_pb2.Handover.FromString(await _receive(connection, files))
         except DecodeError:
             raise _malformed("it is no Handover") from None
-        if said.files != len(files.numbers) or (said.files and said.ticket):
-            raise _malformed(f"{len(files.numbers)} files came, {said.files} were announced")
-        self._introduce(said.session, Process.at(connection))
-        if said.ticket:
-            return engine_pb2.HandoverReply(), self.take(said.session, said.ticket)
-        if not said.files:
+        if told.files != len(files.numbers) or (told.files and told.ticket):
+            raise _malformed(f"{len(files.numbers)} files came, {told.files} were announced")
+        self._introduce(told.session, Process.at(connection))
+        if told.ticket:
+            return engine_pb2.HandoverReply(), self.take(told.session, told.ticket)
+        if not told.files:
             return engine_pb2.HandoverReply(), Files()
-        held = sum(len(each.files.numbers) for each in self._held.values() if each.session == said.session)
-        if held + said.files > MAX_FILES:
-            raise too_many_files(held + said.files)
-        ticket = self.hold(said.session, Files(files.numbers))
+        held = sum(len(each.files.numbers) for each in self._held.values() if each.session == told.session)
+        if held + told.files > MAX_FILES:
+            raise too_many_files(held + told.files)
+        ticket = self.hold(told.session, Files(files.numbers))
         files.numbers = []
         return engine_pb2.HandoverReply(ticket=ticket), Files()
 
@@ -163,7 +158,7 @@ class Handovers:
 
 async def _receive(connection: socket.socket, files: Files) -> bytes:
     """One message; every descriptor that came with it is in `files`, whatever is raised."""
-    said = b""
+    message = b""
     while True:
         await _readable(connection)
         try:
@@ -177,34 +172,26 @@ async def _receive(connection: socket.socket, files: Files) -> bytes:
             raise too_many_files(len(files.numbers))
         if not more:
             raise _malformed("it ends early")
-        said += more
-        if len(said) >= LENGTH_NBYTES:
-            length = int.from_bytes(said[:LENGTH_NBYTES], "big")
-            if length > MAX_MESSAGE or len(said) > LENGTH_NBYTES + length:
-                raise _malformed(f"it has {len(said)} bytes and says {length}")
-            if len(said) == LENGTH_NBYTES + length:
-                return said[LENGTH_NBYTES:]
+        message += more
+        if len(message) >= LENGTH_NBYTES:
+            length = int.from_bytes(message[:LENGTH_NBYTES], "big")
+            if length > MAX_MESSAGE or len(message) > LENGTH_NBYTES + length:
+                raise _malformed(f"it has {len(message)} bytes, its length is given as {length}")
+            if len(message) == LENGTH_NBYTES + length:
+                return message[LENGTH_NBYTES:]
 
 
 async def _readable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(connection, tell)
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(connection)
 
 
 def _malformed(why: str) -> KvferryError:
     return Malformed(
-        "malformed_handover",
-        f"what came is no handover: {why}",
-        field="files",
+        "malformed_handover", f"what came is no handover: {why}", field="files",
         remedy="4 bytes of length, a kvferry.v1.Handover, and the descriptors with the first byte",
-    )
+    )  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from urllib.parse import unquote
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
+from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
+from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
-from kvferryd.check import check_destination, check_request_id, check_seconds, check_way
+from kvferryd.check import check_request_id
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
@@ -23,7 +24,7 @@ from kvferryd.memory import Region
 from kvferryd.peers import allow
 from kvferryd.staging.ahead import prepare_gather
 from kvferryd.staging.arena import Arena
-from kvferryd.transfers.order import Order, reservation
+from kvferryd.transfers.order import order_from_proto, reservation_from_proto
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
@@ -46,40 +47,22 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:
         version = protocol(request.protocol_min, request.protocol_max)
         engine = self._ferry.registry.get(request.engine_id)
-        try:
-            async with asyncio.timeout(_left(context, self._ferry.config.connect_timeout_s)):
-                await engine.until_whole()
-        except TimeoutError:
-            raise Unavailable(
-                "roster_incomplete",
-                f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
-                field="engine_id",
-                value=engine.engine_id,
-                remedy="start their daemons with the same roster",
-            ) from None
+        await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
+        regions = {} if self._ferry.config.strict else engine.session.regions
+        readable = {id: region.span for id, region in regions.items()}
         return peer_pb2.HandshakeReply(
-            protocol=version,
-            version=__version__,
-            manifest=manifest_to_proto(engine.manifest),
-            agent_name=engine.agent.name,
-            agent_metadata=engine.agent_metadata,
-            members=[
-                peer_pb2.Member(rank=rank, address=address, epoch=engine.epoch)
-                for rank, address in sorted(engine.members.items())
-            ],
+            protocol=version, version=__version__, manifest=manifest_to_proto(engine.manifest),
+            agent_name=engine.agent.name, agent_metadata=engine.agent_metadata,
+            members=_members(engine.members, engine.epoch),
             regions=[
                 peer_pb2.RegionAddress(
-                    id=id,
-                    address=region.span.address,
-                    nbytes=region.span.nbytes,
-                    kind=KINDS[region.span.kind],
-                    device=region.span.device,
+                    id=id, address=span.address, nbytes=span.nbytes, kind=KINDS[span.kind], device=span.device
                 )
-                for id, region in (engine.regions.items() if not self._ferry.config.strict else ())
+                for id, span in readable.items()
             ],
             staging=_staging(engine.arena) if engine.arena else None,
-        )
+        )  # fmt: skip
 
     @stream
     async def Join(self, request: peer_pb2.JoinRequest, context: Context) -> AsyncIterator[peer_pb2.Roster]:
@@ -90,18 +73,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             raise Malformed(
                 "malformed_member", "engine_id, epoch or rank are out of bounds", field="member", value=member.rank
             )
-        joined = self._ferry.roster.seed.join(request.engine_id, member.epoch, member.rank, member.address)
-        try:
+        seed = self._ferry.roster.seed
+        async with aclosing(seed.join(request.engine_id, member.epoch, member.rank, member.address)) as joined:
             async for members in joined:
-                yield peer_pb2.Roster(
-                    engine_id=request.engine_id,
-                    members=[
-                        peer_pb2.Member(rank=rank, address=address, epoch=member.epoch)
-                        for rank, address in sorted(members.items())
-                    ],
-                )
-        finally:
-            await joined.aclose()
+                yield peer_pb2.Roster(engine_id=request.engine_id, members=_members(members, member.epoch))
 
     @stream
     async def Map(self, request: peer_pb2.MapRequest, context: Context) -> AsyncIterator[peer_pb2.MapReply]:
@@ -112,49 +87,40 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if self._ferry.config.strict:
             reply.refusal = "the source is strict: it lets peers read staging slots only"
         else:
-            reply.regions.extend(await asyncio.to_thread(_mappable, dict(engine.regions)))
+            reply.regions.extend(await asyncio.to_thread(_mappable, dict(engine.session.regions)))
         yield reply
-        await engine.retired.wait()  # the open stream is the memory's liveness
+        await engine.session.retired.wait()  # the open stream is the memory's liveness
 
     @stream
     async def Read(
         self, requests: AsyncIterator[peer_pb2.ReadRequest], context: Context
     ) -> AsyncIterator[peer_pb2.ReadReply]:
         try:
-            async for reply in self._read(requests):
-                yield reply
+            first = await first_of(requests, self._ferry.config.connect_timeout_s)
+            if not first.HasField("opening"):
+                raise Malformed("malformed_stream", "the first message names reader and source", field="opening")
+            opening = first.opening
+            engine, who = self._of_epoch(opening.engine_id, opening.epoch), _reader(opening.reader)
+            gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
+            retired, announcing = engine.session.retired, not engine.strict
+            served = ServedStream(engine.leases, who, gatherer, retired, announcing=announcing)
+            async with aclosing(served.replies(requests)) as replies:
+                async for reply in replies:
+                    yield reply
+            self._of_epoch(opening.engine_id, opening.epoch)  # raises when it is over: the reader shakes hands anew
         except KvferryError as error:
             # As a message: gRPC loses the status of a call whose caller is writing when it ends.
             yield peer_pb2.ReadReply(problem=problem_to_proto(error))
-
-    async def _read(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncIterator[peer_pb2.ReadReply]:
-        first = await first_of(requests, self._ferry.config.connect_timeout_s)
-        if not first.HasField("opening"):
-            raise Malformed("malformed_stream", "the first message says who reads from whom", field="opening")
-        opening = first.opening
-        engine = self._of_epoch(opening.engine_id, opening.epoch)
-        regions = {id: region.span.address for id, region in engine.regions.items()}
-        gatherer = Gatherer(engine.manifest, regions, engine.arena, engine.pairings)
-        who = _reader(opening.reader)
-        served = ServedStream(engine.leases, who, gatherer, engine.retired, announcing=not engine.strict)
-        replies = served.replies(requests)
-        try:
-            async for reply in replies:
-                yield reply
-        finally:
-            await replies.aclose()
-        self._of_epoch(opening.engine_id, opening.epoch)  # raises when it is over: the reader must shake hands anew
 
     @unary
     async def Pair(self, request: peer_pb2.PairRequest, context: Context) -> peer_pb2.PairReply:
         engine = self._of_epoch(request.engine_id, request.epoch)
         sources = [manifest_from_proto(source) for source in request.sources]
         destination = manifest_from_proto(request.destination)
-        said = request.SerializeToString(deterministic=True)
-        pairing = await engine.pairings.add(engine.manifest, sources, destination, said)
+        told = request.SerializeToString(deterministic=True)
+        pairing = await engine.pairings.add(engine.manifest, sources, destination, told)
         if engine.arena is not None:
-            regions = {id: region.span.address for id, region in engine.regions.items()}
-            await prepare_gather(engine.arena, engine.pairings.get(pairing), regions)
+            await prepare_gather(engine.arena, engine.pairings.get(pairing), engine.addresses)
         return peer_pb2.PairReply(pairing=pairing)
 
     @stream
@@ -162,24 +128,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         ferry = self._ferry
         engine = ferry.registry.get(request.engine_id)
         check_request_id(request.request_id)
-        source = request.source
-        allow.check(source.address, ferry.config.allow_peers)
-        check_seconds("deadline_s", request.deadline_s)
-        check_way(request.way)
-        own = None
-        if request.HasField("tables"):
-            wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-            own = reservation(tables_from_proto(request.tables), wanted)
-            check_destination(engine.manifest, own.tables, own.tokens)
-        order = Order(
-            source.engine_id,
-            source.address,
-            source.epoch,
-            request.priority,
-            request.deadline_s or None,
-            request.way,
-            request.traceparent,
-        )
+        order = order_from_proto(request, ferry.config.allow_peers, request.traceparent)
+        own = reservation_from_proto(request, engine.manifest) if request.HasField("tables") else None
         brought = {engine.rank: own} if own is not None else {}
         transfer, _ = ferry.jobs.order(
             engine, request.request_id, order, brought,
@@ -210,49 +160,39 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         engine = self._ferry.registry.get(engine_id)
         if engine.epoch != epoch:
             raise Conflict(
-                "stale_epoch",
-                f"engine {engine_id} is in epoch {engine.epoch}",
-                field="epoch",
-                value=epoch,
+                "stale_epoch", f"engine {engine_id} is in epoch {engine.epoch}", field="epoch", value=epoch,
                 remedy="shake hands again; what that epoch held is gone",
-            )
+            )  # fmt: skip
         return engine
 
 
 def _mappable(regions: Mapping[int, Region]) -> list[peer_pb2.MappableRegion]:
     found = []
     for id, region in regions.items():
-        probe = region.probe()
-        if probe is None:
-            nbytes = region.span.nbytes
-            found.append(peer_pb2.MappableRegion(id=id, nbytes=nbytes, refusal=region.unmappable))
+        mappable = peer_pb2.MappableRegion(id=id, nbytes=region.span.nbytes)
+        if (probe := region.probe()) is None:
+            mappable.refusal = region.unmappable
         else:
-            found.append(
-                peer_pb2.MappableRegion(
-                    id=id,
-                    nbytes=region.span.nbytes,
-                    allocation=region.exported(id).cuda,
-                    probe_offset=probe.offset,
-                    probe=probe.held,
-                )
-            )
+            mappable.allocation.CopyFrom(region.exported(id).cuda)
+            mappable.probe_offset, mappable.probe = probe.offset, probe.held
+        found.append(mappable)
     return found
 
 
+def _members(members: Mapping[int, str], epoch: str) -> list[peer_pb2.Member]:
+    return [peer_pb2.Member(rank=rank, address=address, epoch=epoch) for rank, address in sorted(members.items())]
+
+
 def _left(context: Context, default: float) -> float:
-    """Seconds until the caller gives up, a little less: it should hear why."""
+    """Seconds until the caller gives up, a little less: so that it gets the reason."""
     left = context.time_remaining()
     return default if left is None else max(0.0, min(left, default) - 0.25)
 
 
 def _staging(arena: Arena) -> peer_pb2.Staging:
-    span = arena.span
+    span, slot_nbytes = arena.span, arena.slot_nbytes
     return peer_pb2.Staging(
-        address=span.address,
-        nbytes=span.nbytes,
-        kind=KINDS[span.kind],
-        device=span.device,
-        slot_nbytes=arena.slot_nbytes,
+        address=span.address, nbytes=span.nbytes, kind=KINDS[span.kind], device=span.device, slot_nbytes=slot_nbytes
     )
 
 
@@ -260,23 +200,17 @@ def _reader(reader: peer_pb2.Reader) -> ReaderId:
     named = 0 < len(reader.engine_id) <= 256 and len(reader.epoch) <= 256
     if not named or not 0 <= reader.rank < reader.world_size <= MAX_WORLD_SIZE:
         raise Malformed(
-            "malformed_reader",
-            "the reader is not a rank of an engine",
-            field="reader",
+            "malformed_reader", "the reader is not a rank of an engine", field="reader",
             value=f"{reader.engine_id} rank {reader.rank} of {reader.world_size}",
-        )
+            remedy="name the engine, its epoch, the rank and the world size",
+        )  # fmt: skip
     return ReaderId(reader.engine_id, reader.epoch, reader.rank, reader.world_size)
 
 
 def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
     share = transfer.share()
     return peer_pb2.RankTransfer(
-        rank=share.rank,
-        state=share.state.value,
-        nbytes=share.bytes,
-        descriptors=share.descriptors,
-        path=share.path,
-        transport=share.transport,
-        phases_ms=share.phases_ms,
+        rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
+        transport=share.transport, phases_ms=share.phases_ms,
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
-    )
+    )  # fmt: skip

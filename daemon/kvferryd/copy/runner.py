@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.memory import CudaRegion, cuda
-from kvferryd.aio import settle
+from kvferryd.aio import settle, submit
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import Copier, NotPrepared
 from kvferryd.memory import Probe
@@ -140,21 +140,7 @@ class Runner:
         """Run something on the thread. Raises what it raises, as KvferryError."""
         if self._closing:
             raise _closed()
-        return await self._submit(work)
-
-    def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def run() -> None:
-            try:
-                result = work()
-            except Exception as error:  # noqa: BLE001  Triton's and torch's are of many kinds
-                settle(future, error=_typed(error))
-            else:
-                settle(future, result)
-
-        self._inbox.put(run)
-        return future
+        return await submit(self._inbox.put, work, _typed)
 
     # ---- on the event loop ----
 
@@ -204,7 +190,7 @@ class Runner:
                 self._events.append(event)
                 self._prepare(copy, batches)
                 return
-            except Exception as error:  # noqa: BLE001  as in `_submit`; of several launches some may run
+            except Exception as error:  # noqa: BLE001  as in `submit`; of several launches some may run
                 copy.problem = _typed(error)
             event.record(self._stream)
         except KvferryError as error:  # the context is broken: nothing of it runs any more
@@ -223,7 +209,7 @@ class Runner:
             else:
                 self._wait(copy)
 
-        self._submit(lambda: self._copier.prepare(batches)).add_done_callback(again)
+        submit(self._inbox.put, lambda: self._copier.prepare(batches), _typed).add_done_callback(again)
 
     # ---- on the thread ----
 

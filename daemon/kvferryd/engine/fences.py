@@ -6,6 +6,7 @@ Nobody is told when a GPU writes to memory, so a thread looks, the less often th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import queue
 import threading
@@ -40,9 +41,8 @@ class Fences:
     def __init__(self, files: Sequence[int]) -> None:
         """Maps the one file, which the caller may close then. Raises KvferryError."""
         if len(files) != 1:
-            raise Malformed(
-                "malformed_handover", "a page of fences is one file", field="ticket", value=f"{len(files)} files"
-            )
+            value = f"{len(files)} files"
+            raise Malformed("malformed_handover", "a page of fences is one file", field="ticket", value=value)
         check_sealed(files[0], NBYTES)
         self._map = mmap.mmap(files[0], NBYTES, prot=mmap.PROT_READ)
         self._words = np.frombuffer(self._map, dtype=np.uint64)
@@ -57,12 +57,9 @@ class Fences:
         """
         if not (0 <= fence.word < WORDS and fence.value > 0):
             raise Malformed(
-                "malformed_fence",
-                f"a fence is one of {WORDS} words and a value above 0",
-                field="after",
-                value=f"word {fence.word}, value {fence.value}",
-                remedy="pass on what EngineClient.fence returned",
-            )
+                "malformed_fence", f"a fence is one of {WORDS} words and a value above 0", field="after",
+                value=f"word {fence.word}, value {fence.value}", remedy="pass on what EngineClient.fence returned",
+            )  # fmt: skip
         reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._holds(fence):
             reached.set_result(None)
@@ -84,11 +81,8 @@ class Fences:
     def _run(self) -> None:
         waiting: list[_Wait] = []
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 wait = self._inbox.get(timeout=_patience(waiting))
-            except queue.Empty:
-                pass
-            else:
                 if wait is None:
                     return
                 waiting.append(wait)
@@ -100,19 +94,13 @@ class Fences:
         if self._holds(wait.fence):
             settle(wait.reached)
             return True
-        if time.monotonic() - wait.began > wait.timeout_s:
-            settle(
-                wait.reached,
-                error=Conflict(
-                    "fence_timeout",
-                    f"the engine's stream did not reach the fence of a publish within {wait.timeout_s:g} s",
-                    field="fence_timeout_s",
-                    value=wait.timeout_s,
-                    remedy="look for a hung or failed kernel in the engine, or raise fence_timeout_s",
-                ),
-            )
-            return True
-        return False
+        if time.monotonic() - wait.began <= wait.timeout_s:
+            return False
+        why = f"the engine's stream did not reach the fence of a publish within {wait.timeout_s:g} s"
+        remedy = "look for a hung or failed kernel in the engine, or raise fence_timeout_s"
+        error = Conflict("fence_timeout", why, field="fence_timeout_s", value=wait.timeout_s, remedy=remedy)
+        settle(wait.reached, error=error)
+        return True
 
 
 def _patience(waiting: Sequence[_Wait]) -> float | None:

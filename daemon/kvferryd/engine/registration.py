@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
-from kvferry.v1 import engine_pb2
 from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
-from kvferryd.engine.session import Rank, Session, made
+from kvferryd.engine.session import Session, made
 from kvferryd.leases.lease import Lease
 from kvferryd.leases.leases import Leases
-from kvferryd.memory import Provider, Region
+from kvferryd.memory import Provider
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import GpuCopies, HostCopies
 from kvferryd.staging.pairings import Pairings
@@ -27,6 +26,10 @@ from kvferryd.transport import Agent
 class Engine:
     """One rank of an engine in one session. Owns its agent, with which every read ends that could touch the memory."""
 
+    engine_id: str
+    epoch: str
+    rank: int
+    world_size: int
     session: Session
     manifest: Manifest
     agent: Agent
@@ -46,45 +49,26 @@ class Engine:
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def engine_id(self) -> str:
-        return self.manifest.engine_id
-
-    @property
-    def epoch(self) -> str:
-        return self.manifest.epoch
-
-    @property
-    def rank(self) -> int:
-        return self.manifest.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.manifest.world_size
-
-    @property
-    def regions(self) -> dict[int, Region]:
-        return self.session.regions
-
-    @property
-    def attached(self) -> bool:
-        return self.session.attached
-
-    @property
-    def retired(self) -> asyncio.Event:
-        return self.session.retired
-
-    def tell(self, event: engine_pb2.Event) -> None:
-        self.session.tell(event)
+    def addresses(self) -> dict[int, int]:
+        """Where each region begins."""
+        return {id: region.span.address for id, region in self.session.regions.items()}
 
     def set_members(self, members: dict[int, str]) -> None:
         self.members = members
         self._members_changed.set()
         self._members_changed = asyncio.Event()
 
-    async def until_whole(self) -> None:
-        """Wait until all ranks are known. The caller bounds the wait."""
-        while self.missing_ranks():
-            await self._members_changed.wait()
+    async def until_whole(self, timeout_s: float) -> None:
+        """Wait until all ranks are known. Raises KvferryError (`roster_incomplete`)."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.missing_ranks():
+                    await self._members_changed.wait()
+        except TimeoutError:
+            raise Unavailable(
+                "roster_incomplete", f"ranks {self.missing_ranks()} of engine {self.engine_id} have not joined",
+                field="engine_id", value=self.engine_id, remedy="start their daemons with the same roster",
+            ) from None  # fmt: skip
 
     def missing_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.members]
@@ -94,44 +78,20 @@ class Engine:
         return await _close(self.runner, self.agent, self.arena)
 
 
-async def register(
-    session: Session,
-    manifest: Manifest,
-    config: Config,
-    memory: Provider,
-    on_lease_end: Callable[[Engine, Lease], None],
-) -> Engine:
-    """Check the manifest against the session and its regions, and make its memory readable by peers.
-
-    In strict exposure that is the staging arena alone. Raises KvferryError.
-    """
+def check(session: Session, manifest: Manifest) -> None:
+    """The session can register, and the manifest describes it. Raises KvferryError."""
     if session.engine is not None or session.registering:
         raise Conflict(
-            "already_registered",
-            f"engine {session.rank.engine_id} registered in this session already",
-            field="manifest",
-            value=session.rank.epoch,
+            "already_registered", f"engine {session.rank.engine_id} registered in this session already",
+            field="manifest", value=session.rank.epoch,
             remedy="attach again with a new epoch to describe another cache",
-        )
-    _check(manifest, session)
-    session.registering = True
-    try:
-        session.engine = await _registered(session, manifest, config, memory, on_lease_end)
-    finally:
-        session.registering = False
-    return session.engine
-
-
-def _check(manifest: Manifest, session: Session) -> None:
-    for field_, expected in zip(Rank._fields, session.rank, strict=True):
-        if getattr(manifest, field_) != expected:
+        )  # fmt: skip
+    for name, expected in session.rank._asdict().items():
+        if getattr(manifest, name) != expected:
             raise ManifestError(
-                "session_mismatch",
-                f"the manifest's {field_} is not the session's {expected}",
-                field=field_,
-                value=getattr(manifest, field_),
-                remedy="describe the rank that was attached",
-            )
+                "session_mismatch", f"the manifest's {name} is not the session's {expected}", field=name,
+                value=getattr(manifest, name), remedy="describe the rank that was attached",
+            )  # fmt: skip
     for region in manifest.regions:
         held = session.regions.get(region.id)
         if held is None or held.span.nbytes < region.nbytes or held.span.kind != region.kind:
@@ -139,20 +99,25 @@ def _check(manifest: Manifest, session: Session) -> None:
             raise ManifestError(
                 "region_mismatch",
                 f"region {region.id} of the manifest is not what was allocated: there is {have}",
-                field=f"regions[{region.id}]",
-                value=f"{region.nbytes} bytes of {region.kind} memory",
+                field=f"regions[{region.id}]", value=f"{region.nbytes} bytes of {region.kind} memory",
                 remedy="allocate or adopt every region before registering",
-            )
+            )  # fmt: skip
 
 
-async def _registered(
-    session: Session,
-    manifest: Manifest,
-    config: Config,
-    memory: Provider,
-    on_lease_end: Callable[[Engine, Lease], None],
+OnLeaseEnd = Callable[[Engine, Lease], None]
+
+
+async def make(
+    session: Session, manifest: Manifest, config: Config, memory: Provider, on_lease_end: OnLeaseEnd
 ) -> Engine:
-    gpu = _gpu(session)
+    """Make the memory of the session's engine readable by peers: in strict exposure the staging arena alone.
+
+    Raises KvferryError.
+    """
+    on_gpu = [region.span.device for region in session.regions.values() if region.span.kind == "cuda"]
+    gpu = cuda.device(f"cuda:{on_gpu[0]}") if on_gpu else None
+    must_stage = config.way == "staged" or config.strict
+    may_stage = must_stage or (config.device != "cpu" and config.way == "auto")  # where it costs no host memory
     leases = Leases(manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases)
     # A fresh name for every agent: an agent's name is its identity.
     agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, ucx=config.ucx, device=gpu)
@@ -167,11 +132,11 @@ async def _registered(
             except KvferryError as error:  # it can still be read and filled directly
                 unmapped = str(error)
                 notes.append(f"no mapped transfers: {error}")
-        if _may_stage(config):
+        if config.arena_mb and may_stage:
             try:
                 arena = await _made_arena(config, memory, runner, unmapped)
             except KvferryError as error:
-                if _must_stage(config):
+                if must_stage:
                     raise
                 notes.append(f"no staged transfers: {error}")
         session.check_open()  # else the regions below may be gone
@@ -188,27 +153,18 @@ async def _registered(
         await _close(runner, agent, arena)
         raise
     engine = Engine(
-        session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped, tuple(notes),
-        {manifest.rank: config.advertise},
+        *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
+        tuple(notes), {manifest.rank: config.advertise},
     )  # fmt: skip
     return engine
-
-
-def _gpu(session: Session) -> cuda.Device | None:
-    """The GPU of its regions; None for host memory."""
-    spans = [region.span for region in session.regions.values() if region.span.kind == "cuda"]
-    return cuda.device(f"cuda:{spans[0].device}") if spans else None
 
 
 async def _made_arena(config: Config, memory: Provider, runner: Runner | None, unmapped: str) -> Arena:
     if config.device != "cpu" and runner is None:
         raise Unavailable(
-            "no_copies",
-            f"nothing can be packed: {unmapped}",
-            field="device",
-            value=config.device,
+            "no_copies", f"nothing can be packed: {unmapped}", field="device", value=config.device,
             remedy="install a CUDA build of torch (it brings Triton)",
-        )
+        )  # fmt: skip
     region = await made(lambda: memory.allocate(config.arena_mb << 20))
     try:
         return Arena(region, GpuCopies(runner) if runner is not None else HostCopies())
@@ -226,12 +182,3 @@ async def _close(runner: Runner | None, agent: Agent, arena: Arena | None) -> bo
     if arena is not None:
         await arena.close(unmap=stopped)
     return stopped
-
-
-def _must_stage(config: Config) -> bool:
-    return config.way == "staged" or config.strict
-
-
-def _may_stage(config: Config) -> bool:
-    """Where staging is asked for, or is to be had for nothing."""
-    return bool(config.arena_mb) and (_must_stage(config) or (config.device != "cpu" and config.way == "auto"))

@@ -1,12 +1,12 @@
-"""The sessions of this daemon's engines: who attaches, who is dead, and what is kept for whom."""
+"""The sessions of this daemon's engines: attaching, dying, and the memory kept for the next session."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+
+from cachetools import LRUCache
 
 from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.manifest import Manifest
@@ -15,7 +15,7 @@ from kvferry.v1 import engine_pb2
 from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine.fences import Fences
-from kvferryd.engine.registration import Engine, register
+from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.lease import Lease
 from kvferryd.memory import Files, Provider, Region
@@ -23,36 +23,13 @@ from kvferryd.memory import Files, Provider, Region
 log = logs.get(__name__)
 DETACH_S, RETIRE_S = 0.5, 10.0
 DYING_S = 10.0
-"""A process that is killed closes its sockets first and is dead some time later: with much GPU memory, seconds. An
-engine that lives uses none of its blocks meanwhile, for its client has it wait for our word."""
+"""A killed process closes its sockets first and is dead some time later: with much GPU memory, seconds. If the engine
+lives, its client leaves the blocks alone until the daemon has answered."""
 KEPT_S = 30.0
 """How long the memory of an engine that has lost its session waits for it to attach again."""
 MAX_WORLD_SIZE = 4096
 EPOCHS = 4096
 """Registered epochs remembered, so that none is registered twice."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """The regions of a session that has ended, for the next session of the same engine."""
-
-    rank: Rank
-    regions: dict[int, Region]
-    process: Process | None
-    expiry: asyncio.TimerHandle
-
-    def take(self) -> dict[int, Region]:
-        """The caller's from now on."""
-        regions, self.regions = self.regions, {}
-        self.close()
-        return regions
-
-    def close(self) -> None:
-        self.expiry.cancel()
-        if self.process is not None:
-            self.process.close()
-        for region in self.regions.values():
-            region.close()
 
 
 class Engines:
@@ -62,22 +39,18 @@ class Engines:
         self,
         config: Config,
         memory: Provider,
-        on_lease_end: Callable[[Engine, Lease], None],
+        on_lease_end: OnLeaseEnd,
         on_detach: Callable[[Engine, str], None],
         before_retire: Callable[[Engine, str], Awaitable[None]],
     ) -> None:
-        """on_lease_end: a lease of the engine has ended. on_detach: its session has. before_retire: its agent is about
-        to be closed."""
+        """before_retire: the engine's agent is about to be closed."""
         self._config, self._memory = config, memory
         self._on_lease_end, self._on_detach, self._before_retire = on_lease_end, on_detach, before_retire
         self._current: dict[str, Session] = {}
         """By engine."""
         self._by_id: dict[str, Session] = {}
-        self._epochs: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._kept: dict[str, _Kept] = {}
-        self._retiring: dict[str, asyncio.Task[None]] = {}
-        self._settling: set[asyncio.Task[None]] = set()
-        self._stuck: set[str] = set()
+        """Also those being retired, those whose regions are kept, and the stuck, whose memory must not be freed."""
+        self._epochs: LRUCache[tuple[str, str], None] = LRUCache(EPOCHS)
 
     @property
     def sessions(self) -> list[Session]:
@@ -97,26 +70,23 @@ class Engines:
         if resume:
             await self.end(resume)
         old = await self._ended(rank.engine_id)
-        kept = self._kept.get(resume)
-        resumed = kept is not None and kept.rank == rank
-        if rank[:2] in self._epochs and not resumed:
+        kept = [each for each in self._by_id.values() if each.expiry and each.rank.engine_id == rank.engine_id]
+        before = next((each for each in kept if each.id == resume and each.rank == rank), None)
+        if before is None and rank[:2] in self._epochs:
             raise Conflict(
-                "epoch_reused",
-                f"epoch {rank.epoch} of engine {rank.engine_id} is over",
-                field="epoch",
-                value=rank.epoch,
-                remedy="use a new epoch for every start of the engine",
-            )
-        session = Session(rank, self._kept.pop(resume).take() if resumed else None)
-        for id in [id for id, kept in self._kept.items() if kept.rank.engine_id == rank.engine_id]:
-            self._kept.pop(id).close()
+                "epoch_reused", f"epoch {rank.epoch} of engine {rank.engine_id} is over", field="epoch",
+                value=rank.epoch, remedy="use a new epoch for every start of the engine",
+            )  # fmt: skip
+        session = Session(rank, before)
+        for each in kept:
+            self._give_back(each)
         self._current[rank.engine_id] = self._by_id[session.id] = session
         if old is not None:
             try:
                 # To its end, even if the new engine is gone again meanwhile.
                 await asyncio.shield(self._retire_soon(old, f"engine {rank.engine_id} started anew"))
             except asyncio.CancelledError:
-                session.attached = False
+                session.detached.set()
                 self._retire_soon(session, f"engine {rank.engine_id} is gone")
                 raise
         return session
@@ -127,19 +97,14 @@ class Engines:
         if old is not None and old.attached:
             if old.process is not None and old.process.dead:
                 self._died(old)
-            with contextlib.suppress(
-                TimeoutError
-            ):  # an engine that starts anew may be faster than its old stream's end
+            with contextlib.suppress(TimeoutError):  # its old stream may end a little after its new start
                 await asyncio.wait_for(old.detached.wait(), DETACH_S)
             old = self._current.get(engine_id)
         if old is not None and old.attached and not old.retired.is_set():
             raise Conflict(
-                "engine_attached",
-                f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already",
-                field="engine_id",
-                value=engine_id,
-                remedy="one daemon serves one rank: give each rank its own daemon",
-            )
+                "engine_attached", f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already",
+                field="engine_id", value=engine_id, remedy="give each rank a daemon of its own",
+            )  # fmt: skip
         return old
 
     def introduce(self, session_id: str, process: Process | None) -> None:
@@ -157,43 +122,38 @@ class Engines:
     def of_session(self, id: str) -> Session:
         """Raises KvferryError (`unknown_session`)."""
         session = self._by_id.get(id)
-        if session is None or session.retired.is_set():
+        if session is None or session.retiring is not None:
             raise NotFound(
-                "unknown_session",
-                "the session is not known or has ended",
-                field="session",
+                "unknown_session", "the session is not known or has ended", field="session",
                 remedy="attach first, and keep the stream of events open",
-            )
+            )  # fmt: skip
         return session
 
     def get(self, engine_id: str | None) -> Engine:
         """The registered engine of this id; of None the only one. Raises KvferryError (`unknown_engine`)."""
-        ready = [engine for engine in self if not engine.retired.is_set()]
+        ready = [engine for engine in self if not engine.session.retired.is_set()]
         if engine_id is None and len(ready) == 1:
             return ready[0]
         for engine in ready:
             if engine.engine_id == engine_id:
                 return engine
         known = ", ".join(sorted(engine.engine_id for engine in ready)) or "none"
-        raise NotFound(
-            "unknown_engine",
-            f"engine {engine_id} is not registered here" if engine_id else f"{len(ready)} engines are registered here",
-            field="engine_id",
-            value=engine_id or "",
-            remedy=f"registered on this daemon: {known}",
+        what = (
+            f"engine {engine_id} is not registered here" if engine_id else f"{len(ready)} engines are registered here"
         )
+        remedy = f"registered on this daemon: {known}"
+        raise NotFound("unknown_engine", what, field="engine_id", value=engine_id or "", remedy=remedy)
 
     async def register(self, session: Session, manifest: Manifest) -> Engine:
         """Make the engine's memory readable by peers. Its epoch cannot be used again, but by a session that resumes."""
-        engine = await register(session, manifest, self._config, self._memory, self._lease_ended)
+        check(session, manifest)
+        session.registering = True
+        try:
+            session.engine = await make(session, manifest, self._config, self._memory, self._lease_ended)
+        finally:
+            session.registering = False
         self._epochs[session.rank[:2]] = None
-        while len(self._epochs) > EPOCHS:
-            self._epochs.popitem(last=False)
-        return engine
-
-    async def allocate(self, session: Session, region: int, nbytes: int) -> engine_pb2.Memory:
-        """Memory of the daemon's own, for this engine."""
-        return (await session.add(region, nbytes, lambda: self._memory.allocate(nbytes))).exported(region)
+        return session.engine
 
     async def adopt(self, session: Session, memory: engine_pb2.Memory, files: Files) -> None:
         """Memory of the engine's own; `files` are those that it was handed over with, and are closed."""
@@ -212,135 +172,127 @@ class Engines:
         """The page of words that the engine's streams write, once for each session; the files are closed."""
         with files as numbers:
             if session.fences is not None:
-                raise Conflict(
-                    "fences_open",
-                    f"engine {session.rank.engine_id} has opened its fences already",
-                    field="ticket",
-                    remedy="use the page that was handed over first",
-                )
+                why = f"engine {session.rank.engine_id} has opened its fences already"
+                raise Conflict("fences_open", why, field="ticket", remedy="use the page that was handed over first")
             session.fences = Fences(numbers)
 
     def stream_ended(self, session: Session) -> None:
-        """Whether the engine is dead, its process tells."""
+        """The engine's process tells within DYING_S whether the engine is dead."""
         if session.attached:
             self._detach(session, f"the session of engine {session.rank.engine_id} has ended")
-            task = asyncio.create_task(self._settle(session))
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
 
-    async def _settle(self, session: Session) -> None:
-        if session.process is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.died.wait(), DYING_S)
-        if not session.gone:
-            await self._withdraw(session)
+            def lost() -> None:
+                if not session.gone:
+                    self._withdraw(session)
+
+            wait_s = 0.0 if session.process is None else DYING_S
+            asyncio.get_running_loop().call_later(wait_s, lost)
 
     async def end(self, id: str, *, leave: bool = False) -> None:
         """End the session. Nothing of it is read or written any more when this returns, but for the leases of an engine
-        that leaves. Idempotent. Raises KvferryError (`not_quiet`) when that cannot be had."""
+        that leaves. Idempotent. Raises KvferryError (`not_quiet`) when the agent cannot be stopped."""
         session = self._by_id.get(id)
-        if session is not None and leave:
+        if session is None:
+            return
+        if leave:
             self._part(session, f"engine {session.rank.engine_id} has left")
-        elif session is not None:
-            await self._withdraw(session)
-        if id in self._retiring:
-            await asyncio.shield(self._retiring[id])
-        if id in self._stuck:
+        else:
+            self._withdraw(session)
+        if session.retiring is not None:
+            await asyncio.shield(session.retiring)
+        if session.stuck:
             raise Conflict(
-                "not_quiet",
-                "the session's NIXL agent could not be stopped: its reads may still write",
-                field="session",
-                remedy="restart the daemon",
-            )
+                "not_quiet", "the session's NIXL agent could not be stopped: its reads may still write",
+                field="session", remedy="restart the daemon",
+            )  # fmt: skip
 
-    async def _withdraw(self, session: Session) -> None:
+    def _withdraw(self, session: Session) -> None:
         """The session has ended, and for all we know the engine lives: it may write to its blocks as soon as it knows
         that nobody reads them."""
         why = f"engine {session.rank.engine_id} has lost its session"
         self._detach(session, why)
-        await asyncio.shield(self._retire_soon(session, why, keep=True))
+        self._retire_soon(session, why, keep=True)
 
     def _detach(self, session: Session, why: str) -> None:
         if session.attached and not session.retired.is_set():
-            session.detach()
+            session.detached.set()
+            session.events.put_nowait(None)
             log.info("engine detached", engine_id=session.rank.engine_id, epoch=session.rank.epoch, why=why)
             if session.engine is not None:
                 self._on_detach(session.engine, why)
 
     def _died(self, session: Session) -> None:
-        session.died.set()
         self._part(session, f"engine {session.rank.engine_id} is dead")
 
     def _part(self, session: Session, why: str) -> None:
+        """The engine is dead or has left. What it published whole in memory of ours stays readable until it is read or
+        expires."""
         if session.gone or session.retired.is_set():
             return
         self._detach(session, why)
-        session.part(why)
+        session.gone = True
+        if session.engine is not None:
+            if any(not region.owned for region in session.regions.values()):
+                session.engine.leases.revoke_all(f"{why}, and owned its memory")
+            else:
+                session.engine.leases.revoke_unfinished(why)
         if not session.has_leases:
             self._retire_soon(session, why)
 
     def _lease_ended(self, engine: Engine, lease: Lease) -> None:
         self._on_lease_end(engine, lease)
         session = engine.session
-        if session.gone and not session.has_leases and not session.retired.is_set():
+        if session.gone and not session.has_leases:
             self._retire_soon(session, f"engine {engine.engine_id} is gone and its last lease has ended")
 
     def _retire_soon(self, session: Session, reason: str, *, keep: bool = False) -> asyncio.Task[None]:
         """Close everything of the session. keep: its daemon-owned regions wait for its engine to attach again."""
-        task = self._retiring.get(session.id)
-        if task is None:
-            task = self._retiring[session.id] = asyncio.create_task(self._retire(session, reason, keep))
-            task.add_done_callback(lambda _: self._retiring.pop(session.id))
-        return task
+        if session.retiring is None:
+            session.retiring = asyncio.create_task(self._retire(session, reason, keep))
+        return session.retiring
 
     async def _retire(self, session: Session, reason: str, keep: bool) -> None:
-        self._by_id.pop(session.id, None)
         if self._current.get(session.rank.engine_id) is session:
             del self._current[session.rank.engine_id]
         if session.engine is not None:
             await self._before_retire(session.engine, reason)
-        regions = await session.retire(reason, keep=keep)
-        if session.stuck:
-            self._stuck.add(session.id)
-        process, session.process = session.process, None
-        if regions:
-            self._keep(session, regions, process)
-        elif process is not None:
-            process.close()
+        await session.retire(reason, keep=keep)
+        if session.regions and not session.stuck:
+            session.expiry = asyncio.get_running_loop().call_later(KEPT_S, self._give_back, session)
+            if session.process is not None:
+                session.process.watch(lambda: self._give_back(session))
+            return
+        if session.process is not None:
+            session.process.close()
+        if not session.stuck:
+            del self._by_id[session.id]
 
-    def _keep(self, session: Session, regions: dict[int, Region], process: Process | None) -> None:
-        def give_back() -> None:
-            self._kept.pop(session.id).close()
-
-        expiry = asyncio.get_running_loop().call_later(KEPT_S, give_back)
-        self._kept[session.id] = _Kept(session.rank, regions, process, expiry)
-        if process is not None:
-            process.watch(give_back)
+    def _give_back(self, session: Session) -> None:
+        if session.expiry is not None:
+            session.expiry.cancel()
+        del self._by_id[session.id]
+        session.close()
 
     async def close(self) -> None:
-        for task in self._settling:
-            task.cancel()
-        tasks = [self._retire_soon(session, "the daemon stops") for session in self.sessions]
-        if pending := [*tasks, *self._retiring.values()]:
-            await asyncio.wait(pending, timeout=RETIRE_S)
-        for kept in self._kept.values():
-            kept.close()
+        for session in self.sessions:
+            self._retire_soon(session, "the daemon stops")
+        if retiring := [session.retiring for session in self._by_id.values() if session.retiring]:
+            await asyncio.wait(retiring, timeout=RETIRE_S)
+        for session in [session for session in self._by_id.values() if session.expiry]:
+            self._give_back(session)
 
 
 def _check(rank: Rank) -> None:
-    if not rank.engine_id or not rank.epoch or len(rank.engine_id) > 256 or len(rank.epoch) > 256:
+    if not (0 < len(rank.engine_id) <= 256 and 0 < len(rank.epoch) <= 256):
         raise Malformed(
-            "malformed_attach",
-            "engine_id and epoch must be given, at most 256 characters each",
-            field="engine_id, epoch",
-            value=f"{rank.engine_id!r}, {rank.epoch!r}",
+            "malformed_attach", "engine_id and epoch must be given, at most 256 characters each",
+            field="engine_id, epoch", value=f"{rank.engine_id!r}, {rank.epoch!r}",
             remedy="use a new epoch for every start",
-        )
+        )  # fmt: skip
     if rank.rank >= rank.world_size or rank.world_size > MAX_WORLD_SIZE:
         raise Malformed(
             "rank_out_of_range",
             f"rank {rank.rank} does not exist in a world of {rank.world_size}, or the world is too large",
-            field="rank",
-            value=rank.rank,
+            field="rank", value=rank.rank,
             remedy=f"ranks count from 0 to world_size - 1; world_size is at most {MAX_WORLD_SIZE}",
-        )
+        )  # fmt: skip

@@ -30,31 +30,37 @@ class Rank(NamedTuple):
 
 
 class Session:
-    """Owns the regions, the page of fences and what is registered. `retire` closes them."""
+    """Owns the regions, the page of fences and what is registered. `retire` closes them, `close` what that has kept."""
 
-    def __init__(self, rank: Rank, regions: dict[int, Region] | None = None) -> None:
-        """regions: of a session before this one, which it resumes."""
-        self.rank = rank
-        self.id = secrets.token_urlsafe(16)
-        self.resumed = regions is not None
-        self.regions = regions or {}
+    def __init__(self, rank: Rank, before: Session | None = None) -> None:
+        """before: a retired session that this one resumes. It takes over the regions."""
+        self.rank, self.id, self.resumed = rank, secrets.token_urlsafe(16), before is not None
+        self.regions: dict[int, Region] = {}
+        if before is not None:
+            self.regions, before.regions = before.regions, {}
         self.fences: Fences | None = None
         self.engine: Engine | None = None
         """What is registered."""
         self.registering = False
         self.events: asyncio.Queue[engine_pb2.Event | None] = asyncio.Queue()
-        self.attached = True
-        """The stream is open, and the engine's process is not known to be dead."""
-        self.detached = asyncio.Event()
         self.process: Process | None = None
         """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
-        self.died = asyncio.Event()
+        self.detached = asyncio.Event()
+        """The stream has ended, or the engine is gone. The first does not tell what has become of the engine."""
         self.gone = False
         """The process is dead, or the engine has left: it will not touch its memory any more."""
         self.retired = asyncio.Event()
+        """`retire` has begun."""
+        self.retiring: asyncio.Task[None] | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        """Of the regions that are kept for the next session of the engine."""
         self.stuck = False
         """The agent could not be stopped: what it reads and writes is never known to be over."""
         self._allocating: set[int] = set()
+
+    @property
+    def attached(self) -> bool:
+        return not self.detached.is_set()
 
     @property
     def has_leases(self) -> bool:
@@ -68,20 +74,14 @@ class Session:
         """A new region. Only if the session still stands when it is made."""
         if nbytes <= 0:
             raise Malformed(
-                "malformed_region",
-                "a region has no bytes",
-                field="nbytes",
-                value=nbytes,
-                remedy="ask for at least one byte",
-            )
+                "malformed_region", "a region needs at least one byte", field="nbytes", value=nbytes,
+                remedy="ask for the bytes that the cache needs",
+            )  # fmt: skip
         if id in self.regions or id in self._allocating or self.registering or self.engine is not None:
             raise Conflict(
-                "region_taken",
-                f"region {id} exists, or the engine has registered already",
-                field="region",
-                value=id,
+                "region_taken", f"region {id} exists, or the engine has registered already", field="region", value=id,
                 remedy="allocate each region once, before registering",
-            )
+            )  # fmt: skip
         self._allocating.add(id)
         try:
             region = await made(make)
@@ -98,30 +98,12 @@ class Session:
         if self.retired.is_set() or not self.attached:
             raise Unavailable("session_closed", f"the session of engine {self.rank.engine_id} has ended")
 
-    def detach(self) -> None:
-        """The session has ended, which does not tell what has become of the engine."""
-        self.attached = False
-        self.detached.set()
-        self.events.put_nowait(None)
+    async def retire(self, reason: str, *, keep: bool) -> None:
+        """Close everything, once. Nothing of it is read or written afterwards, unless it is `stuck`; then all memory
+        stays mapped.
 
-    def part(self, why: str) -> None:
-        """The engine is dead or has left. What it published whole in memory of ours stays readable until it is read or
-        expires."""
-        self.gone = True
-        if self.engine is None:
-            return
-        if any(not region.owned for region in self.regions.values()):
-            self.engine.leases.revoke_all(f"{why}, and owned its memory")
-        else:
-            self.engine.leases.revoke_unfinished(why)
-
-    async def retire(self, reason: str, *, keep: bool = False) -> dict[int, Region]:
-        """Close everything. Nothing of it is read or written afterwards, unless it is `stuck`. Idempotent.
-
-        keep: leave the daemon-owned regions open and return them.
+        keep: leave the daemon-owned regions open.
         """
-        if self.retired.is_set():
-            return {}
         self.retired.set()
         self.events.put_nowait(None)
         if self.engine is not None:
@@ -131,13 +113,16 @@ class Session:
         if self.engine is not None and not await self.engine.close():
             self.stuck = True
             log.error("the NIXL agent did not stop: its memory stays mapped", engine_id=self.rank.engine_id)
-            return {}
-        kept = {id: region for id, region in self.regions.items() if keep and region.owned}
-        for id, region in self.regions.items():
-            if id not in kept:
-                region.close()
-        self.regions = {}
-        return kept
+            return
+        for id in [id for id, region in self.regions.items() if not (keep and region.owned)]:
+            self.regions.pop(id).close()
+
+    def close(self) -> None:
+        """Give back the regions, and watch the process no more."""
+        if self.process is not None:
+            self.process.close()
+        for region in self.regions.values():
+            region.close()
 
 
 async def made(make: Callable[[], Region]) -> Region:
@@ -147,10 +132,5 @@ async def made(make: Callable[[], Region]) -> Region:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        task.add_done_callback(_close_unwanted)
+        task.add_done_callback(lambda task: None if task.exception() else task.result().close())
         raise
-
-
-def _close_unwanted(allocated: asyncio.Task[Region]) -> None:
-    if allocated.exception() is None:
-        allocated.result().close()

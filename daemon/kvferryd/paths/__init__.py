@@ -70,4 +70,4 @@ def _mean_run(bound: Bound) -> float:
 
 
 def _kind(engine: Engine) -> str:
-    return next(iter(engine.regions.values())).span.kind
+    return next(iter(engine.session.regions.values())).span.kind

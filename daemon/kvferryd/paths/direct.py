@@ -13,8 +13,7 @@ from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound, Runs
-from kvferryd.transport import Span
-from kvferryd.transport.read import Descriptors
+from kvferryd.transport import Descriptors, Span
 
 
 @dataclass(frozen=True, slots=True)

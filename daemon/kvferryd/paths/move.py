@@ -81,7 +81,7 @@ class Move:
     @property
     def regions(self) -> Mapping[int, Span]:
         """The engine's own, by id."""
-        return {id: region.span for id, region in self.engine.regions.items()}
+        return {id: region.span for id, region in self.engine.session.regions.items()}
 
     @property
     def ranks(self) -> frozenset[int]:

@@ -29,7 +29,6 @@ from kvferryd.engine import Engine
 from kvferryd.paths.chunk_stream import ChunkStream
 from kvferryd.paths.move import Flight, Move, Moved, PathName, packed_whole
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
-from kvferryd.peers.staging import pair
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.copies import over
 from kvferryd.staging.share import Wanted
@@ -92,7 +91,7 @@ async def _move(move: Move) -> Moved:
     timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
     for reader in readers:
         if not reader.source.pairing:
-            await pair(reader.source, peer.plan, timeout_s)
+            await reader.source.pair(peer.plan, timeout_s)
     segments = sum(len(segments.tokens) for _, segments in bound.pairs)
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in await beside(segments, lambda: cut(moves(bound), chunk_nbytes)):

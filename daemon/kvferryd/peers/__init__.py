@@ -1,1 +1,1 @@
-"""Other daemons: who may be spoken to, the handshake, and the roster of one engine's ranks."""
+"""Other daemons: which may be dialled, the handshake, and the roster of one engine's ranks."""

@@ -21,12 +21,9 @@ def split(address: str) -> tuple[str, int]:
         host, port = "", 0
     if not host or not port:
         raise Malformed(
-            "malformed_address",
-            "the address is not host:port",
-            field="address",
-            value=address,
+            "malformed_address", "the address is not host:port", field="address", value=address,
             remedy="for example 10.0.0.7:7411 or [fd00::7]:7411",
-        )
+        )  # fmt: skip
     return host, port
 
 
@@ -45,12 +42,9 @@ def check(address: str, allowed: Sequence[str]) -> None:
         admitted = any(ip in network for entry in allowed if (network := _network(entry)))
     if not admitted:
         raise Forbidden(
-            "address_not_allowed",
-            f"{address} is not an address this daemon may speak to",
-            field="address",
-            value=address,
+            "address_not_allowed", f"this daemon may not speak to {address}", field="address", value=address,
             remedy="add it to allow_peers (CIDR, IP or host pattern) if it is a daemon of yours",
-        )
+        )  # fmt: skip
 
 
 def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:

@@ -53,12 +53,9 @@ class Channels:
         if shared is None:
             if len(self._open) >= MAX_CHANNELS:
                 raise Full(
-                    "too_many_peers",
-                    f"this daemon is connected with {len(self._open)} others",
-                    field="address",
-                    value=address,
-                    remedy="try again; DELETE /v1/peers/ENGINE_ID forgets an engine that is no longer read from",
-                )
+                    "too_many_peers", f"this daemon is connected with {len(self._open)} others", field="address",
+                    value=address, remedy="try again; DELETE /v1/peers/ENGINE_ID forgets an engine",
+                )  # fmt: skip
             shared = self._open[address, identity] = _Shared(self._open, (address, identity))
         return Channel(shared, address)
 

@@ -1,19 +1,35 @@
-"""An engine that this daemon reads from, as one engine of ours knows it since the handshake."""
+"""An engine that this daemon reads from, as one engine of ours knows it since the handshake.
+
+A rank's GPU memory is mapped at the handshake where that is possible, probed before it is used, and unmapped when its
+engine ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import grpc
+
+from kvferry.errors import Conflict, KvferryError
 from kvferry.manifest import Manifest
-from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.memory import CudaRegion, cuda
+from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.wire import manifest_to_proto
+from kvferryd import logs
+from kvferryd.copy.runner import Runner
 from kvferryd.engine import Engine
-from kvferryd.peers.channels import Channel
-from kvferryd.peers.mapping import RankMapping
+from kvferryd.memory import Probe
+from kvferryd.peers.channels import Channel, asking
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Plan
 from kvferryd.transport import Span
+
+log = logs.get(__name__)
+TRIES = 3
+"""What an engine writes while its adopted memory is probed makes a probe fail that would not the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +44,132 @@ class Staging:
 class PeerRank:
     """One rank of a peer engine: its manifest, and how to read from it."""
 
-    address: str
+    channel: Channel
     manifest: Manifest
     protocol: int
     version: str
     agent_name: str
     metadata: bytes
     regions: dict[int, Span]
-    channel: Channel
-    reader: peer_pb2.Reader
-    """We, as this rank is told."""
-    stream: ReaderStream
-    """Its leases, as we read them."""
+    opening: peer_pb2.ReadOpening
+    """The first message of a stream of its leases: it says who we are."""
     staging: Staging | None = None
     pairing: str = ""
     """The peer's name for the plan between us; empty until it has planned."""
     bytes_read: int = 0
     transfers: int = 0
+    mapped: dict[int, CudaRegion] = field(default_factory=dict)
+    """Its regions in this process, where they are mapped."""
+    unmapped: str = ""
+    """Why they are not."""
+    mapping: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
+    """Open while anything is mapped. Its end means that the memory is gone, or that nobody can tell any more."""
+    _held: list[CudaRegion] = field(default_factory=list)
+    """The staging arena, so that UCX need not map it for each descriptor."""
+    _runner: Runner | None = None
+    _stream: ReaderStream | None = None
+
+    @property
+    def address(self) -> str:
+        return self.channel.address
 
     @property
     def stub(self) -> peer_pb2_grpc.PeerAsyncStub:
         return self.channel.stub
 
+    @property
+    def stream(self) -> ReaderStream:
+        """Its leases, as we read them. A stream that has ended is followed by another."""
+        if self._stream is None or self._stream.over:
+            self._stream = ReaderStream(self.stub, self.address, self.opening)
+        return self._stream
+
+    @property
+    def lost(self) -> bool:
+        """Whether the source has ended the stream. Another daemon, with other memory, may answer at its address now."""
+        return self._stream is not None and self._stream.over
+
+    async def pair(self, plan: Plan, timeout_s: float) -> None:
+        """Have this rank plan as we did, once: both ends then know what a staging slot carries. Raises KvferryError."""
+        sources = [manifest_to_proto(source) for source in plan.sources.values()]
+        request = peer_pb2.PairRequest(
+            engine_id=self.manifest.engine_id, epoch=self.manifest.epoch, sources=sources,
+            destination=manifest_to_proto(plan.destination),
+        )  # fmt: skip
+        async with asking(self.address):
+            self.pairing = (await self.stub.Pair(request, timeout=timeout_s)).pairing
+
+    async def map(self, engine: Engine, timeout_s: float) -> None:
+        """Map what can be mapped for this engine of ours, and keep why the rest cannot."""
+        if engine.runner is None:
+            self.unmapped = engine.unmapped
+            return
+        self._runner = engine.runner
+        try:
+            for _ in range(TRIES):
+                await self.unmap()  # what a first try has left
+                async with asyncio.timeout(timeout_s):
+                    if await self._map(engine.runner, strict=engine.strict):
+                        break
+        except (KvferryError, TimeoutError) as error:
+            await self.unmap()
+            self.unmapped = str(error) or f"{self.address} did not say how to map its memory"
+        if self.unmapped:
+            log.info("peer not mapped", engine_id=self.manifest.engine_id, rank=self.rank, why=self.unmapped)
+
+    async def _map(self, runner: Runner, *, strict: bool) -> bool:
+        """Whether a second try would end as this one. Raises KvferryError when the rank does not answer."""
+        manifest = self.manifest
+        self.mapping = self.stub.Map(peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch))
+        async with asking(self.address):
+            reply = await self.mapping.read()
+        if not isinstance(reply, peer_pb2.MapReply):
+            raise Conflict("stale_epoch", f"engine {manifest.engine_id} ended")
+        if reply.HasField("slots"):
+            try:
+                self._held.append(await runner.open(_exported(reply.slots), 0))
+            except KvferryError as error:  # another host's, or a GPU that is hidden from us: UCX cannot map it either
+                log.debug("arena not held", address=self.address, why=str(error))
+        self.unmapped = "this daemon is strict" if strict else reply.refusal
+        try:
+            if not self.unmapped:
+                await self._map_regions(runner, {region.id: region for region in reply.regions})
+        except KvferryError as error:
+            regions, self.mapped = self.mapped, {}
+            await self._give_up(regions.values())
+            self.unmapped = f"{error.message} ({error.code} {error.value})"
+            return error.code != "probe_failed"
+        return True
+
+    async def _map_regions(self, runner: Runner, offered: Mapping[int, peer_pb2.MappableRegion]) -> None:
+        for wanted in self.manifest.regions:
+            region = offered.get(wanted.id)
+            if region is None or region.nbytes < wanted.nbytes:
+                raise Conflict("not_mappable", f"region {wanted.id} of the source is {wanted.kind} memory")
+            if region.refusal:
+                raise Conflict("not_mappable", f"region {wanted.id} of the source: {region.refusal}")
+            probe = Probe(region.probe_offset, region.probe)
+            self.mapped[wanted.id] = await runner.open(_exported(region.allocation), region.nbytes, probe)
+
+    async def unmap(self) -> None:
+        """Nothing may read from what was mapped any more. Idempotent."""
+        if self.mapping is not None:
+            self.mapping.cancel()
+            self.mapping = None
+        every, self.mapped, self._held = [*self.mapped.values(), *self._held], {}, []
+        await self._give_up(every)
+
+    async def _give_up(self, every: Iterable[CudaRegion]) -> None:
+        if self._runner is not None and (mapped := list(every)):
+            try:
+                await self._runner.unmap(mapped)
+            except KvferryError as error:  # closed: it has unmapped by itself
+                log.debug("unmap", error=str(error))
+
     async def close(self) -> None:
-        """Nothing reads from it any more."""
-        await self.stream.close()
+        """Nothing reads over NIXL from it any more. What is mapped stays: see `unmap`."""
+        if self._stream is not None:
+            await self._stream.close()
         await self.channel.close()
 
     @property
@@ -78,19 +195,21 @@ class PeerEngine:
     """Transfers that read or may still be written to: the names stay loaded until they are quiet."""
     stale: bool = False
     used_at: float = field(default_factory=time.monotonic)
-    mappings: dict[int, RankMapping] = field(default_factory=dict)
-    """Of the ranks that are read, where something could be mapped."""
-    unmapped: dict[int, str] = field(default_factory=dict)
-    """Why the others could not."""
-    watches: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def lost(self) -> bool:
         """Whether a daemon of it has gone since the handshake. The engine may be with another, in the same epoch."""
-        return any(rank.stream.lost for rank in self.ranks.values())
+        return any(rank.lost for rank in self.ranks.values())
+
+    @property
+    def unmapped(self) -> dict[int, str]:
+        """Why the memory of a rank that is read is not mapped."""
+        return {rank: why for rank in self.plan.reads_from if (why := self.ranks[rank].unmapped)}
 
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """Where (rank, region) begins in this process."""
-        return {
-            (rank, id): each.address for rank, mapping in self.mappings.items() for id, each in mapping.regions.items()
-        }
+        return {(number, id): each.address for number, rank in self.ranks.items() for id, each in rank.mapped.items()}
+
+
+def _exported(given: engine_pb2.CudaAllocation) -> cuda.Exported:
+    return cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)

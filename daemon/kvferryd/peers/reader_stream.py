@@ -1,5 +1,4 @@
-"""The reader's end of the stream to one source rank. It is opened with the first lease and stays open for the next
-ones.
+"""The reader's end of the stream to one source rank.
 
 A reader whose messages can be merged (`Outbox`) is queued at most once; `take` then returns everything that is pending.
 """
@@ -42,45 +41,8 @@ class Listener(Protocol):
 
 
 class ReaderStream:
-    """One of our ranks as the reader of one source rank. A stream that has ended is followed by another."""
-
-    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
-        self._stub, self._address, self._opening = stub, address, opening
-        self._stream: OpenStream | None = None
-
-    @property
-    def lost(self) -> bool:
-        """Whether the source has ended it. Another daemon, with other memory, may answer at its address now."""
-        return self._stream is not None and self._stream.over
-
-    def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
-        """The lease as the source announced it before it was asked. Each announcement is given out once."""
-        update: peer_pb2.LeaseUpdate | None = self._current().announced.pop(request_id, None)
-        return update
-
-    def follow(self, listener: Listener) -> tuple[int, OpenStream]:
-        """The number of a new reading, and the stream to speak on; replies of that number go to `listener`."""
-        stream = self._current()
-        return stream.follow(listener), stream
-
-    def finished(self, request_id: str, word: int) -> None:
-        """This rank has finished with a lease that it never opened. word: of the announcement that it went by, or 0."""
-        closing = peer_pb2.LeaseClose(request_id=request_id, complete=True, word=word)
-        self._current().send(peer_pb2.ReadRequest(close=closing))
-
-    def _current(self) -> OpenStream:
-        if self._stream is None or self._stream.over:
-            self._stream = OpenStream(self._stub, self._address, self._opening)
-        return self._stream
-
-    async def close(self) -> None:
-        """Send what is pending, then end the stream. Takes at most CLOSE_S."""
-        if self._stream is not None:
-            await self._stream.close()
-
-
-class OpenStream:
-    """One gRPC stream and its two tasks. Both end when it is over, in this object and nowhere else."""
+    """One of our ranks as the reader of one source rank: a gRPC stream and its two tasks. Both end when it is over, in
+    this object and nowhere else."""
 
     def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
         self._address = address
@@ -88,7 +50,7 @@ class OpenStream:
         self._pending.put_nowait(peer_pb2.ReadRequest(opening=opening))
         self._numbers = itertools.count(1)
         self._listeners: dict[int, Listener] = {}
-        self.announced: LRUCache[str, peer_pb2.LeaseUpdate] = LRUCache(ANNOUNCED)
+        self._announced: LRUCache[str, peer_pb2.LeaseUpdate] = LRUCache(ANNOUNCED)
         self._why: KvferryError | None = None
         self._call: _Call = stub.Read()
         self._writing = asyncio.create_task(self._write(), name=f"to-{address}")
@@ -103,7 +65,13 @@ class OpenStream:
         if self._why is not None:
             raise self._why
 
+    def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
+        """The lease as the source announced it before it was asked. Each announcement is given out once."""
+        update: peer_pb2.LeaseUpdate | None = self._announced.pop(request_id, None)
+        return update
+
     def follow(self, listener: Listener) -> int:
+        """The number of a new reading: replies of that number go to `listener`."""
         number = next(self._numbers)
         self._listeners[number] = listener
         return number
@@ -111,13 +79,15 @@ class OpenStream:
     def send(self, message: peer_pb2.ReadRequest | Outbox) -> None:
         self._pending.put_nowait(message)
 
-    def close_reading(self, number: int, request_id: str, *, complete: bool) -> None:
-        """A source that does not get this has its time to live."""
+    def close_reading(self, request_id: str, *, complete: bool, number: int = 0, word: int = 0) -> None:
+        """number: 0 for a lease that was never opened. word: of the announcement that such a lease was read by, or 0. A
+        source that does not get this has its time to live."""
         self._listeners.pop(number, None)
-        closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete)
+        closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete, word=word)
         self.send(peer_pb2.ReadRequest(close=closing))
 
     async def close(self) -> None:
+        """Send what is pending, then end the stream. Takes at most CLOSE_S."""
         self._pending.put_nowait(None)
         await asyncio.wait([self._reading], timeout=CLOSE_S)
         self._reading.cancel()
@@ -132,27 +102,21 @@ class OpenStream:
 
     async def _read(self) -> None:
         why: KvferryError = PeerFailed("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
-        refusal: KvferryError | None = None
         try:
             async with asking(self._address, ended=why):
                 async for reply in self._call:
-                    if not reply.reading and reply.HasField("problem"):
-                        refusal = problem_from_proto(reply.problem)
-                    else:
-                        self._dispatch(reply)
+                    if reply.HasField("announced"):
+                        self._announced[reply.announced.request_id] = reply.announced.update
+                    elif (listener := self._listeners.get(reply.reading)) is not None:
+                        listener.on_reply(reply)
+                    elif not reply.reading and reply.HasField("problem"):
+                        raise problem_from_proto(reply.problem)
         except KvferryError as error:
             why = error
         finally:
-            why = refusal or why
             self._why = why
             self._writing.cancel()
             self._call.cancel()
             for listener in self._listeners.values():
                 listener.on_lost(why)
             self._listeners.clear()
-
-    def _dispatch(self, reply: peer_pb2.ReadReply) -> None:
-        if reply.HasField("announced"):
-            self.announced[reply.announced.request_id] = reply.announced.update
-        elif (listener := self._listeners.get(reply.reading)) is not None:
-            listener.on_reply(reply)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.errors import Malformed
+from kvferry.manifest import Manifest
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody
 from kvferry.tables import Tables, tables_from_json
+from kvferry.v1 import engine_pb2, peer_pb2
+from kvferry.wire import tables_from_proto
+from kvferryd.check import check_destination, check_seconds, check_way
+from kvferryd.peers import allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +96,25 @@ def reservation(tables: Tables, tokens: tuple[int, int] | None, digest: bytes = 
             remedy="0 <= first <= last, global tokens, last exclusive",
         )
     return Reservation(tables, tokens, digest)
+
+
+def order_from_proto(
+    request: engine_pb2.ReceiveRequest | peer_pb2.OrderRequest, allowed: Sequence[str], traceparent: str = ""
+) -> Order:
+    """Checked. Raises KvferryError."""
+    source = request.source
+    allow.check(source.address, allowed)
+    check_seconds("deadline_s", request.deadline_s)
+    check_way(request.way)
+    deadline_s = request.deadline_s or None
+    return Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way, traceparent)
+
+
+def reservation_from_proto(
+    request: engine_pb2.ReceiveRequest | peer_pb2.OrderRequest, manifest: Manifest, digest: bytes = b""
+) -> Reservation:
+    """Checked against the cache of the engine. Raises KvferryError."""
+    wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
+    reserved = reservation(tables_from_proto(request.tables), wanted, digest)
+    check_destination(manifest, reserved.tables, reserved.tokens)
+    return reserved

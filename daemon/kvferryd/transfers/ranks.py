@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
 
-from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavailable
+from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed
 from kvferry.schemas import ErrorBody, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
@@ -95,18 +95,9 @@ class Ranks:
 
     async def _whole(self, transfer: Transfer) -> bool:
         """Wait until the daemons of all ranks are known."""
-        engine = transfer.engine
         try:
-            async with asyncio.timeout(self._config.connect_timeout_s):
-                await engine.until_whole()
-        except TimeoutError:
-            why = Unavailable(
-                "roster_incomplete",
-                f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
-                field="roster",
-                value=self._config.roster or "",
-                remedy="start their daemons with the same roster",
-            )
+            await transfer.engine.until_whole(self._config.connect_timeout_s)
+        except KvferryError as why:
             for rank in list(transfer.ranks):
                 self._failed(transfer, rank, why)
             return False
@@ -119,7 +110,8 @@ class Ranks:
                 await self._hand_to(stub, transfer, rank, address)
         except KvferryError as error:
             ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
-            if transfer.counted and ahead > transfer.attempt and not transfer.ended.is_set():
+            over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
+            if transfer.counted and ahead > transfer.attempt and not over:
                 transfer.attempt = ahead  # that rank has seen more attempts than we have; this one is still under way
                 await self._follow(transfer, rank, address)
                 return

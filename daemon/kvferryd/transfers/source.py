@@ -11,7 +11,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.peers.peer import PeerEngine, PeerRank
-from kvferryd.peers.reader_stream import OpenStream, Outbox
+from kvferryd.peers.reader_stream import Outbox, ReaderStream
 from kvferryd.transport import Agent
 
 OPEN_AFTER_S = 0.02
@@ -48,7 +48,7 @@ class SourceReader:
         self._word = (0, 0)
         self._updates: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
         self._number = 0
-        self._stream: OpenStream | None = None
+        self._stream: ReaderStream | None = None
         self._opening: asyncio.TimerHandle | None = None
         """The lease goes by an announcement and is not open yet."""
         self._gathering: Gathering | None = None
@@ -86,10 +86,11 @@ class SourceReader:
         opening.reading, opening.request_id = self._number, self.request_id
         stream.send(peer_pb2.ReadRequest(open=opening))
 
-    def _follow(self) -> OpenStream:
+    def _follow(self) -> ReaderStream:
         """Take a number on the stream: replies come here from now on."""
         self._open_no_more()
-        self._number, self._stream = self.source.stream.follow(self)
+        self._stream = self.source.stream
+        self._number = self._stream.follow(self)
         return self._stream
 
     def _open_no_more(self) -> None:
@@ -178,9 +179,9 @@ class SourceReader:
         """The reading is over. complete: all that was wanted has been read, or there was nothing to read."""
         self._open_no_more()
         if self._stream is not None:
-            self._stream.close_reading(self._number, self.request_id, complete=complete)
+            self._stream.close_reading(self.request_id, complete=complete, number=self._number)
         elif complete:
-            self.source.stream.finished(self.request_id, self._word[1])
+            self.source.stream.close_reading(self.request_id, complete=True, word=self._word[1])
 
 
 def readers_of(peer: PeerEngine, request_id: str, digest: bytes) -> tuple[list[SourceReader], list[SourceReader]]:

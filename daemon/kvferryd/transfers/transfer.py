@@ -359,7 +359,7 @@ class Transfer:
         if not self.quiet.is_set():
             self._be_quiet()
             safe = engine_pb2.BlocksSafe(request_id=self.request_id, transfer_id=self.transfer_id)
-            self.engine.tell(engine_pb2.Event(blocks_safe=safe))
+            self.engine.session.tell(engine_pb2.Event(blocks_safe=safe))
         self._flights.clear()
         self._around.peers.leave(peer)
 
@@ -379,7 +379,7 @@ class Transfer:
         self.problem = problem
         if all(flight.quiet.done() for flight in self._flights):
             self._be_quiet()
-        self.engine.tell(self.event())  # before anything else that the end brings
+        self.engine.session.tell(self.event())  # before anything else that the end brings
         self.ended.set()
         asyncio.get_running_loop().call_soon(self._around.on_end, self)
 

@@ -218,7 +218,7 @@ class Transfers:
                 "the daemon is draining and takes no new transfers",
                 remedy="send the request to another decode worker",
             )
-        if not engine.attached:
+        if not engine.session.attached:
             raise NotFound(
                 "unknown_engine",
                 f"engine {engine.engine_id} is gone; only what it published is still here",

@@ -2,6 +2,6 @@
 
 from kvferryd.transport.agent import Agent
 from kvferryd.transport.metadata import Metadata
-from kvferryd.transport.read import Read, Span, TransportError
+from kvferryd.transport.read import Descriptors, Read, Span, TransportError
 
-__all__ = ["Agent", "Metadata", "Read", "Span", "TransportError"]
+__all__ = ["Agent", "Descriptors", "Metadata", "Read", "Span", "TransportError"]

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -22,19 +21,14 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferryd import logs
-from kvferryd.aio import settle
+from kvferryd.aio import settle, submit
 from kvferryd.nixl import make_agent
 from kvferryd.transport.metadata import Metadata
-from kvferryd.transport.read import Descriptors, Read, Span, TransportError, typed
-from kvferryd.transport.reads import Reads, post
+from kvferryd.transport.read import Descriptors, Read, Reads, Span, TransportError, post, typed
 
 log = logs.get(__name__)
 T = TypeVar("T")
 
-POLL_S = 50e-6
-POLL_LATE_S = 5e-3
-"""NIXL has no completion event: it is asked, seldom once a read has been under way for longer than LATE_S."""
-LATE_S = 0.25
 CLOSE_S = 5.0
 FETCH_PRIORITY = 1 << 20
 SCRATCH = 8192
@@ -62,7 +56,7 @@ class Agent:
         """Peers whose last word arrived inside the post."""
         self._registered: dict[Span, Any] = {}
         self._peers: dict[str, int] = {}
-        """By alias: how often each that is loaded was added. What nobody has added any more is read from still."""
+        """Users of each loaded peer, by alias. A peer without users is unloaded when no read from it is under way."""
         self._closed = self._gone = False
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
@@ -90,8 +84,7 @@ class Agent:
         await self._call(lambda: self._register(span))
 
     def _register(self, span: Span) -> None:
-        rows = np.array([(span.address, span.nbytes, span.device)], dtype=np.uint64)
-        self._registered[span] = self._nixl.register_memory(rows, span.memory_type)
+        self._registered[span] = self._nixl.register_memory(span.row(), span.memory_type)
 
     async def metadata(self) -> bytes:
         """What a peer needs to read from this agent: a bearer capability, for authenticated peers only."""
@@ -120,7 +113,7 @@ class Agent:
         self._unload()
 
     def _unload(self) -> None:
-        """NIXL never says of a read that it is over once its peer has been unloaded."""
+        """Not while reads from it are under way: NIXL would never report their end."""
         for alias in [alias for alias, users in self._peers.items() if not users]:
             if not self._reads.any_from(alias):
                 del self._peers[alias]
@@ -132,16 +125,12 @@ class Agent:
 
     async def warm(self, peer: str, span: Span) -> None:
         """Read one byte of a peer's memory: the first read to a peer pays 5 to 15 ms of wire-up."""
-        if self._landing is None:
+        landing = self._landing
+        if landing is None:
             await self._fetch(peer, span, 1)
-        else:
-            await self._touch(peer, span, self._landing)
-
-    async def _touch(self, peer: str, span: Span, landing: Span) -> None:
-        # Into GPU memory, as the reads to come: host memory would be wired up otherwise.
-        local, remote = (np.array([(each.address, 1, each.device)], dtype=np.uint64) for each in (landing, span))
-        read = self.read(peer, local, remote, landing.memory_type, span.memory_type, FETCH_PRIORITY)
-        await read.done
+        else:  # into GPU memory, as the reads to come: host memory would be wired up otherwise
+            types = landing.memory_type, span.memory_type
+            await self.read(peer, landing.row(1), span.row(1), *types, FETCH_PRIORITY).done
 
     async def peek(self, peer: str, address: int) -> int:
         """One word (8 bytes) of a peer's registered host memory. Raises TransportError."""
@@ -152,9 +141,8 @@ class Agent:
             raise TransportError("transport_failed", f"{SCRATCH} words are being read already", value=SCRATCH)
         index = self._free.pop()
         self._scratch[index] = 0
-        local = np.array([(self._scratch.ctypes.data + WORD * index, nbytes, 0)], dtype=np.uint64)
-        remote = np.array([(span.address, nbytes, span.device)], dtype=np.uint64)
-        read = self.read(peer, local, remote, "DRAM", span.memory_type, FETCH_PRIORITY)
+        local = Span(self._scratch.ctypes.data + WORD * index, nbytes, "host")
+        read = self.read(peer, local.row(), span.row(nbytes), "DRAM", span.memory_type, FETCH_PRIORITY)
         read.quiet.add_done_callback(lambda _: self._free.append(index))  # not before: it may still be written
         await read.done
         if read.at_once and peer in self._peers:
@@ -184,22 +172,9 @@ class Agent:
         return not self._thread.is_alive()
 
     async def _call(self, work: Callable[[], T]) -> T:
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def run() -> None:
-            try:
-                result = work()
-            except KvferryError as error:
-                settle(future, error=error)
-            except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
-                settle(future, error=typed(error, self.name))
-            else:
-                settle(future, result)
-
         if self._closed:
-            raise TransportError("agent_closed", f"the NIXL agent {self.name} is closed")
-        self._hand_over(run)
-        return await future
+            raise self._closed_error()
+        return await submit(self._hand_over, work, lambda error: typed(error, self.name))
 
     def _hand_over(self, work: Callable[[], None]) -> None:
         self._inbox.put(work)
@@ -230,7 +205,7 @@ class Agent:
         try:
             while True:
                 try:
-                    work = self._inbox.get(block=True, timeout=self._patience())
+                    work = self._inbox.get(block=True, timeout=self._reads.patience())
                 except queue.Empty:
                     work = self._advance
                 if work is None:
@@ -241,15 +216,6 @@ class Agent:
             log.exception("the NIXL thread broke", agent=self.name)
             self._closed = True
         self._destroy()
-
-    def _patience(self) -> float | None:
-        """How long to wait for new work: not at all with chunks to post, a poll interval with reads under way."""
-        if self._reads.to_post:
-            return 0.0
-        newest = self._reads.newest
-        if newest is None:
-            return None
-        return POLL_S if time.monotonic() - newest < LATE_S else POLL_LATE_S
 
     def _advance(self) -> None:
         self._reads.advance(self._nixl)
@@ -296,6 +262,8 @@ class Agent:
                     work()
 
     def _end(self, read: Read) -> None:
-        closed = TransportError("agent_closed", f"the NIXL agent {self.name} was closed")
         settle(read.quiet)
-        settle(read.done, error=closed)
+        settle(read.done, error=self._closed_error())
+
+    def _closed_error(self) -> TransportError:
+        return TransportError("agent_closed", f"the NIXL agent {self.name} is closed")

@@ -1,15 +1,28 @@
 """What a peer's NIXL metadata holds, read before NIXL does: its own reader trusts every length and name in it.
 
 nixlSerDes, of NIXL 1.5: a list of fields, each a tag of known text, the value's length in 8 bytes, the value, and `|`.
+
+UCX reads the addresses and keys inside without checking a single length, and connects to whatever they name, for
+minutes where nobody answers. Of random mutations that are well-formed to NIXL one in a hundred ends the process that
+loads or first uses them (tests/faults/test_hostile_metadata.py). So they are loaded, connected and read from once in
+another process first, one that may die of it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
+import json
+import os
 import struct
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferryd.transport.read import TransportError
+from kvferryd import screening
+from kvferryd.screening import FINE, READY
+from kvferryd.transport.read import Span, TransportError, nixl_failed
 
 INTRO = b"nixlSerDes|"
 MAX_NBYTES = 1 << 20
@@ -35,25 +48,48 @@ class Metadata:
 
 def parse(name: str, blob: bytes) -> Metadata:
     """`blob` as the metadata of agent `name`. Raises TransportError (`malformed_metadata`)."""
-    fields = _Fields(blob)
-    loaded = fields.take(b"Agent")
+    if len(blob) > MAX_NBYTES or not blob.startswith(INTRO):
+        raise _malformed(f"{len(blob)} bytes are no NIXL metadata")
+    at = len(INTRO)
+
+    def take(tag: bytes, nbytes: int | None = None) -> bytes:
+        """The value of the next field, which has this tag and, where it is given, this length."""
+        nonlocal at
+        start = at + len(tag) + LENGTH.size
+        if start > len(blob) or not blob.startswith(tag, at):
+            raise _malformed(f"byte {at} is no field {tag.decode()!r}")
+        (length,) = LENGTH.unpack_from(blob, start - LENGTH.size)
+        stop = start + length
+        if nbytes not in (None, length) or stop >= len(blob) or blob[stop] != ord("|"):
+            raise _malformed(f"field {tag.decode()!r} cannot have {length} bytes")
+        at = stop + 1
+        return blob[start:stop]
+
+    def number(tag: bytes, *, at_least: int, at_most: int) -> int:
+        value = int(LENGTH.unpack(take(tag, LENGTH.size))[0])
+        if not at_least <= value <= at_most:
+            raise _malformed(f"{tag.decode()} = {value}")
+        return value
+
+    loaded = take(b"Agent")
     if loaded != name.encode() or not 0 < len(loaded) <= MAX_NAME:
         raise _malformed(f"it is that of agent {loaded[:MAX_NAME].decode(errors='replace')!r}, not of {name!r}")
-    rest = fields.at
-    if fields.number(b"Conns") != 1 or fields.take(b"t") != b"UCX" or not fields.take(b"c"):
-        raise _malformed("it has not one connection, of UCX")
-    if fields.take(b"") != b"MemSection":
+    rest = at
+    number(b"Conns", at_least=1, at_most=1)
+    if take(b"t") != b"UCX" or not take(b"c"):
+        raise _malformed("its connection is not of UCX")
+    if take(b"") != b"MemSection":
         raise _malformed("it has no list of memory")
     seen: list[int] = []
-    for _ in range(fields.count(b"nixlSecElms", at_most=len(MEMORY_TYPES))):
-        if fields.take(b"bknd") != b"UCX" or fields.take(b"nixlDList") != b"nixlSDList":
+    for _ in range(number(b"nixlSecElms", at_least=0, at_most=len(MEMORY_TYPES))):
+        if take(b"bknd") != b"UCX" or take(b"nixlDList") != b"nixlSDList":
             raise _malformed("its memory is not of UCX")
-        seen.append(int.from_bytes(fields.take(b"t", 4), "little"))
-        for _ in range(fields.count(b"n", at_least=1, at_most=MAX_NBYTES)):
-            _check_descriptor(fields.take(b""))
+        seen.append(int.from_bytes(take(b"t", 4), "little"))
+        for _ in range(number(b"n", at_least=1, at_most=MAX_NBYTES)):
+            _check_descriptor(take(b""))
     if len(set(seen)) < len(seen) or not set(seen) <= set(MEMORY_TYPES):
         raise _malformed(f"it has memory of types {seen}")
-    if fields.at != len(blob):
+    if at != len(blob):
         raise _malformed("something follows its end")
     alias = f"{name}#{hashlib.sha256(blob).hexdigest()[:16]}".encode()
     return Metadata(alias.decode(), INTRO + b"Agent" + LENGTH.pack(len(alias)) + alias + b"|" + blob[rest:])
@@ -67,40 +103,60 @@ def _check_descriptor(value: bytes) -> None:
         raise _malformed(f"it describes {nbytes} bytes at {address:#x} of device {device}")
 
 
-class _Fields:
-    """Takes the fields in order; `at` is where the next begins."""
-
-    def __init__(self, blob: bytes) -> None:
-        if len(blob) > MAX_NBYTES or not blob.startswith(INTRO):
-            raise _malformed(f"{len(blob)} bytes are no NIXL metadata")
-        self._blob, self.at = blob, len(INTRO)
-
-    def take(self, tag: bytes, nbytes: int | None = None) -> bytes:
-        """The value of the next field, which has this tag and, where it is given, this length."""
-        start = self.at + len(tag) + LENGTH.size
-        if start > len(self._blob) or not self._blob.startswith(tag, self.at):
-            raise _malformed(f"byte {self.at} is no field {tag.decode()!r}")
-        (length,) = LENGTH.unpack_from(self._blob, start - LENGTH.size)
-        stop = start + length
-        if nbytes not in (None, length) or stop >= len(self._blob) or self._blob[stop] != ord("|"):
-            raise _malformed(f"field {tag.decode()!r} cannot have {length} bytes")
-        self.at = stop + 1
-        return self._blob[start:stop]
-
-    def number(self, tag: bytes) -> int:
-        return int(LENGTH.unpack(self.take(tag, LENGTH.size))[0])
-
-    def count(self, tag: bytes, *, at_least: int = 0, at_most: int) -> int:
-        number = self.number(tag)
-        if not at_least <= number <= at_most:
-            raise _malformed(f"{tag.decode()} = {number}")
-        return number
-
-
 def _malformed(why: str) -> TransportError:
-    return TransportError(
-        "malformed_metadata",
-        f"the peer's NIXL metadata is malformed: {why}",
-        field="agent_metadata",
-        remedy="check that the peer is a kvferry daemon with the same NIXL",
-    )
+    what, remedy = "the peer's NIXL metadata is malformed", "check that the peer is a kvferry daemon with the same NIXL"
+    return TransportError("malformed_metadata", f"{what}: {why}", field="agent_metadata", remedy=remedy)
+
+
+class Screen:
+    """Owns the process: started when it is first needed, again when it has died, ended by `close`."""
+
+    def __init__(self, ucx: Mapping[str, str]) -> None:
+        self._ucx = dict(ucx)
+        self._one_at_a_time = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def check(self, metadata: Metadata, spans: Sequence[Span], timeout_s: float) -> None:
+        """Load it and read a byte of each span of host memory.
+
+        Raises TransportError: `malformed_metadata` where the process died of it, `peer_unreachable` where it did not
+        answer in time, `transport_failed` with what NIXL said.
+        """
+        async with self._one_at_a_time:
+            answer = ""
+            try:
+                process = self._process or await self._start()
+                assert process.stdin is not None and process.stdout is not None
+                host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
+                asked = json.dumps([metadata.alias, metadata.blob.hex(), host]).encode() + b"\n"
+                async with asyncio.timeout(timeout_s):
+                    with contextlib.suppress(ConnectionError):  # it has died
+                        process.stdin.write(asked)
+                        await process.stdin.drain()
+                        answer = (await process.stdout.readline()).decode().strip()
+            except TimeoutError:
+                raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s) from None
+            finally:
+                if answer != FINE:
+                    await self.close()  # a failed load may have left anything behind in it
+        if not answer:
+            raise _malformed("the process that tried it died of it")
+        if answer != FINE:
+            raise nixl_failed(answer, answer)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", screening.__name__, json.dumps(self._ucx),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
+        )  # fmt: skip
+        assert process.stdout is not None
+        if (await process.stdout.readline()).decode().strip() != READY:
+            raise TransportError("transport_failed", "the process that tries peers' metadata did not start")
+        return process
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
