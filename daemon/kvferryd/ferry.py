@@ -289,9 +289,7 @@ class Ferry:
                 session.tell(engine_pb2.Event(draining=engine_pb2.Draining()))
         deadline = asyncio.get_running_loop().time() + wait_s
         while not self.drain_status().drained and (left := deadline - asyncio.get_running_loop().time()) > 0:
-            pending = [
-                asyncio.ensure_future(_until(lease.changing)) for engine in self.registry for lease in engine.leases
-            ]
+            pending = [asyncio.ensure_future(lease.changed()) for engine in self.registry for lease in engine.leases]
             pending += [
                 asyncio.ensure_future(_until(transfer.quiet if transfer.ended.is_set() else transfer.ended))
                 for transfer in self.jobs
