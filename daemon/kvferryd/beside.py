@@ -24,3 +24,11 @@ def beside(rows: int, work: Callable[[], T]) -> asyncio.Future[T]:
     except Exception as error:  # noqa: BLE001  who asks for the result hears of it, as from a thread
         worked.set_exception(error)
     return worked
+
+
+def when_done(future: asyncio.Future[T], then: Callable[[asyncio.Future[T]], object]) -> None:
+    """Call `then` with the future: now if it is done, and not only at the loop's next turn."""
+    if future.done():
+        then(future)
+    else:
+        future.add_done_callback(then)

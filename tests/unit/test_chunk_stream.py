@@ -15,7 +15,7 @@ from test_arena import Memory
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
-from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.api.answer import first_of
 from kvferryd.config import Config
 from kvferryd.copy import Chunk
@@ -30,8 +30,7 @@ from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
-from kvferryd.staging.pairings import Pairings
-from kvferryd.staging.share import Wanted, packs, shapes, share_of
+from kvferryd.staging.share import Pairings, packs, share_of, wanting
 from kvferryd.transfers.source import SourceReader
 
 pytestmark = pytest.mark.anyio
@@ -89,23 +88,15 @@ class Pair:
 
     def stream(self, view: SourceReader, **change: Any) -> ChunkStream:
         chunks = every_chunk()
-        opening = peer_pb2.PackOpen(
-            pairing=self.rank.pairing,
-            tokens=layout_pb2.TokenRange(start=0, stop=16),
-            states=True,
-            chunk_nbytes=CHUNK,
-            chunks=len(chunks),
-            nbytes=sum(chunk.nbytes for chunk in chunks),
-            last=True,
-        )
-        for group, shape in shapes(TABLES).items():
-            opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
+        opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
+        opening.pairing, opening.last = self.rank.pairing, True
+        opening.chunks, opening.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
         opening.MergeFrom(peer_pb2.PackOpen(**change))
         return ChunkStream(view, opening, chunks)
 
 
 def every_chunk() -> Sequence[Chunk]:
-    return packs(share_of([SOURCE], READER, 0), 0, TABLES, Wanted((0, 16), True, shapes(TABLES)), CHUNK)
+    return packs(share_of([SOURCE], READER, 0), 0, TABLES, wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK))
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from kvferryd.leases.lease import ReaderId
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.peers import allow
-from kvferryd.staging.ahead import prepare_gather
 from kvferryd.staging.arena import Arena
+from kvferryd.staging.share import prepare_gather
 from kvferryd.transfers.order import Order, reservation
 from kvferryd.transfers.transfer import Transfer
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
-from typing import Protocol
 
 from kvferry.errors import Conflict, Full, KvferryError, Malformed
 from kvferry.v1 import peer_pb2
@@ -27,34 +26,31 @@ ANNOUNCEMENTS = 64
 """Announcements that may wait for one reader."""
 
 
-class Speaker(Protocol):
-    """Composes its next message when its turn comes."""
-
-    def take(self) -> peer_pb2.ReadReply | None:
-        """The next message; None if nothing is pending any more."""
+Take = Callable[[], "peer_pb2.ReadReply | None"]
+"""Composes the next message; None if nothing is pending any more."""
 
 
 class Turns:
-    """Speakers with something pending, each at most once, in the order in which they asked."""
+    """Who has something pending, each at most once, in the order in which they asked."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Speaker, None] = OrderedDict()
+        self._waiting: OrderedDict[Take, None] = OrderedDict()
         self._changed = asyncio.Event()
         self._over = False
 
-    def ask(self, speaker: Speaker) -> None:
-        self._waiting[speaker] = None
+    def ask(self, take: Take) -> None:
+        self._waiting[take] = None
         self._changed.set()
 
-    def leave(self, speaker: Speaker) -> None:
-        self._waiting.pop(speaker, None)
+    def leave(self, take: Take) -> None:
+        self._waiting.pop(take, None)
 
     def end(self) -> None:
         """`next` returns None after the last that has asked."""
         self._over = True
         self._changed.set()
 
-    async def next(self) -> Speaker | None:
+    async def next(self) -> Take | None:
         while not self._waiting:
             if self._over:
                 return None
@@ -70,9 +66,9 @@ class _Reading:
         self._stream, self.number, self.request_id = stream, number, asked.request_id
         self._known = asked.known_word, asked.known_version
         self.opened: Opened | None = None
-        self.lease: Lease | None = None
+        self._lease: Lease | None = None
         """Once the reader has it as it is: told of it, or known from an announcement."""
-        self.gather: Gather | None = None
+        self._gather: Gather | None = None
         self._update: Lease | None = None
         self._problem: KvferryError | None = None
         self.task = asyncio.create_task(self._follow())
@@ -88,54 +84,50 @@ class _Reading:
                     if not self._knows(lease):
                         self._update = lease
                         self._queue()
-                    self._told(lease)
+                    self._lease = lease
+                    if self._gather is not None and not self._gather.begun:
+                        self._begin(self._gather, lease)
                 await lease.ended()
         except KvferryError as error:
-            if self.gather is not None:
-                self.gather.end()
+            if self._gather is not None:
+                self._gather.end()
             self._problem = error
             self._queue()
 
     def _knows(self, lease: Lease) -> bool:
         """Whether the reader goes by the lease as it is, from an announcement."""
-        return self.lease is None and self._known == (lease.word.value, lease.version)
-
-    def _told(self, lease: Lease) -> None:
-        self.lease = lease
-        if self.gather is not None and not self.gather.begun:
-            self._begin(self.gather, lease)
+        return self._lease is None and self._known == (lease.word.value, lease.version)
 
     def pack(self, said: peer_pb2.Pack) -> None:
         if said.HasField("open"):
-            if self.gather is not None:
-                self.gather.end()
-            stream = self._stream
-            self.gather = Gather(stream.gatherer, said.packing, said.open, self._queue)
+            if self._gather is not None:
+                self._gather.end()
+            self._gather = Gather(self._stream.gatherer, said.packing, said.open, self._queue)
             # A lease known from an announcement is opened at the loop's next turn, long before anything is packed.
-            lease = self.lease or stream.leases.get(self.request_id)
-            if lease is not None and (self.lease is not None or self._knows(lease)):
-                self._begin(self.gather, lease)
-        if self.gather is not None and self.gather.number == said.packing:
-            self.gather.on_message(said)
+            lease = self._lease or self._stream.leases.get(self.request_id)
+            if lease is not None and (self._lease is not None or self._knows(lease)):
+                self._begin(self._gather, lease)
+        if self._gather is not None and self._gather.number == said.packing:
+            self._gather.on_message(said)
 
     def _begin(self, gather: Gather, lease: Lease) -> None:
-        leases, who = self._stream.leases, self._stream.who
-        gather.begin(lease, functools.partial(leases.packed, lease, who) if gather.last else lambda: None)
+        gather.begin(lease, functools.partial(self._stream.leases.packed, lease, self._stream.who))
 
     def close(self) -> None:
         self.task.cancel()
-        if self.gather is not None:
-            self.gather.end()
+        if self._gather is not None:
+            self._gather.end()
+        self._stream.turns.leave(self._take)
 
     def _queue(self) -> None:
-        self._stream.turns.ask(self)
+        self._stream.turns.ask(self._take)
 
-    def take(self) -> peer_pb2.ReadReply | None:
+    def _take(self) -> peer_pb2.ReadReply | None:
         update, self._update = self._update, None
         if update is not None and not update.state.ended:
             self._queue()  # for what else is pending
             return peer_pb2.ReadReply(reading=self.number, update=_update_of(update))
-        packed = self.gather.take() if self.gather is not None else None
+        packed = self._gather.take() if self._gather is not None else None
         if packed is not None:
             self._queue()
             return peer_pb2.ReadReply(reading=self.number, pack=packed)
@@ -156,7 +148,8 @@ class ServedStream:
         self._retired, self._announcing = retired, announcing
         self._readings: dict[int, _Reading] = {}
         self.turns = Turns()
-        self._announcements = _Announcements(self.turns)
+        self._announced: deque[Lease] = deque()
+        """Leases that the reader may want next."""
 
     async def replies(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncGenerator[peer_pb2.ReadReply]:
         """Until the reader ends the stream, or the engine is retired and readers have been sent the end of their
@@ -167,14 +160,14 @@ class ServedStream:
         running = asyncio.create_task(self._run(requests))
         running.add_done_callback(lambda _: self.turns.end())
         if self._announcing:
-            self.leases.audience.add(self._announcements.add)
+            self.leases.audience.add(self._announce)
         try:
-            while (speaker := await self.turns.next()) is not None:
-                if (reply := speaker.take()) is not None:
+            while (take := await self.turns.next()) is not None:
+                if (reply := take()) is not None:
                     yield reply
             running.result()
         finally:
-            self.leases.audience.discard(self._announcements.add)
+            self.leases.audience.discard(self._announce)
             running.cancel()
             for reading in self._readings.values():
                 reading.close()
@@ -186,10 +179,10 @@ class ServedStream:
         retiring = asyncio.create_task(self._retired.wait())
         try:
             await asyncio.wait([listening, retiring], return_when=asyncio.FIRST_COMPLETED)
-            if self._retired.is_set():
-                await self._all_ended()
-            else:
+            if not self._retired.is_set():
                 listening.result()
+            elif readings := [reading.task for reading in self._readings.values()]:
+                await asyncio.wait(readings, timeout=ENDED_S)
         finally:
             listening.cancel()
             retiring.cancel()
@@ -200,10 +193,18 @@ class ServedStream:
                 return  # not "the lease has ended": the end of the stream says that the engine may have started anew
             match request.WhichOneof("kind"):
                 case "pack":
-                    if request.pack.open.request_id:
-                        self._open(_opening(request.pack))
-                    if (reading := self._readings.get(request.pack.reading)) is not None:
-                        reading.pack(request.pack)
+                    said, opening = request.pack, request.pack.open
+                    if opening.request_id:
+                        self._open(
+                            peer_pb2.LeaseOpen(
+                                reading=said.reading,
+                                request_id=opening.request_id,
+                                known_word=opening.word,
+                                known_version=opening.version,
+                            )
+                        )
+                    if (reading := self._readings.get(said.reading)) is not None:
+                        reading.pack(said)
                 case "open":
                     self._open(request.open)
                 case "close":
@@ -234,46 +235,25 @@ class ServedStream:
             if reading.opened is not None:
                 self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
             reading.close()
-            self.turns.leave(reading)
 
     def forget(self, reading: _Reading) -> None:
         """Its end has been sent."""
         if self._readings.get(reading.number) is reading:
             del self._readings[reading.number]
 
-    async def _all_ended(self) -> None:
-        running = [reading.task for reading in self._readings.values()]
-        if running:
-            await asyncio.wait(running, timeout=ENDED_S)
+    def _announce(self, lease: Lease) -> None:
+        if len(self._announced) < ANNOUNCEMENTS:
+            self._announced.append(lease)
+            self.turns.ask(self._take_announcement)
 
-
-class _Announcements:
-    """Leases that the reader may want next."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._waiting: deque[Lease] = deque()
-
-    def add(self, lease: Lease) -> None:
-        if len(self._waiting) < ANNOUNCEMENTS:
-            self._waiting.append(lease)
-            self._turns.ask(self)
-
-    def take(self) -> peer_pb2.ReadReply | None:
-        lease = self._waiting.popleft()
-        if self._waiting:
-            self._turns.ask(self)
+    def _take_announcement(self) -> peer_pb2.ReadReply | None:
+        lease = self._announced.popleft()
+        if self._announced:
+            self.turns.ask(self._take_announcement)
         if lease.state.ended:
             return None
         announced = peer_pb2.Announcement(request_id=lease.request_id, update=_update_of(lease))
         return peer_pb2.ReadReply(announced=announced)
-
-
-def _opening(said: peer_pb2.Pack) -> peer_pb2.LeaseOpen:
-    opening = said.open
-    return peer_pb2.LeaseOpen(
-        reading=said.reading, request_id=opening.request_id, known_word=opening.word, known_version=opening.version
-    )
 
 
 def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:

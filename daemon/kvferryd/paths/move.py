@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kvferry.tables import Tables
 from kvferryd.engine import Engine
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.staging.share import Wanted
 from kvferryd.transport import Span
 
 if TYPE_CHECKING:
@@ -62,14 +62,16 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes to be moved for one transfer.
+    """Bytes to be moved for one transfer: of these tokens, and of the states if `states`, into these tables.
 
     `flights`: a path adds everything that may write to the blocks as soon as it exists, so that the transfer knows of
     it if the move fails or is cancelled. `deadline`: on the loop's clock. `before`: the transfer's earlier moves.
     """
 
     bound: Bound
-    wanted: Wanted
+    tables: Tables
+    tokens: tuple[int, int]
+    states: bool
     engine: Engine
     peer: PeerEngine
     readers: Sequence[SourceReader]

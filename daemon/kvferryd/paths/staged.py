@@ -17,27 +17,23 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.errors import KvferryError
-from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.v1 import peer_pb2
 from kvferryd.beside import beside
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
 from kvferryd.paths.chunk_stream import ChunkStream
 from kvferryd.paths.move import Flight, Move, Moved, PathName, packed_whole
-from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
+from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.peers.staging import pair
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.copies import over
-from kvferryd.staging.share import Wanted
+from kvferryd.staging.share import wanting
 from kvferryd.together import together
 from kvferryd.transport import Agent, Read
-
-if TYPE_CHECKING:
-    pass
 
 IN_FLIGHT = 8
 """Slots that one transfer may have at once."""
@@ -102,10 +98,12 @@ async def _move(move: Move) -> Moved:
     for reader in readers:
         chunks = by_rank[reader.source.rank]
         assert chunks, "segments have bytes"
-        opening = _opening(reader.source, move.wanted, chunk_nbytes, chunks)
+        opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes)
+        opening.pairing, opening.chunks = reader.source.pairing, len(chunks)
+        opening.nbytes = sum(chunk.nbytes for chunk in chunks)
         # The source may release the lease once all is packed, unless other bytes need its validity word.
         earlier = [one for one in move.before if reader.source.rank in one.ranks]
-        opening.last = move.wanted.states and (not earlier or packed_whole(reader.source.rank, earlier))
+        opening.last = move.states and (not earlier or packed_whole(reader.source.rank, earlier))
         streams.append(ChunkStream(reader, opening, chunks))
     turns = _turns(streams)
     chunks_in_all = sum(map(len, by_rank.values()))
@@ -182,13 +180,3 @@ def _turns(streams: Sequence[ChunkStream]) -> Iterator[Turn]:
         for stream in streams:
             if index < len(stream.chunks):
                 yield stream, index
-
-
-def _opening(source: PeerRank, wanted: Wanted, chunk_nbytes: int, chunks: Sequence[Chunk]) -> peer_pb2.PackOpen:
-    opening = peer_pb2.PackOpen(pairing=source.pairing, states=wanted.states)
-    opening.tokens.CopyFrom(layout_pb2.TokenRange(start=wanted.tokens[0], stop=wanted.tokens[1]))
-    for group, shape in wanted.shapes.items():
-        opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
-    opening.chunk_nbytes, opening.chunks = chunk_nbytes, len(chunks)
-    opening.nbytes = sum(chunk.nbytes for chunk in chunks)
-    return opening

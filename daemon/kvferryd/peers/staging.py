@@ -12,8 +12,8 @@ from kvferry.wire import manifest_to_proto
 from kvferryd.peers.channels import asking
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.plan import Plan
-from kvferryd.staging.ahead import prepare_scatter
 from kvferryd.staging.arena import Arena
+from kvferryd.staging.share import prepare_scatter
 
 log = structlog.get_logger()
 COMPILE_S = 20.0

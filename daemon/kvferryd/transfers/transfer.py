@@ -18,7 +18,6 @@ from kvferryd.paths import Flight, Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import bind
-from kvferryd.staging.share import Wanted, shapes
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.together import together
 from kvferryd.transfers.claims import Claim
@@ -323,14 +322,16 @@ class Transfer:
             until = published if wanted is None else min(wanted[1], published)
             if last or until > at:
                 tables = {reader.source.rank: reader.tables for reader in readers}
-                part = Wanted((at, max(at, until)), last, shapes(self.reservation.tables))
-                bound = bind(peer.plan, tables, self.reservation.tables, part.tokens, states=last)
+                own, tokens = self.reservation.tables, (at, max(at, until))
+                bound = bind(peer.plan, tables, own, tokens, states=last)
                 if bound.nbytes:
                     path = paths.choose(self.order.way or self._around.way, bound, self.engine, peer)
                     self.path = path.name
                     began = time.monotonic()
-                    priority, flights = self.order.priority, self._flights
-                    move = Move(bound, part, self.engine, peer, readers, priority, self.deadline, flights, moves)
+                    move = Move(
+                        bound, own, tokens, last, self.engine, peer, readers, self.order.priority, self.deadline,
+                        self._flights, moves,
+                    )  # fmt: skip
                     moves.append(await path.move(move))
                     took_ms = 1e3 * (time.monotonic() - began)
                     self.phases_ms["moving"] = self.phases_ms.get("moving", 0.0) + took_ms
@@ -338,7 +339,7 @@ class Transfer:
                 self.nbytes += bound.nbytes
                 for rank, nbytes in bound.nbytes_by_rank.items():
                     peer.ranks[rank].bytes_read += nbytes
-                at = part.tokens[1]
+                at = tokens[1]
             if last:
                 break
             unfinished = [reader for reader in readers if reader.more]
