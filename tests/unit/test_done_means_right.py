@@ -869,7 +869,8 @@ class Done(RuleBasedStateMachine):
         for side in (self.source, self.reader):
             if side.engine is not None:
                 leases, arena = side.engine.leases, side.engine.arena
-                assert not len(leases) and not leases._awaited and not leases._timers
+                assert not len(leases) and not leases._awaited
+                assert all(lease._expiry.cancelled() for lease in leases._ended.values())
                 assert not leases.words._words.any() and len(leases.words._free) == leases.limit
                 assert arena is not None and not arena.used_nbytes and not arena.waiting
         for side in (self.reader, self.source):

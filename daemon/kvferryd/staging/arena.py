@@ -14,10 +14,10 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.errors import KvferryError, Malformed, Unavailable
+from kvferry.errors import Malformed
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Region
-from kvferryd.staging.copies import Copies
+from kvferryd.staging.copies import Copies, arena_closed
 from kvferryd.transport import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 128 << 20}
@@ -53,28 +53,21 @@ class Arena:
     """Owns the region and the copies between it and the cache. `close` it after the agent."""
 
     def __init__(self, region: Region, copies: Copies) -> None:
-        span = region.span
-        self._region, self.copies = region, copies
-        self.slot_nbytes = slot_nbytes(span)
-        self._free = deque(range(span.nbytes // self.slot_nbytes))
-        self.slots = len(self._free)
+        self._region, self.span, self.copies = region, region.span, copies
+        self.slot_nbytes = slot_nbytes(self.span)
+        self._free = deque(range(self.span.nbytes // self.slot_nbytes))
+        slots = len(self._free)
+        self.most = slots - max(1, slots // 4)
+        """Slots that one direction may take."""
         self._lent = dict.fromkeys(Use, 0)
         self._waiting: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
         self._kept: set[Slot] = set()
-        self._closed = False
-
-    @property
-    def span(self) -> Span:
-        return self._region.span
+        self.closed = False
 
     @property
     def exported(self) -> engine_pb2.Memory:
         """How another process of this host can map it."""
         return self._region.exported(0)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def used_nbytes(self) -> int:
@@ -85,11 +78,6 @@ class Arena:
         """How many wait for a slot."""
         return len(self._waiting)
 
-    @property
-    def most(self) -> int:
-        """Slots that one direction may take."""
-        return self.slots - max(1, self.slots // 4)
-
     def sought(self, use: Use) -> bool:
         """Whether a slot lent for this use would go to somebody who waits, were it given back now."""
         return any(
@@ -99,7 +87,8 @@ class Arena:
     def ask(self, use: Use) -> asyncio.Future[Slot]:
         """A slot, first come first served: done at once where one is free. Cancel it to wait no longer; what is done is
         to be given back. Raises KvferryError (`arena_closed`), and so does the future."""
-        self._check_open()
+        if self.closed:
+            raise arena_closed()
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiting.append((use, future))
         self._lend()
@@ -147,7 +136,7 @@ class Arena:
             self.give_back(slot)
 
     def _lend(self) -> None:
-        """To those who wait, in order; who may not have one now holds up its own direction only."""
+        """First come, first served; a direction that has all it may have holds up only itself."""
         held_up: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
         while self._waiting and self._free:
             use, future = self._waiting.popleft()
@@ -167,13 +156,13 @@ class Arena:
 
         unmap: false where an agent that did not stop may still write to it.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         for _, future in self._waiting:
             if not future.done():
-                future.set_exception(_closed())
-                future.exception()
+                future.set_exception(arena_closed())
+                future.exception()  # retrieved: nobody may be waiting
         self._waiting.clear()
         await self.copies.close()
         left_s = max((slot.kept_until for slot in self._kept), default=0.0) - asyncio.get_running_loop().time()
@@ -181,10 +170,6 @@ class Arena:
             await asyncio.sleep(left_s)
         if unmap:
             self._region.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
 
 
 def slot_nbytes(span: Span) -> int:
@@ -199,7 +184,3 @@ def slot_nbytes(span: Span) -> int:
             remedy="raise arena_mb",
         )
     return nbytes
-
-
-def _closed() -> KvferryError:
-    return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")

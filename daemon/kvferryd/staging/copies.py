@@ -50,7 +50,7 @@ class HostCopies:
         try:
             return asyncio.get_running_loop().run_in_executor(self._thread, run)
         except RuntimeError:  # of a thread that was shut down
-            raise _closed() from None
+            raise arena_closed() from None
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Nothing: numpy needs no compiling."""
@@ -90,5 +90,5 @@ async def over(copying: asyncio.Future[None]) -> None:
     copying.result()
 
 
-def _closed() -> KvferryError:
+def arena_closed() -> KvferryError:
     return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")
