@@ -24,14 +24,13 @@ from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.lease import Lease, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
-from kvferryd.paths.chunk_stream import ChunkStream
+from kvferryd.paths.source import ChunkStream, SourceReader
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
 from kvferryd.staging.share import Pairings, packs, share_of, wanting
-from kvferryd.transfers.source import SourceReader
 
 pytestmark = pytest.mark.anyio
 SOURCE, READER = cache(*attention(dim=64)), cache(*attention(dim=64, order=HND), engine="decode")

@@ -54,8 +54,8 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
             value=engine.strict,
             remedy="set way = staged (or strict) on both sides, or strict on neither",
         )
-    both = PathName.STAGED in able and PathName.DIRECT in able
-    if both and PathName.MAPPED not in able and _mean_run(bound) >= DIRECT_FROM[_kind(engine)]:
+    kind = next(iter(engine.regions.values())).span.kind
+    if able == [PathName.STAGED, PathName.DIRECT] and _mean_run(bound) >= DIRECT_FROM[kind]:
         return PATHS[PathName.DIRECT]
     return PATHS[able[0]]
 
@@ -67,7 +67,3 @@ def _mean_run(bound: Bound) -> float:
         if number := len(segments.tokens):
             runs += number * sum(len(each.source_offsets) for each in copy.patterns(int(segments.tokens.max())))
     return bound.nbytes / max(1, runs)
-
-
-def _kind(engine: Engine) -> str:
-    return next(iter(engine.regions.values())).span.kind

@@ -23,9 +23,5 @@ class Mapped:
         own = {id: span.address for id, span in move.regions.items()}
         copy = runner.copy(move.bound.nbytes, lambda: mapped(moves(move.bound), sources, own), move.priority)
         move.flights.append(copy)
-        try:
-            await copy.done
-        finally:
-            if not copy.done.done() or copy.done.cancelled():
-                copy.abandon()
+        await copy.done
         return Moved(move.ranks)

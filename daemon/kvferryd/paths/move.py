@@ -6,16 +6,14 @@ import asyncio
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvferry.tables import Tables
 from kvferryd.engine import Engine
+from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
 from kvferryd.transport import Span
-
-if TYPE_CHECKING:
-    from kvferryd.transfers.source import SourceReader
 
 
 class PathName(enum.StrEnum):
@@ -100,7 +98,8 @@ class Path(Protocol):
         """Why this pair cannot take it; empty where it can."""
 
     async def move(self, move: Move) -> Moved:
-        """Move everything. Raises KvferryError; then what may still write is among the flights."""
+        """Move everything. Raises KvferryError; then what may still write is among the flights, and the transfer
+        abandons it."""
 
 
 def packed_whole(rank: int, moves: Iterable[Moved]) -> bool:

@@ -15,6 +15,7 @@ from kvferry.wire import problem_to_proto
 from kvferryd import logs, paths
 from kvferryd.engine import Engine
 from kvferryd.paths import Flight, Move, Moved, PathName
+from kvferryd.paths.source import SourceReader, close_all, readers_of
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import bind
@@ -22,7 +23,6 @@ from kvferryd.states import TRANSFER, Machine
 from kvferryd.together import together
 from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
-from kvferryd.transfers.source import SourceReader, close_all, readers_of
 
 log = logs.get(__name__)
 STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"})
@@ -315,8 +315,8 @@ class Transfer:
         first = at = wanted[0] if wanted else 0
         moves: list[Moved] = []
         while True:
-            published = min(reader.num_tokens for reader in readers)
-            last = not any(reader.more for reader in readers)
+            published = min(reader.lease.num_tokens for reader in readers)
+            last = not any(reader.lease.more for reader in readers)
             if last:
                 _check_published(readers, published, wanted)
             until = published if wanted is None else min(wanted[1], published)
@@ -342,11 +342,11 @@ class Transfer:
                 at = tokens[1]
             if last:
                 break
-            unfinished = [reader for reader in readers if reader.more]
-            behind = [reader for reader in unfinished if reader.num_tokens <= published]
+            unfinished = [reader for reader in readers if reader.lease.more]
+            behind = [reader for reader in unfinished if reader.lease.num_tokens <= published]
             await together(reader.advance() for reader in behind or unfinished)
         self.tokens = (first, at)
-        self.metadata = next((reader.metadata for reader in readers if reader.metadata), b"")
+        self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")
         for reader in readers:
             reader.source.transfers += 1
         return moves
@@ -401,11 +401,11 @@ def _check_published(readers: list[SourceReader], published: int, wanted: tuple[
             value=f"{wanted[0]}:{wanted[1]}",
             remedy=f"ask for tokens up to {published}",
         )
-    if wanted is None and any(reader.num_tokens != published for reader in readers):
+    if wanted is None and any(reader.lease.num_tokens != published for reader in readers):
         raise Conflict(
             "ranks_disagree",
             "the source ranks published different numbers of tokens: "
-            + ", ".join(f"rank {reader.source.rank} {reader.num_tokens}" for reader in readers),
+            + ", ".join(f"rank {reader.source.rank} {reader.lease.num_tokens}" for reader in readers),
             field="num_tokens",
             value=published,
             remedy="all ranks of an engine publish the same tokens of a request",
