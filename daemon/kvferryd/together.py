@@ -1,4 +1,4 @@
-"""Several things at once, of which the first failure ends the others."""
+"""Several things at once, and work that outlasts whoever started it."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Tasks(set["asyncio.Task[None]"]):
+    """Work that outlasts whoever started it, until it has ended."""
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self.add(task)
+        task.add_done_callback(self.discard)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from urllib.parse import unquote
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
+from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
@@ -46,17 +46,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:
         version = protocol(request.protocol_min, request.protocol_max)
         engine = self._ferry.registry.get(request.engine_id)
-        try:
-            async with asyncio.timeout(_left(context, self._ferry.config.connect_timeout_s)):
-                await engine.until_whole()
-        except TimeoutError:
-            raise Unavailable(
-                "roster_incomplete",
-                f"ranks {engine.missing_ranks()} of engine {engine.engine_id} have not joined",
-                field="engine_id",
-                value=engine.engine_id,
-                remedy="start their daemons with the same roster",
-            ) from None
+        await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         return peer_pb2.HandshakeReply(
             protocol=version,

@@ -81,10 +81,18 @@ class Engine:
         self._members_changed.set()
         self._members_changed = asyncio.Event()
 
-    async def until_whole(self) -> None:
-        """Wait until all ranks are known. The caller bounds the wait."""
-        while self.missing_ranks():
-            await self._members_changed.wait()
+    async def until_whole(self, timeout_s: float) -> None:
+        """Wait until the daemons of all ranks are known. Raises KvferryError (`roster_incomplete`)."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.missing_ranks():
+                    await self._members_changed.wait()
+        except TimeoutError:
+            why = f"ranks {self.missing_ranks()} of engine {self.engine_id} have not joined"
+            remedy = "start their daemons with the same roster"
+            raise Unavailable(
+                "roster_incomplete", why, field="engine_id", value=self.engine_id, remedy=remedy
+            ) from None
 
     def missing_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.members]

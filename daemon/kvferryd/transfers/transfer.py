@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ class Transfer:
         self.problem: KvferryError | None = None
         self.announced = False
         """It went by what sources had announced, without waiting for them."""
-        self.phases_ms: dict[str, float] = {}
+        self.phases_ms: defaultdict[str, float] = defaultdict(float)
         self.ended = asyncio.Event()
         """This rank's part has ended."""
         self.quiet = asyncio.Event()
@@ -100,15 +101,13 @@ class Transfer:
         self.order = order
         if order.deadline_s is not None:
             self.set_deadline(order.deadline_s)
-        self._match()
+        if self.reservation is not None:
+            self._matched.set()
 
     def take_reservation(self, reservation: Reservation, claim: Claim) -> None:
         """The claim is this transfer's from now on; it is released when the transfer is quiet."""
         self.reservation, self._claim = reservation, claim
-        self._match()
-
-    def _match(self) -> None:
-        if self.order is not None and self.reservation is not None:
+        if self.order is not None:
             self._matched.set()
 
     def stop(self, state: TransferState, why: KvferryError) -> None:
@@ -201,7 +200,7 @@ class Transfer:
         )
         return engine_pb2.Event(transfer_ended=ended)
 
-    # ---- the way of this rank's part ----
+    # ---- this rank's part, from match to end ----
 
     async def _run(self) -> None:
         self._started = True
@@ -229,14 +228,9 @@ class Transfer:
         """Why a part of this transfer fails when the deadline has passed."""
         if self.state is TransferState.WAITING:
             self._waits_for = "the router's order" if self.order is None else "the engine's reservation"
-        waiting = f" for {self._waits_for}" if self._waits_for else ""
-        return Deadline(
-            "deadline",
-            f"the deadline passed while {self.state.value}{waiting}",
-            field="deadline_ms",
-            value=round(self._deadline_s * 1e3),
-            remedy="raise deadline_ms, or see why that phase takes so long",
-        )
+        why = f"the deadline passed while {self.state.value}{f' for {self._waits_for}' if self._waits_for else ''}"
+        remedy = "raise deadline_ms, or see why that phase takes so long"
+        return Deadline("deadline", why, field="deadline_ms", value=round(self._deadline_s * 1e3), remedy=remedy)
 
     async def _transfer(self) -> None:
         assert self.order is not None
@@ -252,13 +246,10 @@ class Transfer:
                 log.info("announcement out of date", request_id=self.request_id, code=error.code)
                 await self._ask_again(readers)
                 await self._read_and_verify(peer, readers)
-        except BaseException as error:
-            close_all(readers, complete=False)
-            if isinstance(error, KvferryError) and error.code in STALE:
-                self._around.peers.forget(peer)
-            raise
-        else:
             through += [*readers, *others]  # ranks with nothing to read count this rank as a reader that has finished
+        except BaseException as error:
+            self._give_up(peer, readers, error)
+            raise
         finally:
             self._around.spawn(self._settle(peer, through))
 
@@ -274,18 +265,22 @@ class Transfer:
             self._waits_for = f"the publish of engine {order.engine_id}"
             try:
                 await together(reader.advance() for reader in readers)
+                break
             except BaseException as error:
-                close_all(readers, complete=False)
-                stale = isinstance(error, KvferryError) and error.code in STALE
-                if stale:
-                    peers.forget(peer)
+                stale = self._give_up(peer, readers, error)
                 peers.leave(peer)
                 if not stale or not again or order.epoch:
                     raise
-            else:
-                break
         self._waits_for = ""
         return peer, readers, others
+
+    def _give_up(self, peer: PeerEngine, readers: list[SourceReader], why: BaseException) -> bool:
+        """Close the leases, unread; whether the peer is no longer what it was at the handshake."""
+        close_all(readers, complete=False)
+        stale = isinstance(why, KvferryError) and why.code in STALE
+        if stale:
+            self._around.peers.forget(peer)
+        return stale
 
     async def _ask_again(self, readers: list[SourceReader]) -> None:
         """Begin again with the sources' own answers instead of announcements, once nothing of before can be written."""
@@ -303,10 +298,9 @@ class Transfer:
         moves = await self._read(peer, readers)
         self._move(TransferState.VERIFYING)
         for flight in self._flights:
-            self.phases_ms[flight.phase] = self.phases_ms.get(flight.phase, 0.0) + 1e3 * flight.seconds
-        agent = self.engine.agent
-        assert agent is not None
-        await together(reader.verify(agent) for reader in readers if not paths.packed_whole(reader.source.rank, moves))
+            self.phases_ms[flight.phase] += 1e3 * flight.seconds
+        unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
+        await together(reader.verify(self.engine.agent) for reader in unproven)
 
     async def _read(self, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
@@ -333,8 +327,7 @@ class Transfer:
                         self._flights, moves,
                     )  # fmt: skip
                     moves.append(await path.move(move))
-                    took_ms = 1e3 * (time.monotonic() - began)
-                    self.phases_ms["moving"] = self.phases_ms.get("moving", 0.0) + took_ms
+                    self.phases_ms["moving"] += 1e3 * (time.monotonic() - began)
                     self.descriptors += moves[-1].descriptors
                 self.nbytes += bound.nbytes
                 for rank, nbytes in bound.nbytes_by_rank.items():
@@ -394,22 +387,13 @@ class Transfer:
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:
     """All that is wanted has been published, by all ranks alike. Raises KvferryError."""
     if wanted is not None and published < wanted[1]:
-        raise Conflict(
-            "tokens_unpublished",
-            f"tokens up to {wanted[1]} are wanted but {published} were published",
-            field="token_range",
-            value=f"{wanted[0]}:{wanted[1]}",
-            remedy=f"ask for tokens up to {published}",
-        )
+        why, remedy = f"only tokens up to {published} were published", f"ask for tokens up to {published}"
+        raise Conflict("tokens_unpublished", why, field="token_range", value=f"{wanted[0]}:{wanted[1]}", remedy=remedy)
     if wanted is None and any(reader.lease.num_tokens != published for reader in readers):
-        raise Conflict(
-            "ranks_disagree",
-            "the source ranks published different numbers of tokens: "
-            + ", ".join(f"rank {reader.source.rank} {reader.lease.num_tokens}" for reader in readers),
-            field="num_tokens",
-            value=published,
-            remedy="all ranks of an engine publish the same tokens of a request",
-        )
+        by_rank = ", ".join(f"rank {reader.source.rank} {reader.lease.num_tokens}" for reader in readers)
+        why = f"the source ranks published different numbers of tokens: {by_rank}"
+        remedy = "all ranks of an engine publish the same tokens of a request"
+        raise Conflict("ranks_disagree", why, field="num_tokens", value=published, remedy=remedy)
 
 
 def error_body(error: KvferryError) -> ErrorBody:
