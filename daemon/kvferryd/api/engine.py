@@ -20,7 +20,7 @@ from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.memory.host import HostRegion
 from kvferryd.peers import allow
-from kvferryd.transfers.order import Order, reservation
+from kvferryd.transfers.order import Order, Reservation
 
 log = logs.get(__name__)
 
@@ -154,7 +154,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_way(request.way)
         wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
         check_digest(request.digest)
-        reserved = reservation(tables_from_proto(request.tables), wanted, request.digest)
+        reserved = Reservation(tables_from_proto(request.tables), wanted, request.digest)
         check_destination(engine.manifest, reserved.tables, reserved.tokens)
         order = None
         if request.HasField("source"):

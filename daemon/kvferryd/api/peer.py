@@ -23,7 +23,7 @@ from kvferryd.memory import Region
 from kvferryd.peers import allow
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import prepare_gather
-from kvferryd.transfers.order import Order, reservation
+from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
@@ -159,7 +159,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         own = None
         if request.HasField("tables"):
             wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-            own = reservation(tables_from_proto(request.tables), wanted)
+            own = Reservation(tables_from_proto(request.tables), wanted)
             check_destination(engine.manifest, own.tables, own.tokens)
         order = Order(
             source.engine_id,

@@ -56,26 +56,16 @@ class Gatherer:
         if lease.state.ended:
             raise lease.over()
         if lease.word.value != opening.word:
-            changed, remedy = f"request {lease.request_id} has another lease by now", "open it, and go by its update"
-            raise Conflict("lease_changed", changed, field="word", value=opening.word, remedy=remedy)
+            why, remedy = f"request {lease.request_id} has another lease by now", "open it, and go by its update"
+            raise Conflict("lease_changed", why, field="word", value=opening.word, remedy=remedy)
         share = self.pairings.get(opening.pairing)
         if not SLOT_ALIGN <= opening.chunk_nbytes <= self.arena.slot_nbytes:
-            raise Malformed(
-                "malformed_pack",
-                f"chunks of {opening.chunk_nbytes} bytes do not fit",
-                field="chunk_nbytes",
-                value=opening.chunk_nbytes,
-                remedy=f"{SLOT_ALIGN} to {self.arena.slot_nbytes} bytes",
-            )
+            why, remedy = "chunks of this size do not fit", f"{SLOT_ALIGN} to {self.arena.slot_nbytes} bytes"
+            raise Malformed("malformed_pack", why, field="chunk_nbytes", value=opening.chunk_nbytes, remedy=remedy)
         tokens = opening.tokens
         if tokens.stop > lease.num_tokens or (opening.states and lease.more):
-            raise Conflict(
-                "tokens_unpublished",
-                f"tokens up to {tokens.stop} are wanted but {lease.num_tokens} were published",
-                field="tokens",
-                value=f"{tokens.start}:{tokens.stop}",
-                remedy="wait for the publish",
-            )
+            why, value = f"only tokens up to {lease.num_tokens} were published", f"{tokens.start}:{tokens.stop}"
+            raise Conflict("tokens_unpublished", why, field="tokens", value=value, remedy="wait for the publish")
         tables = lease.versions.tables(opening.version)
         return functools.partial(_cut, share, self.own.rank, tables, opening)
 
@@ -84,13 +74,12 @@ def _cut(share: Plan, rank: int, tables: Tables, opening: peer_pb2.PackOpen) -> 
     chunks = packs(share, rank, tables, opening)
     found = len(chunks), sum(chunk.nbytes for chunk in chunks)
     if found != (opening.chunks, opening.nbytes):
-        raise Conflict(
-            "cut_differs",
+        why, value = (
             f"this rank would pack {found[0]} chunks of {found[1]} bytes",
-            field="chunks, nbytes",
-            value=f"{opening.chunks}, {opening.nbytes}",
-            remedy="the two daemons plan differently: use the same version, or way = direct",
+            f"{opening.chunks}, {opening.nbytes}",
         )
+        remedy = "the two daemons plan differently: use the same version, or way = direct"
+        raise Conflict("cut_differs", why, field="chunks, nbytes", value=value, remedy=remedy)
     return chunks
 
 
@@ -279,10 +268,5 @@ class Gather:
         self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
-        return Malformed(
-            "malformed_pack",
-            f"chunk {chunk} cannot be named here",
-            field=field,
-            value=chunk,
-            remedy=f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed",
-        )
+        remedy = f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed"
+        return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)

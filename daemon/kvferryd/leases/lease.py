@@ -72,13 +72,8 @@ class Versions:
         for since, tables in reversed(self._kept):
             if since <= version <= self._last:
                 return tables
-        raise Conflict(
-            "lease_version",
-            f"the tables of publish {version} are not kept",
-            field="version",
-            value=version,
-            remedy="follow the lease from its first publish, and do not lag behind",
-        )
+        why, remedy = f"the tables of publish {version} are not kept", "follow the lease from its first publish"
+        raise Conflict("lease_version", why, field="version", value=version, remedy=remedy)
 
 
 @dataclass(slots=True, eq=False)
@@ -195,50 +190,29 @@ class Lease:
     def _check_follows(self, before: Publication, said: Publication) -> None:
         request = f"request {self.request_id}"
         if not before.more:
-            raise Conflict(
-                "already_published",
-                f"{request} was published whole already",
-                field="request_id",
-                value=self.request_id,
-                remedy="use more=True for every publish but the last, or another request id",
-            )
+            why = f"{request} was published whole already"
+            remedy = "use more=True for every publish but the last, or another request id"
+            raise Conflict("already_published", why, field="request_id", value=self.request_id, remedy=remedy)
         if said.num_tokens < before.num_tokens:
-            raise Conflict(
-                "published_less",
-                f"{request} had {before.num_tokens} tokens published already",
-                field="num_tokens",
-                value=said.num_tokens,
-                remedy="published tokens cannot be taken back: abort the request",
-            )
+            why = f"{request} had {before.num_tokens} tokens published already"
+            remedy = "published tokens cannot be taken back: abort the request"
+            raise Conflict("published_less", why, field="num_tokens", value=said.num_tokens, remedy=remedy)
         if said.digest != before.digest:
-            raise Conflict(
-                "published_other_prompt",
-                f"{request} had another digest before",
-                field="digest",
-                value=said.digest.hex(),
-                remedy="publish one prompt under one request id",
-            )
+            why, remedy = f"{request} had another digest before", "publish one prompt under one request id"
+            raise Conflict("published_other_prompt", why, field="digest", value=said.digest.hex(), remedy=remedy)
         if len(self.fenced) >= MAX_FENCED:
-            raise Full(
-                "full",
-                f"{MAX_FENCED} publishes of {request} wait for fences",
-                field="after",
-                value=MAX_FENCED,
-                remedy="publish less often, or when the stream has been synchronised",
-            )
+            why = f"{MAX_FENCED} publishes of {request} wait for fences"
+            remedy = "publish less often, or when the stream has been synchronised"
+            raise Full("full", why, field="after", value=MAX_FENCED, remedy=remedy)
         for name, table in before.tables.items():  # readers may be reading what was published before
             now = said.tables.get(name)
             if now is None or now.first_token != table.first_token:
                 continue  # a window that moves on
             kept = now.block_ids[: len(table.block_ids)]
             if not np.array_equal(kept, table.block_ids):
-                raise Conflict(
-                    "published_blocks_moved",
-                    f"{request} had other blocks of group {name} published already",
-                    field=f"tables.{name}.block_ids",
-                    value=kept.tolist(),
-                    remedy="append blocks only; what was published stays in its blocks until the lease ends",
-                )
+                why, field = f"{request} had other blocks of group {name} published already", f"tables.{name}.block_ids"
+                remedy = "append blocks only; what was published stays in its blocks until the lease ends"
+                raise Conflict("published_blocks_moved", why, field=field, value=kept.tolist(), remedy=remedy)
 
     def show_next(self) -> None:
         """Let readers see what was published next: its fence is reached."""
@@ -267,13 +241,9 @@ class Lease:
         """`who` is a live reader from now on. Raises KvferryError: `already_reading`, `full`."""
         known = self._readers.get(who)
         if known is not None and known.live:
-            raise Conflict(
-                "already_reading",
-                f"{who.engine_id} rank {who.rank} reads request {self.request_id} already",
-                field="request_id",
-                value=self.request_id,
-                remedy="wait for that read to end",
-            )
+            why = f"{who.engine_id} rank {who.rank} reads request {self.request_id} already"
+            remedy = "wait for that read to end"
+            raise Conflict("already_reading", why, field="request_id", value=self.request_id, remedy=remedy)
         return self._add_reader(who, Opened(self))
 
     def read_early(self, who: ReaderId) -> None:
@@ -294,12 +264,9 @@ class Lease:
         reader = self._readers.get(who)
         if opened is not None or (reader is not None and reader.live):
             if reader is None or reader is not opened:
-                raise Conflict(
-                    "not_opened",
-                    f"request {self.request_id} is being read by this rank, in another reading",
-                    field="reading",
-                    remedy="close it by the number with which it was opened, on the same stream",
-                )
+                why = f"request {self.request_id} is being read by this rank, in another reading"
+                remedy = "close it by the number with which it was opened, on the same stream"
+                raise Conflict("not_opened", why, field="reading", remedy=remedy)
             reader.live = False
         elif reader is None:
             reader = self._add_reader(who, Opened(self, live=False))
@@ -338,10 +305,5 @@ class Lease:
 
 def lease_ended(request_id: str, why: str) -> KvferryError:
     """The error for a lease that cannot be read any more, or never could."""
-    return Conflict(
-        "lease_ended",
-        f"the lease of request {request_id} is {why}",
-        field="request_id",
-        value=request_id,
-        remedy="prefill the request again",
-    )
+    why, remedy = f"the lease of request {request_id} is {why}", "prefill the request again"
+    return Conflict("lease_ended", why, field="request_id", value=request_id, remedy=remedy)

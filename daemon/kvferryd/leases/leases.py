@@ -68,13 +68,9 @@ class Leases:
             raise Unavailable("session_closed", self._closed, remedy="attach again with a new epoch")
         if lease is None:
             if len(self._live) >= self.limit:
-                raise Full(
-                    "full",
-                    f"{self.limit} leases are held already",
-                    field="max_leases",
-                    value=self.limit,
-                    remedy="wait for readers, shorten lease_ttl_s, or raise max_leases",
-                )
+                remedy = "wait for readers, shorten lease_ttl_s, or raise max_leases"
+                why = f"{self.limit} leases are held already"
+                raise Full("full", why, field="max_leases", value=self.limit, remedy=remedy)
             lease = Lease(self._owner, request_id, ttl_s, readers, self.words.set(), self._settle)
             self._live[request_id] = lease
             for who in self._early.pop(request_id, ()):

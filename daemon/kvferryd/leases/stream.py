@@ -214,13 +214,9 @@ class ServedStream:
 
     def _open(self, asked: peer_pb2.LeaseOpen) -> None:
         if asked.reading in self._readings or len(self._readings) >= self.leases.limit:
-            raise Malformed(
-                "malformed_read",
-                f"reading {asked.reading} is open already, or {len(self._readings)} readings are too many",
-                field="open.reading",
-                value=asked.reading,
-                remedy="number readings from 1, and close those that are over",
-            )
+            why = f"it is open already, or {len(self._readings)} readings are too many"
+            remedy = "number readings from 1, and close those that are over"
+            raise Malformed("malformed_read", why, field="open.reading", value=asked.reading, remedy=remedy)
         self._readings[asked.reading] = _Reading(self, asked.reading, asked)
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:

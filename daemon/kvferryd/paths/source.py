@@ -98,14 +98,10 @@ class SourceReader:
 
     def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
         if self._digest and update.digest != self._digest:
-            how = "for another prompt than the one it is to be read for"
-            raise Conflict(
-                "other_prompt",
-                f"request {self.request_id} was published {how if update.digest else 'without a digest of its prompt'}",
-                field="digest",
-                value=update.digest.hex(),
-                remedy="hand kv_transfer_params on with the prompt that they were made for",
-            )
+            how = "for another prompt than this one" if update.digest else "without a digest of its prompt"
+            why = f"request {self.request_id} was published {how}"
+            remedy = "hand kv_transfer_params on with the prompt that they were made for"
+            raise Conflict("other_prompt", why, field="digest", value=update.digest.hex(), remedy=remedy)
         self.lease, self.tables = update, tables_from_proto(update.tables, "source tables")
 
     def gather(self, chunks: ChunkStream, opening: peer_pb2.PackOpen) -> tuple[int, OpenStream]:
@@ -139,13 +135,9 @@ class SourceReader:
     async def verify(self, agent: Agent) -> None:
         """The lease held while its blocks were read: its validity word is whole. Raises KvferryError (`torn`)."""
         if await agent.peek(self.source.agent_name, self.lease.word_address) != self.lease.word:
-            raise Conflict(
-                "torn",
-                f"the lease of request {self.request_id} did not hold while it was read",
-                field="request_id",
-                value=self.request_id,
-                remedy="prefill the request again",
-            )
+            why = f"the lease of request {self.request_id} did not hold while it was read"
+            remedy = "prefill the request again"
+            raise Conflict("torn", why, field="request_id", value=self.request_id, remedy=remedy)
 
     def close(self, *, complete: bool) -> None:
         """The reading is over. complete: all that was wanted has been read, or there was nothing to read."""

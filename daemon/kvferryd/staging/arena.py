@@ -176,11 +176,6 @@ def slot_nbytes(span: Span) -> int:
     """The usual size, or less where the arena is small. Raises KvferryError (`bad_config`)."""
     nbytes = min(SLOT_NBYTES[span.kind], span.nbytes // FEWEST // SLOT_ALIGN * SLOT_ALIGN)
     if nbytes < SLOT_ALIGN:
-        raise Malformed(
-            "bad_config",
-            f"a staging arena of {span.nbytes} bytes has no room for {FEWEST} slots",
-            field="arena_mb",
-            value=span.nbytes,
-            remedy="raise arena_mb",
-        )
+        why = f"a staging arena of {span.nbytes} bytes has no room for {FEWEST} slots"
+        raise Malformed("bad_config", why, field="arena_mb", value=span.nbytes, remedy="raise arena_mb")
     return nbytes

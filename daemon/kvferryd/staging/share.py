@@ -51,13 +51,8 @@ def packs(share: Plan, rank: int, tables: Tables, wanted: peer_pb2.PackOpen) -> 
         if group.name in wanted.tables:
             shape = wanted.tables[group.name]
             if shape.blocks > group.num_blocks:
-                raise Malformed(
-                    "malformed_tables",
-                    f"the table of group {group.name} is said to list {shape.blocks} blocks",
-                    field=f"tables.{group.name}.blocks",
-                    value=shape.blocks,
-                    remedy=f"at most {group.num_blocks}, each once",
-                )
+                why, field = f"group {group.name} has only {group.num_blocks} blocks", f"tables.{group.name}.blocks"
+                raise Malformed("malformed_tables", why, field=field, value=shape.blocks, remedy="list each block once")
             stand_in[group.name] = BlockTable(np.arange(shape.blocks, dtype=np.int64), shape.first_token)
     tokens = wanted.tokens.start, wanted.tokens.stop
     return cut(moves(bind(share, {rank: tables}, stand_in, tokens, states=wanted.states)), wanted.chunk_nbytes)
@@ -75,13 +70,9 @@ class Pairings:
         Raises KvferryError (`protocol`) when the reader sees this rank otherwise than it is, PlanRefused.
         """
         if [source for source in sources if source.rank == own.rank] != [own]:
-            raise Conflict(
-                "protocol",
-                f"the reader does not know rank {own.rank} of engine {own.engine_id} as it is",
-                field="sources",
-                value=sorted(source.rank for source in sources),
-                remedy="shake hands again",
-            )
+            why = f"the reader does not know rank {own.rank} of engine {own.engine_id} as it is"
+            ranks = sorted(source.rank for source in sources)
+            raise Conflict("protocol", why, field="sources", value=ranks, remedy="shake hands again")
         name = hashlib.sha256(said).hexdigest()
         if name not in self._known:
             self._known[name] = await asyncio.to_thread(share_of, sources, destination, own.rank)
