@@ -192,7 +192,7 @@ async def test_readers_see_nothing_before_the_fence(page: Fences, watch: watched
     lease = publish(leases, after=watch.reached(fence, LONG_S), metadata=b"first token")
     assert lease.state is LeaseState.PUBLISHING
     assert await lasting(leases.find("r")) is lease
-    with leases.reading(lease, READER):
+    with lease.reading(READER):
         follower = lease.follow()
         update = asyncio.create_task(anext(follower))
         await quiet()

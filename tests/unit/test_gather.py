@@ -247,8 +247,8 @@ async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
 ) -> None:
     reader, who = readers(arena), ReaderId("decode", "1", 0, 1)
     wanted = range(len(chunks) - more)
-    with leases.reading(lease, who):
-        reader.gather.begin(lease, lambda: leases.packed(lease, who))
+    with lease.reading(who) as opened:
+        reader.gather.begin(lease, opened.packed)
         reader.says(want=wanted)
         await reader.has(len(wanted))
         assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"

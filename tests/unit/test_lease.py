@@ -48,8 +48,8 @@ def publish(leases: Leases) -> Publish:
 
 
 def read(leases: Leases, who: ReaderId, lease: Lease, *, complete: bool = True) -> None:
-    with leases.reading(lease, who) as opened:
-        leases.close(lease.request_id, who, opened, complete)
+    with lease.reading(who) as opened:
+        opened.close(complete=complete)
 
 
 def word_stands(leases: Leases, lease: Lease) -> bool:
@@ -92,12 +92,12 @@ async def test_ranks_of_two_epochs_do_not_make_one_reader(leases: Leases, publis
 async def test_ranks_count_as_through_when_all_they_want_is_packed(leases: Leases, publish: Publish) -> None:
     lease = publish()
     first, second = (ReaderId("decode", "1", rank, 2) for rank in range(2))
-    with leases.reading(lease, first) as opened, leases.reading(lease, second):
-        leases.packed(lease, first)
+    with lease.reading(first) as opened, lease.reading(second) as other:
+        opened.packed()
         assert lease.state is LeaseState.PUBLISHED
-        leases.packed(lease, second)
+        other.packed()
         assert lease.state is LeaseState.RELEASED
-        leases.close("r", first, opened, True)
+        opened.close(complete=True)
     assert lease.record().readers_closed == 2
 
 
@@ -105,19 +105,19 @@ async def test_what_is_packed_of_a_lease_for_two_engines_keeps_it_for_the_second
     leases: Leases, publish: Publish
 ) -> None:
     lease = publish(readers=2)
-    with leases.reading(lease, READER):
-        leases.packed(lease, READER)
+    with lease.reading(READER) as opened:
+        opened.packed()
     assert lease.state is LeaseState.PUBLISHED
-    with leases.reading(lease, ReaderId("decode-b", "1", 0, 1)):
-        leases.packed(lease, ReaderId("decode-b", "1", 0, 1))
+    with lease.reading(ReaderId("decode-b", "1", 0, 1)) as opened:
+        opened.packed()
     assert lease.state is LeaseState.RELEASED
 
 
 async def test_a_reader_that_has_gone_is_not_through_by_what_is_packed_later(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    with leases.reading(lease, READER):
+    with lease.reading(READER) as opened:
         pass
-    leases.packed(lease, READER)
+    opened.packed()
     assert lease.state is LeaseState.PUBLISHED
 
 
@@ -140,37 +140,38 @@ async def test_a_reader_that_gave_up_has_not_read(leases: Leases, publish: Publi
 
 async def test_a_rank_with_nothing_to_read_here_counts_without_opening(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    leases.close("r", READER, None, True)
+    leases.finished("r", READER)
     assert lease.state is LeaseState.RELEASED
 
 
 async def test_a_rank_with_nothing_to_read_may_close_before_the_publish(leases: Leases, publish: Publish) -> None:
-    leases.close("r", READER, None, True)
+    leases.finished("r", READER)
     assert publish().state is LeaseState.RELEASED
 
 
 async def test_closing_again_changes_nothing(leases: Leases, publish: Publish) -> None:
     lease = publish(readers=2)
-    with leases.reading(lease, READER) as opened:
+    with lease.reading(READER) as opened:
         for _ in range(2):
-            leases.close("r", READER, opened, True)
+            opened.close(complete=True)
             assert (lease.record().readers_closed, lease.state) == (1, LeaseState.PUBLISHED)
 
 
 async def test_who_has_not_opened_a_lease_does_not_close_it_for_who_has(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    with leases.reading(lease, READER):
-        for opened in (Opened(lease), None):
-            with pytest.raises(KvferryError) as refused:
-                leases.close("r", READER, opened, True)
-            assert refused.value.code == "not_opened"
+    with lease.reading(READER):
+        Opened(lease).close(complete=True)
+        with pytest.raises(KvferryError) as refused:
+            leases.finished("r", READER)
+        assert refused.value.code == "not_opened"
+        assert lease.live_readers == 1
     assert lease.state is LeaseState.PUBLISHED
 
 
 async def test_a_reader_opens_once_at_a_time(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    with leases.reading(lease, READER):
-        with pytest.raises(KvferryError) as refused, leases.reading(lease, READER):
+    with lease.reading(READER):
+        with pytest.raises(KvferryError) as refused, lease.reading(READER):
             pass
         assert refused.value.code == "already_reading"
         assert lease.live_readers == 1
@@ -188,7 +189,7 @@ async def test_a_lease_that_nobody_reads_expires(publish: Publish, leases: Lease
 
 async def test_a_lease_with_a_live_reader_does_not_expire(publish: Publish, leases: Leases) -> None:
     read_one, unread = publish("read", ttl_s=NOW_S), publish("unread", ttl_s=2 * NOW_S)
-    with leases.reading(read_one, READER):
+    with read_one.reading(READER):
         await lasting(unread.ended())
         assert read_one.state is LeaseState.PUBLISHED
         assert read_one.record().expires_in_ms is None
@@ -256,10 +257,10 @@ async def test_the_same_publish_again_changes_nothing(publish: Publish) -> None:
 
 async def test_a_reader_of_a_revoked_lease_learns_that_it_did_not_hold(publish: Publish, leases: Leases) -> None:
     lease = publish()
-    with leases.reading(lease, READER) as opened:
+    with lease.reading(READER) as opened:
         assert leases.revoke("r", "aborted")
         assert not word_stands(leases, lease)
-        leases.close("r", READER, opened, True)
+        opened.close(complete=True)
     assert lease.record().readers_closed == 0
     assert "aborted" in lease.over().message
     assert not leases.revoke("r", "again")
@@ -276,11 +277,11 @@ async def test_a_reader_that_comes_late_is_told_at_once(publish: Publish, leases
 async def test_a_released_lease_does_not_hold_for_another_reader(publish: Publish, leases: Leases) -> None:
     lease = publish()
     other = ReaderId("other", "1", 0, 1)
-    with leases.reading(lease, other) as opened:
+    with lease.reading(other) as opened:
         read(leases, READER, lease)
         assert lease.state is LeaseState.RELEASED
         assert not word_stands(leases, lease)
-        leases.close("r", other, opened, True)
+        opened.close(complete=True)
     assert lease.record().readers_closed == 1
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +86,17 @@ class Opened:
     live: bool = True
     read: bool = False
 
+    def packed(self) -> None:
+        """All that this reader wants has been gathered while the lease held: it counts as one that has read."""
+        self.read = self.read or (self.live and not self.lease.state.ended)
+        self.lease.settle()
+
+    def close(self, *, complete: bool) -> None:
+        """The reader has gone; complete: with all that it wanted. Idempotent."""
+        self.live = False
+        self.read = self.read or (complete and not self.lease.state.ended)
+        self.lease.settle()
+
 
 class Lease:
     """One request's published blocks on this rank."""
@@ -95,9 +108,9 @@ class Lease:
         ttl_s: float,
         readers: int,
         word: Word,
-        on_time: Callable[[Lease], None],
+        settle: Callable[[Lease], None],
     ) -> None:
-        """owner: engine and epoch. on_time: called when its time to live has passed."""
+        """owner: engine and epoch. settle: ends it if it is time to; called when a reader or its time to live ends."""
         self.engine_id, self.epoch = owner
         self.request_id, self.ttl_s, self.word = request_id, ttl_s, word
         self.published: Publication | None = None
@@ -118,8 +131,8 @@ class Lease:
         self.fenced: deque[tuple[Publication, asyncio.Future[None] | None]] = deque()
         """Published and not yet seen by readers, in order, each with its fence."""
         self._changed = asyncio.Event()
-        self._on_time = on_time
-        self._expiry = asyncio.get_running_loop().call_later(ttl_s, on_time, self)
+        self.settle = functools.partial(settle, self)
+        self._expiry = asyncio.get_running_loop().call_later(ttl_s, self.settle)
         self._readers: dict[ReaderId, Opened] = {}
 
     @property
@@ -165,7 +178,7 @@ class Lease:
 
     def restart_ttl(self) -> None:
         self._expiry.cancel()
-        self._expiry = asyncio.get_running_loop().call_later(self.ttl_s, self._on_time, self)
+        self._expiry = asyncio.get_running_loop().call_later(self.ttl_s, self.settle)
 
     @property
     def expires_in_s(self) -> float:
@@ -237,40 +250,31 @@ class Lease:
         self.versions = Versions()
         self._wake()
 
-    def open(self, who: ReaderId) -> Opened:
-        """`who` is a live reader from now on. Raises KvferryError: `already_reading`, `full`."""
+    @contextmanager
+    def reading(self, who: ReaderId) -> Iterator[Opened]:
+        """`who` is a live reader inside this block. Raises KvferryError: `already_reading`, `full`."""
         known = self._readers.get(who)
         if known is not None and known.live:
             why = f"{who.engine_id} rank {who.rank} reads request {self.request_id} already"
             remedy = "wait for that read to end"
             raise Conflict("already_reading", why, field="request_id", value=self.request_id, remedy=remedy)
-        return self._add_reader(who, Opened(self))
+        reader = self._add_reader(who, Opened(self))
+        try:
+            yield reader
+        finally:
+            reader.close(complete=False)
 
-    def read_early(self, who: ReaderId) -> None:
-        """A rank with nothing to read here finished before the first publish."""
-        self._readers[who] = Opened(self, live=False, read=True)
+    def finished(self, who: ReaderId) -> None:
+        """A rank has finished without opening the lease: it had nothing to read, or was quick with an announcement.
 
-    def packed(self, who: ReaderId) -> None:
-        """All that this live reader wants has been gathered while the lease held: it counts as one that has read."""
-        reader = self._readers.get(who)
-        if reader is not None and reader.live and not self.state.ended:
-            reader.read = True
-
-    def close(self, who: ReaderId, opened: Opened | None, complete: bool) -> None:
-        """A reader has finished. Idempotent. Raises KvferryError: `not_opened`, `full`.
-
-        opened: None of a rank that had nothing to read here; it only counts as having read.
+        Raises KvferryError: `not_opened`, `full`.
         """
-        reader = self._readers.get(who)
-        if opened is not None or (reader is not None and reader.live):
-            if reader is None or reader is not opened:
-                why = f"request {self.request_id} is being read by this rank, in another reading"
-                remedy = "close it by the number with which it was opened, on the same stream"
-                raise Conflict("not_opened", why, field="reading", remedy=remedy)
-            reader.live = False
-        elif reader is None:
-            reader = self._add_reader(who, Opened(self, live=False))
-        reader.read = reader.read or (complete and not self.state.ended)
+        reader = self._readers.get(who) or self._add_reader(who, Opened(self, live=False))
+        if reader.live:
+            why = f"request {self.request_id} is being read by this rank, in another reading"
+            remedy = "close it by the number with which it was opened, on the same stream"
+            raise Conflict("not_opened", why, field="reading", remedy=remedy)
+        reader.close(complete=True)
 
     def _add_reader(self, who: ReaderId, reader: Opened) -> Opened:
         if who not in self._readers and len(self._readers) >= MAX_READERS:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from cachetools import LRUCache
 
 from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.schemas import LeaseState
 from kvferry.tables import Tables
-from kvferryd.leases.lease import Lease, Opened, Publication, ReaderId, lease_ended
+from kvferryd.leases.lease import Lease, Publication, ReaderId, lease_ended
 from kvferryd.leases.words import Words
 
 ANNOUNCED_TO = 4
@@ -74,7 +73,7 @@ class Leases:
             lease = Lease(self._owner, request_id, ttl_s, readers, self.words.set(), self._settle)
             self._live[request_id] = lease
             for who in self._early.pop(request_id, ()):
-                lease.read_early(who)
+                lease.finished(who)
             self._ended.pop(request_id, None)
         if not lease.publish(Publication(tables, num_tokens, metadata, more, digest), after):
             return lease
@@ -133,32 +132,12 @@ class Leases:
         """The readers that waited for this publish, to be answered now."""
         return [published for published in self._awaited.pop(request_id, ()) if not published.done()]
 
-    @contextmanager
-    def reading(self, lease: Lease, who: ReaderId) -> Iterator[Opened]:
-        """`who` is a live reader inside this block; yields what `close` asks for."""
-        reader = lease.open(who)
-        try:
-            yield reader
-        finally:
-            reader.live = False
-            self._settle(lease)
-
-    def packed(self, lease: Lease, who: ReaderId) -> None:
-        """All that this live reader wants has been gathered while the lease held: it counts as one that has read."""
-        lease.packed(who)
-        self._settle(lease)
-
-    def close(self, request_id: str, who: ReaderId, opened: Opened | None, complete: bool) -> None:
-        """A reader has finished. Idempotent. Raises KvferryError: `not_opened`, `full`.
-
-        opened: None of a rank that had nothing to read here; it only counts as having read.
-        """
-        # The request may have been published again since: what was opened is closed where it was opened.
-        lease = opened.lease if opened else self._live.get(request_id)
+    def finished(self, request_id: str, who: ReaderId) -> None:
+        """A rank has finished without opening the lease, perhaps before its publish. Raises as `Lease.finished`."""
+        lease = self._live.get(request_id)
         if lease is not None:
-            lease.close(who, opened, complete)
-            self._settle(lease)
-        elif complete and not self._closed and request_id not in self._ended:
+            lease.finished(who)
+        elif not self._closed and request_id not in self._ended:
             early = self._early.get(request_id, frozenset()) | {who}
             if len(early) <= TOMBSTONES:
                 self._early[request_id] = early

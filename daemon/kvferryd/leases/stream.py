@@ -7,7 +7,6 @@ message then; announcements that find too many others waiting are dropped, since
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
@@ -75,11 +74,10 @@ class _Reading:
 
     async def _follow(self) -> None:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
-        leases, who = self._stream.leases, self._stream.who
         try:
             check_request_id(self.request_id)
-            lease = await leases.find(self.request_id)
-            with leases.reading(lease, who) as self.opened:
+            lease = await self._stream.leases.find(self.request_id)
+            with lease.reading(self._stream.who) as self.opened:
                 async for _ in lease.follow():
                     if not self._knows(lease):
                         self._update = lease
@@ -111,7 +109,7 @@ class _Reading:
             self._gather.on_message(said)
 
     def _begin(self, gather: Gather, lease: Lease) -> None:
-        gather.begin(lease, functools.partial(self._stream.leases.packed, lease, self._stream.who))
+        gather.begin(lease, lambda: self.opened.packed() if self.opened is not None else None)
 
     def close(self) -> None:
         self.task.cancel()
@@ -224,12 +222,13 @@ class ServedStream:
         if not asked.reading:
             check_request_id(asked.request_id)
             lease = self.leases.get(asked.request_id)
-            if not asked.word or (lease is not None and lease.word.value == asked.word):
+            meant = not asked.word or (lease is not None and lease.word.value == asked.word)
+            if asked.complete and meant:
                 with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
-                    self.leases.close(asked.request_id, self.who, None, asked.complete)
+                    self.leases.finished(asked.request_id, self.who)
         elif (reading := self._readings.pop(asked.reading, None)) is not None:
             if reading.opened is not None:
-                self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
+                reading.opened.close(complete=asked.complete)
             reading.close()
 
     def forget(self, reading: _Reading) -> None:
