@@ -21,7 +21,7 @@ from kvferryd.config import Config
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
 from kvferryd.leases.gather import Gatherer
-from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
 from kvferryd.paths.source import ChunkStream, SourceReader
@@ -66,7 +66,7 @@ class Pair:
     arena: Arena
 
     def publish(self, request_id: str) -> Lease:
-        return self.source.leases.publish(request_id, TABLES, 16, more=False, metadata=b"", ttl_s=60, readers=1)
+        return self.source.leases.publish(request_id, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
 
     async def view(self, request_id: str) -> SourceReader:
         view = SourceReader(self.rank, request_id, b"")
@@ -222,7 +222,7 @@ async def test_a_reading_closes_its_own_lease_when_the_request_has_been_publishe
 
 async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish(pair: Pair) -> None:
     leases = pair.source.leases
-    leases.publish("first", TABLES, 16, more=True, metadata=b"", ttl_s=60, readers=1)
+    leases.publish("first", Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
     view = await pair.view("first")
     leases.revoke("first", "for a test")
     async with asyncio.timeout(5):

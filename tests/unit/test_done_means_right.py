@@ -50,7 +50,7 @@ from kvferryd.config import Config
 from kvferryd.engine.registration import Engine
 from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
-from kvferryd.leases.lease import Lease
+from kvferryd.leases.lease import Lease, Publication
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Files
 from kvferryd.metrics import Metrics
@@ -497,10 +497,10 @@ class Done(RuleBasedStateMachine):
             self._compute(published)
         leases = self.source.engine.leases
         tables = {"full": BlockTable.of(published.blocks)}
-        told = {"more": published.more, "metadata": b"", "ttl_s": TTL_S, "readers": published.readers}
+        said = Publication(tables, published.tokens, b"", published.more, published.digest)
         self._call(
-            self.source, leases.publish, published.request_id, tables, published.tokens,
-            after=published.fence, digest=published.digest, **told,
+            self.source, leases.publish, published.request_id, said,
+            ttl_s=TTL_S, readers=published.readers, after=published.fence,
         )  # fmt: skip
 
     def _compute(self, published: Published) -> None:

@@ -23,7 +23,7 @@ from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd.engine import fences as watched
 from kvferryd.leases import lease as lease_module
-from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
@@ -64,9 +64,10 @@ async def leases(ended: list[Lease]) -> Leases:
     return Leases("prefill", "1", ended.append, 8)
 
 
-def publish(leases: Leases, num_tokens: int = 8, **more: Any) -> Lease:
-    told = {"request_id": "r", "tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "readers": 1} | more
-    return leases.publish(num_tokens=num_tokens, **told)
+def publish(leases: Leases, num_tokens: int = 8, request_id: str = "r", **more: Any) -> Lease:
+    told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "after": None} | more
+    ttl_s, after = told.pop("ttl_s"), told.pop("after")
+    return leases.publish(request_id, Publication(num_tokens=num_tokens, **told), ttl_s=ttl_s, readers=1, after=after)
 
 
 async def lasting(wait: Any) -> Any:

@@ -17,7 +17,7 @@ from kvferryd import beside
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
 from kvferryd.leases.gather import Gather, Gatherer
-from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.plan import PlanRefused
 from kvferryd.staging.arena import Arena, Use
@@ -54,7 +54,7 @@ async def leases() -> Leases:
 
 @pytest.fixture
 async def lease(leases: Leases) -> Lease:
-    return leases.publish("r", TABLES, 16, more=False, metadata=b"", ttl_s=60, readers=1)
+    return leases.publish("r", Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
 
 
 @pytest.fixture

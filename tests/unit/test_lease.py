@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd.leases.lease import Lease, Opened, ReaderId
+from kvferryd.leases.lease import Lease, Opened, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,8 @@ Publish = Callable[..., Lease]
 def publish(leases: Leases) -> Publish:
     def publish(request_id: str = "r", num_tokens: int = 8, **more: Any) -> Lease:
         told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "readers": 1} | more
-        return leases.publish(request_id, num_tokens=num_tokens, **told)
+        ttl_s, readers = told.pop("ttl_s"), told.pop("readers")
+        return leases.publish(request_id, Publication(num_tokens=num_tokens, **told), ttl_s=ttl_s, readers=readers)
 
     return publish
 

@@ -17,6 +17,7 @@ from kvferryd.check import check_destination, check_digest, check_request_id, ch
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
+from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
 from kvferryd.memory.host import HostRegion
 from kvferryd.peers import allow
@@ -137,13 +138,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_seconds("ttl_s", request.ttl_s)
         lease = engine.leases.publish(
             request.request_id,
-            tables,
-            request.num_tokens,
-            more=request.more,
-            metadata=request.metadata,
+            Publication(tables, request.num_tokens, request.metadata, request.more, request.digest),
             ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
             readers=request.readers or 1,
-            digest=request.digest,
             after=self._fence(engine, request.after) if request.HasField("after") else None,
         )
         return engine_pb2.PublishReply(state=lease.state.value)

@@ -9,7 +9,6 @@ from cachetools import LRUCache
 
 from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.schemas import LeaseState
-from kvferry.tables import Tables
 from kvferryd.leases.lease import Lease, Publication, ReaderId, lease_ended
 from kvferryd.leases.words import Words
 
@@ -48,15 +47,11 @@ class Leases:
     def publish(
         self,
         request_id: str,
-        tables: Tables,
-        num_tokens: int,
+        said: Publication,
         *,
-        more: bool,
-        metadata: bytes,
         ttl_s: float,
         readers: int,
         after: asyncio.Future[None] | None = None,
-        digest: bytes = b"",
     ) -> Lease:
         """A new lease, or more tokens of one that is being published. Idempotent for an equal publish.
 
@@ -75,7 +70,7 @@ class Leases:
             for who in self._early.pop(request_id, ()):
                 lease.finished(who)
             self._ended.pop(request_id, None)
-        if not lease.publish(Publication(tables, num_tokens, metadata, more, digest), after):
+        if not lease.publish(said, after):
             return lease
         lease.restart_ttl()
         for waiting in self._no_longer_awaited(request_id):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.tables import Tables
+from kvferryd.copy.runner import GpuCopy
 from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.transport import Span
+from kvferryd.transport import Read, Span
 
 
 class PathName(enum.StrEnum):
@@ -29,21 +29,8 @@ class PathName(enum.StrEnum):
         return "cuda_ipc" if self is PathName.MAPPED else "UCX"
 
 
-class Flight(Protocol):
-    """Something that may write to a transfer's blocks.
-
-    `quiet`: it writes nothing any more. `nbytes`: of the blocks it writes. `seconds` counts for `phase`.
-    """
-
-    @property
-    def quiet(self) -> asyncio.Future[None]: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def phase(self) -> str: ...
-    def abandon(self) -> None: ...
+Flight = Read | GpuCopy
+"""Something that may write to a transfer's blocks, until it is `quiet`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,10 @@ class Claim:
     """By group."""
 
     def release(self) -> None:
-        self._claims.release(self)
+        claims = self._claims
+        if claims._held.pop(self.number, None) is not None:
+            for name, ids in self.blocks.items():
+                claims._holder[name][ids] = 0
 
 
 class Claims:
@@ -65,11 +68,6 @@ class Claims:
         for name, ids in blocks.items():
             self._holder[name][ids] = claim.number
         return claim
-
-    def release(self, claim: Claim) -> None:
-        if self._held.pop(claim.number, None) is not None:
-            for name, ids in claim.blocks.items():
-                self._holder[name][ids] = 0
 
 
 def _written(group: Group, table: BlockTable, tokens: tuple[int, int] | None) -> BlockIds:

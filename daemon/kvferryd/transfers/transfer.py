@@ -83,7 +83,6 @@ class Transfer:
         self._flights: list[Flight] = []
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
-        self._started = False
         self._waits_for = ""
         self.set_deadline(around.deadline_s)
         self._task = asyncio.create_task(self._run(), name=f"transfer-{request_id}")
@@ -114,7 +113,7 @@ class Transfer:
         """End it as failed or aborted, unless it has ended. Idempotent."""
         if self._stop is None and not self.ended.is_set():
             self._stop = (state, why)
-            if self._started:  # a task that is cancelled before its first step would never say that it has ended
+            if self._timeout is not None:  # a task cancelled before its first step would never say that it has ended
                 self._task.cancel()
 
     # ---- how it stands ----
@@ -203,16 +202,14 @@ class Transfer:
     # ---- this rank's part, from match to end ----
 
     async def _run(self) -> None:
-        self._started = True
         try:
             if self._stop is not None:
                 raise asyncio.CancelledError
-            try:
-                async with asyncio.timeout_at(self.deadline) as self._timeout:
-                    await self._matched.wait()
-                    await self._transfer()
-            except TimeoutError:
-                raise self.late() from None
+            async with asyncio.timeout_at(self.deadline) as self._timeout:
+                await self._matched.wait()
+                await self._transfer()
+        except TimeoutError:
+            self._end(TransferState.FAILED, self._late())
         except asyncio.CancelledError:
             state, why = self._stop or (TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
             self._end(state, why)
@@ -224,8 +221,7 @@ class Transfer:
         else:
             self._end(TransferState.DONE, None)
 
-    def late(self) -> KvferryError:
-        """Why a part of this transfer fails when the deadline has passed."""
+    def _late(self) -> KvferryError:
         if self.state is TransferState.WAITING:
             self._waits_for = "the router's order" if self.order is None else "the engine's reservation"
         why = f"the deadline passed while {self.state.value}{f' for {self._waits_for}' if self._waits_for else ''}"
