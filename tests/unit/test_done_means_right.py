@@ -865,7 +865,7 @@ class Done(RuleBasedStateMachine):
         assert not any(len(claims) for claims in jobs._claims.values())
         assert self.reader.engine is None or all(held.safe for held in self.attempts)
         assert not any(peer.users for peer in self.reader.ferry.peers_known)
-        assert not any(served._readings for served in self.served)
+        assert not any(served.readings for served in self.served)
         for side in (self.source, self.reader):
             if side.engine is not None:
                 leases, arena = side.engine.leases, side.engine.arena

@@ -123,8 +123,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             raise Malformed("malformed_stream", "the first message says who reads from whom", field="opening")
         opening = first.opening
         engine = self._of_epoch(opening.engine_id, opening.epoch)
-        regions = {id: region.span.address for id, region in engine.regions.items()}
-        gatherer = Gatherer(engine.manifest, regions, engine.arena, engine.pairings)
+        gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
         who = _reader(opening.reader)
         served = ServedStream(engine.leases, who, gatherer, engine.retired, announcing=not engine.strict)
         replies = served.replies(requests)
@@ -143,8 +142,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         said = request.SerializeToString(deterministic=True)
         pairing = await engine.pairings.add(engine.manifest, sources, destination, said)
         if engine.arena is not None:
-            regions = {id: region.span.address for id, region in engine.regions.items()}
-            await prepare_gather(engine.arena, engine.pairings.get(pairing), regions)
+            await prepare_gather(engine.arena, engine.pairings.get(pairing), engine.addresses)
         return peer_pb2.PairReply(pairing=pairing)
 
     @stream

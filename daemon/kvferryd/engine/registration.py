@@ -66,6 +66,11 @@ class Engine:
         return self.session.regions
 
     @property
+    def addresses(self) -> dict[int, int]:
+        """Where its regions begin, by id."""
+        return {id: region.span.address for id, region in self.regions.items()}
+
+    @property
     def attached(self) -> bool:
         return self.session.attached
 

@@ -48,7 +48,7 @@ class Publication:
 
 
 class Versions:
-    """The tables of a lease as its readers were told them. Kept only where later ones do not contain them."""
+    """The tables of a lease, publish by publish. Only those are kept that later ones do not contain."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -163,7 +163,7 @@ class Lease:
             seen = self.version
             if self.state in (LeaseState.EXPIRED, LeaseState.REVOKED):
                 raise self.over()
-            last = not self.more  # as it is told now: while the reader is told, more may be published
+            last = not self.more  # of this version: more may be published before the caller comes back
             yield seen
             if last:
                 return
@@ -186,7 +186,7 @@ class Lease:
         return self._expiry.when() - asyncio.get_running_loop().time()
 
     def publish(self, said: Publication, after: asyncio.Future[None] | None) -> bool:
-        """Keep it, to be shown after what was said before; False where the same was said already.
+        """Queue it, to be shown after the publishes before it. False for an equal publish, which changes nothing.
 
         Raises KvferryError: `already_published`, `published_less`, `published_blocks_moved`,
         `published_other_prompt`, `full`.
@@ -238,7 +238,7 @@ class Lease:
         self._wake()
 
     def end(self, state: LeaseState, reason: str) -> None:
-        """Keep no more than a tombstone needs, and tell who waits. Its validity word is cleared already."""
+        """Keep only what a tombstone needs, and wake everybody who waits. The validity word is cleared already."""
         self.machine.move(state)
         self.reason = reason
         self._expiry.cancel()

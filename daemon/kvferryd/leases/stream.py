@@ -30,7 +30,7 @@ Take = Callable[[], "peer_pb2.ReadReply | None"]
 
 
 class Turns:
-    """Who has something pending, each at most once, in the order in which they asked."""
+    """Those that have something to send, each at most once, in the order in which they asked."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Take, None] = OrderedDict()
@@ -61,12 +61,12 @@ class Turns:
 class _Reading:
     """One lease as this reader follows it, until it is closed."""
 
-    def __init__(self, stream: ServedStream, number: int, asked: peer_pb2.LeaseOpen) -> None:
-        self._stream, self.number, self.request_id = stream, number, asked.request_id
-        self._known = asked.known_word, asked.known_version
+    def __init__(self, stream: ServedStream, number: int, request_id: str, known: tuple[int, int]) -> None:
+        """known: word and version of an announcement that the reader goes by."""
+        self._stream, self._number, self._request_id, self._known = stream, number, request_id, known
         self.opened: Opened | None = None
         self._lease: Lease | None = None
-        """Once the reader has it as it is: told of it, or known from an announcement."""
+        """Set once the reader has its present version, from an update or an announcement."""
         self._gather: Gather | None = None
         self._update: Lease | None = None
         self._problem: KvferryError | None = None
@@ -75,8 +75,8 @@ class _Reading:
     async def _follow(self) -> None:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
         try:
-            check_request_id(self.request_id)
-            lease = await self._stream.leases.find(self.request_id)
+            check_request_id(self._request_id)
+            lease = await self._stream.leases.find(self._request_id)
             with lease.reading(self._stream.who) as self.opened:
                 async for _ in lease.follow():
                     if not self._knows(lease):
@@ -93,7 +93,7 @@ class _Reading:
             self._queue()
 
     def _knows(self, lease: Lease) -> bool:
-        """Whether the reader goes by the lease as it is, from an announcement."""
+        """Whether the reader has the present version of the lease from an announcement."""
         return self._lease is None and self._known == (lease.word.value, lease.version)
 
     def pack(self, said: peer_pb2.Pack) -> None:
@@ -102,7 +102,7 @@ class _Reading:
                 self._gather.end()
             self._gather = Gather(self._stream.gatherer, said.packing, said.open, self._queue)
             # A lease known from an announcement is opened at the loop's next turn, long before anything is packed.
-            lease = self._lease or self._stream.leases.get(self.request_id)
+            lease = self._lease or self._stream.leases.get(self._request_id)
             if lease is not None and (self._lease is not None or self._knows(lease)):
                 self._begin(self._gather, lease)
         if self._gather is not None and self._gather.number == said.packing:
@@ -124,15 +124,15 @@ class _Reading:
         update, self._update = self._update, None
         if update is not None and not update.state.ended:
             self._queue()  # for what else is pending
-            return peer_pb2.ReadReply(reading=self.number, update=_update_of(update))
+            return peer_pb2.ReadReply(reading=self._number, update=_update_of(update))
         packed = self._gather.take() if self._gather is not None else None
         if packed is not None:
             self._queue()
-            return peer_pb2.ReadReply(reading=self.number, pack=packed)
+            return peer_pb2.ReadReply(reading=self._number, pack=packed)
         if self._problem is None:
             return None
-        self._stream.forget(self)
-        return peer_pb2.ReadReply(reading=self.number, problem=problem_to_proto(self._problem))
+        self._stream.readings.pop(self._number, None)
+        return peer_pb2.ReadReply(reading=self._number, problem=problem_to_proto(self._problem))
 
 
 class ServedStream:
@@ -144,7 +144,7 @@ class ServedStream:
         """retired: set when the engine is. announcing: the reader may get leases that it did not ask for."""
         self.leases, self.who, self.gatherer = leases, who, gatherer
         self._retired, self._announcing = retired, announcing
-        self._readings: dict[int, _Reading] = {}
+        self.readings: dict[int, _Reading] = {}
         self.turns = Turns()
         self._announced: deque[Lease] = deque()
         """Leases that the reader may want next."""
@@ -167,9 +167,9 @@ class ServedStream:
         finally:
             self.leases.audience.discard(self._announce)
             running.cancel()
-            for reading in self._readings.values():
+            for reading in self.readings.values():
                 reading.close()
-            self._readings.clear()
+            self.readings.clear()
             await asyncio.wait([running])
 
     async def _run(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
@@ -179,7 +179,7 @@ class ServedStream:
             await asyncio.wait([listening, retiring], return_when=asyncio.FIRST_COMPLETED)
             if not self._retired.is_set():
                 listening.result()
-            elif readings := [reading.task for reading in self._readings.values()]:
+            elif readings := [reading.task for reading in self.readings.values()]:
                 await asyncio.wait(readings, timeout=ENDED_S)
         finally:
             listening.cancel()
@@ -191,34 +191,28 @@ class ServedStream:
                 return  # not "the lease has ended": the end of the stream says that the engine may have started anew
             match request.WhichOneof("kind"):
                 case "pack":
-                    said, opening = request.pack, request.pack.open
-                    if opening.request_id:
-                        self._open(
-                            peer_pb2.LeaseOpen(
-                                reading=said.reading,
-                                request_id=opening.request_id,
-                                known_word=opening.word,
-                                known_version=opening.version,
-                            )
-                        )
-                    if (reading := self._readings.get(said.reading)) is not None:
+                    said, also = request.pack, request.pack.open
+                    if also.request_id:
+                        self._open(said.reading, also.request_id, (also.word, also.version))
+                    if (reading := self.readings.get(said.reading)) is not None:
                         reading.pack(said)
                 case "open":
-                    self._open(request.open)
+                    asked = request.open
+                    self._open(asked.reading, asked.request_id, (asked.known_word, asked.known_version))
                 case "close":
                     self._close(request.close)
                 case kind:
                     raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
-    def _open(self, asked: peer_pb2.LeaseOpen) -> None:
-        if asked.reading in self._readings or len(self._readings) >= self.leases.limit:
-            why = f"it is open already, or {len(self._readings)} readings are too many"
+    def _open(self, number: int, request_id: str, known: tuple[int, int]) -> None:
+        if number in self.readings or len(self.readings) >= self.leases.limit:
+            why = f"it is open already, or {len(self.readings)} readings are too many"
             remedy = "number readings from 1, and close those that are over"
-            raise Malformed("malformed_read", why, field="open.reading", value=asked.reading, remedy=remedy)
-        self._readings[asked.reading] = _Reading(self, asked.reading, asked)
+            raise Malformed("malformed_read", why, field="open.reading", value=number, remedy=remedy)
+        self.readings[number] = _Reading(self, number, request_id, known)
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
-        """Nobody waits for an answer: of a reading that is over or refused there is nothing to close."""
+        """Not answered. A reading that is over, or was refused, needs no closing."""
         if not asked.reading:
             check_request_id(asked.request_id)
             lease = self.leases.get(asked.request_id)
@@ -226,15 +220,10 @@ class ServedStream:
             if asked.complete and meant:
                 with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
                     self.leases.finished(asked.request_id, self.who)
-        elif (reading := self._readings.pop(asked.reading, None)) is not None:
+        elif (reading := self.readings.pop(asked.reading, None)) is not None:
             if reading.opened is not None:
                 reading.opened.close(complete=asked.complete)
             reading.close()
-
-    def forget(self, reading: _Reading) -> None:
-        """Its end has been sent."""
-        if self._readings.get(reading.number) is reading:
-            del self._readings[reading.number]
 
     def _announce(self, lease: Lease) -> None:
         if len(self._announced) < ANNOUNCEMENTS:

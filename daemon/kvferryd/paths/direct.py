@@ -32,7 +32,7 @@ class Direct:
         """Raises TransportError of the first read that fails."""
         bound, agent = move.bound, move.engine.agent
         runs = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs)
-        regions = move.regions
+        regions = {id: region.span for id, region in move.engine.regions.items()}
         rows = await beside(runs, lambda: [_rows(each, regions, move.peer) for each in bound.runs()])
         reads = [agent.read(*each, move.priority) for each in rows]
         move.flights.extend(reads)

@@ -20,7 +20,7 @@ class Mapped:
         runner = move.engine.runner
         assert runner is not None
         sources = move.peer.mapped_addresses()
-        own = {id: span.address for id, span in move.regions.items()}
+        own = move.engine.addresses
         copy = runner.copy(move.bound.nbytes, lambda: mapped(moves(move.bound), sources, own), move.priority)
         move.flights.append(copy)
         await copy.done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.transport import Read, Span
+from kvferryd.transport import Read
 
 
 class PathName(enum.StrEnum):
@@ -64,11 +64,6 @@ class Move:
     deadline: float
     flights: list[Flight]
     before: Sequence[Moved]
-
-    @property
-    def regions(self) -> Mapping[int, Span]:
-        """The engine's own, by id."""
-        return {id: region.span for id, region in self.engine.regions.items()}
 
     @property
     def ranks(self) -> frozenset[int]:

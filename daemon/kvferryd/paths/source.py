@@ -33,7 +33,7 @@ class SourceReader:
         """digest: what the lease must have been published with; empty is not checked."""
         self.source, self.request_id, self._digest = source, request_id, digest
         self.lease = peer_pb2.LeaseUpdate(more=True)
-        """As the source told it last."""
+        """The source's last update."""
         self.tables: Tables = {}
         self.announced = False
         """It goes by an announcement, which the source has not confirmed."""
@@ -105,8 +105,8 @@ class SourceReader:
         self.lease, self.tables = update, tables_from_proto(update.tables, "source tables")
 
     def gather(self, chunks: ChunkStream, opening: peer_pb2.PackOpen) -> tuple[int, OpenStream]:
-        """(the number under which replies go to `chunks` from now on, the stream to speak on). Completes the opening:
-        the lease is to be gathered as it was told last. Raises KvferryError when the stream is over."""
+        """Completes the opening with the lease's last update, and sends replies to `chunks` from now on; (the gather's
+        number, the stream to send on). Raises KvferryError when the stream is over."""
         opening.word, opening.version = self.lease.word, self.lease.version
         if self._opening is not None:
             self._follow()
@@ -124,7 +124,7 @@ class SourceReader:
             self.on_lost(problem_from_proto(reply.problem))
         elif self._chunks is not None:
             if not reply.pack.HasField("problem"):
-                self.announced = False  # the source gathers the lease as it was announced
+                self.announced = False  # the source gathers, so it still has the announced version
             self._chunks.on_reply(reply.pack)
 
     def on_lost(self, why: KvferryError) -> None:
@@ -186,7 +186,7 @@ class ChunkStream:
         self._queued = False
 
     def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
-        """Ask for a chunk: there is a slot for it, or will be when a copy has ended. Done when it is packed."""
+        """Ask for a chunk. The caller has a slot for it, or will have one when a copy has ended. Done when packed."""
         self._wanted_at[index] = self._loop.time()
         self._pending.want.append(index)
         self._queue()

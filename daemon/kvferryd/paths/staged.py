@@ -79,7 +79,7 @@ def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: int) -> int:
 async def _move(move: Move) -> Moved:
     peer, bound, arena = move.peer, move.bound, move.engine.arena
     assert arena is not None
-    journey = _Journey(move, arena, {id: span.address for id, span in move.regions.items()})
+    journey = _Journey(move, arena, move.engine.addresses)
     stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
     chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, arena.slot_nbytes)
     readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
@@ -130,7 +130,7 @@ class _Journey:
             turn = await self._through(await self.arena.take(Use.READ), turn, turns)
 
     async def _through(self, slot: Slot, turn: Turn, turns: Iterator[Turn]) -> Turn | None:
-        """Chunk after chunk through this slot, until there is none left or somebody else is to have it: the next."""
+        """Carry chunks through this slot until none is left or others wait for a slot; returns the next turn then."""
         read: Read | None = None
         try:
             stream, index = turn

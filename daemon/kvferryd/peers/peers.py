@@ -159,8 +159,7 @@ class Peers:
                     await self._map(engine, ranks[rank], peer)
                 await self._load(engine.agent, ranks[rank], peer)
             if engine.runner is not None and not peer.unmapped:
-                own = {id: region.span.address for id, region in engine.regions.items()}
-                await compile_kernels(engine.runner, planned, peer.mapped_addresses(), own)
+                await compile_kernels(engine.runner, planned, peer.mapped_addresses(), engine.addresses)
             if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
                 await stage(peer, engine.arena, self._config.connect_timeout_s)
         except BaseException:

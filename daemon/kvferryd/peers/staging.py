@@ -36,8 +36,7 @@ async def stage(peer: PeerEngine, arena: Arena, timeout_s: float) -> None:
     """Make the first staged transfer from this peer as fast as the next. What fails here is tried again by that one."""
     ranks = [peer.ranks[rank] for rank in peer.plan.reads_from]
     await asyncio.gather(*(_stage(rank, peer.plan, timeout_s) for rank in ranks if rank.staging))
-    own = {id: region.span.address for id, region in peer.own.regions.items()}
-    await prepare_scatter(arena, peer.plan, own)
+    await prepare_scatter(arena, peer.plan, peer.own.addresses)
 
 
 async def _stage(rank: PeerRank, plan: Plan, timeout_s: float) -> None:

@@ -38,11 +38,10 @@ class Use(Enum):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """`nbytes` bytes from `address`. `give_back` it once; what still writes or reads it must be over by then."""
+    """A slot of the arena, from `address`. `give_back` it once; what still writes or reads it must be over by then."""
 
     index: int
     address: int
-    nbytes: int
     use: Use
     lent: bool = True
     kept_until: float = 0.0
@@ -79,7 +78,7 @@ class Arena:
         return len(self._waiting)
 
     def sought(self, use: Use) -> bool:
-        """Whether a slot lent for this use would go to somebody who waits, were it given back now."""
+        """Whether a slot of this use, if it were given back now, would go to another that waits for one."""
         return any(
             not future.done() and (each is use or self._lent[each] < self.most) for each, future in self._waiting
         )
@@ -109,7 +108,7 @@ class Arena:
     def _asked(self, future: asyncio.Future[Slot]) -> None:
         if future.cancelled():
             self._waiting = deque(entry for entry in self._waiting if entry[1] is not future)
-            self._lend()  # who waited behind it may have been held up by it alone
+            self._lend()  # it alone may have held up those behind it
 
     def give_back(self, slot: Slot, quiet: asyncio.Future[None] | None = None) -> None:
         """The slot is free, or will be when the read into it is quiet. Idempotent."""
@@ -147,7 +146,7 @@ class Arena:
                 continue
             self._lent[use] += 1
             index = self._free.popleft()
-            future.set_result(Slot(index, self.span.address + index * self.slot_nbytes, self.slot_nbytes, use))
+            future.set_result(Slot(index, self.span.address + index * self.slot_nbytes, use))
         held_up.extend(self._waiting)
         self._waiting = held_up
 

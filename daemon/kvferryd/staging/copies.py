@@ -15,7 +15,7 @@ from kvferryd.copy import Batch, host
 from kvferryd.copy.runner import Runner
 
 Build = Callable[[], Sequence[Batch]]
-"""Makes the batches, as often as it is called; on whatever thread copies."""
+"""Makes the batches. Called on the thread that copies, perhaps more than once."""
 
 STAGING_FACTOR = 2
 """SMs of a staging copy, in units of what `programs` grants a mapped one. A program has 128 KiB in flight; mapped, that
@@ -47,7 +47,7 @@ class HostCopies:
 
 
 class GpuCopies:
-    """On a GPU: through the runner that its engine's mapped copies go through as well, and whose owner closes it."""
+    """On a GPU: through the engine's runner, which its mapped copies share. The engine closes it."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -59,13 +59,13 @@ def packs(share: Plan, rank: int, tables: Tables, wanted: peer_pb2.PackOpen) -> 
 
 
 class Pairings:
-    """This rank's part of the plans of those who read from it, by the names that they were told."""
+    """This rank's part of the plan of every reader, by the name that the reader was given."""
 
     def __init__(self) -> None:
         self._known: LRUCache[str, Plan] = LRUCache(PAIRINGS)
 
     async def add(self, own: Manifest, sources: Sequence[Manifest], destination: Manifest, said: bytes) -> str:
-        """Plan as the reader does; returns the plan's name. `said`: all of that as it came.
+        """Plan as the reader does; returns the plan's name. said: the reader's request, which the name is a digest of.
 
         Raises KvferryError (`protocol`) when the reader sees this rank otherwise than it is, PlanRefused.
         """

@@ -124,7 +124,7 @@ class Ranks:
 
     @staticmethod
     def _stop_own(transfer: Transfer, share: RankTransfer) -> None:
-        """One rank without its KV makes the others' useless: tell this rank's engine now, not at the deadline."""
+        """KV is of use only if all ranks have it: tell this rank's engine now, not at the deadline."""
         if share.state is TransferState.ABORTED:
             why: KvferryError = Conflict("aborted", f"rank {share.rank} of the same engine was aborted")
         else:

@@ -48,7 +48,7 @@ class Transfers:
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._current: dict[Key, Transfer] = {}
         self._finished: dict[str, Transfer] = {}
-        """Those whose part on this rank has ended, the oldest first."""
+        """Transfers whose part on this rank has ended, the oldest first."""
         self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt begun."""
         self._dead: LRUCache[Key, int] = LRUCache(ATTEMPTS)
@@ -134,7 +134,9 @@ class Transfers:
             raise current.problem or _conflict(request_id, f"has ended already in attempt {attempt}")
         if order is not None and current is not None and _has(current, order, exactly=False):
             order = None
-        transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted, deadline_s=deadline_s)
+        transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted)
+        if current is None and deadline_s:
+            transfer.set_deadline(deadline_s)
         if order is not None:
             self._ranks.hand_on(transfer)
         return transfer
@@ -149,10 +151,9 @@ class Transfers:
         reservation: Reservation | None,
         *,
         counted: bool,
-        deadline_s: float | None = None,
     ) -> Transfer:
-        """Give what came to the transfer under way, or where there is none to that of a new attempt, which ends the one
-        before. A refusal changes nothing."""
+        """Hand the order and the reservation to the transfer under way. Without one, begin a new attempt, which ends
+        the one before. A refusal changes nothing."""
         claim = None
         if transfer is None:
             self._check_room(engine)
@@ -167,8 +168,6 @@ class Transfers:
                 why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
                 before.stop(TransferState.ABORTED, why)
             transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
-            if deadline_s:
-                transfer.set_deadline(deadline_s)
             self._attempts[key] = attempt
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
             self._appeared.set()
@@ -284,7 +283,7 @@ class Transfers:
                 transfer.stop(TransferState.FAILED, Unavailable("engine_gone", why))
 
     async def leave(self, engine: Engine) -> None:
-        """The engine is retired: nothing more is said to its other ranks."""
+        """The engine is retired: close the channels to its other ranks."""
         await self._ranks.leave(engine)
 
     async def wait_new(self) -> None:
