@@ -296,7 +296,7 @@ async def test_a_lease_that_ends_waits_for_no_fence(
     if end == "revoke":
         leases.revoke("r", "aborted")
     else:
-        leases.revoke_unfinished("the engine is gone")
+        leases.revoke_all("the engine is gone", keep_whole=True)
     assert lease.state is LeaseState.REVOKED
     assert waiting.cancelled()
     await quiet()

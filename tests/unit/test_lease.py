@@ -344,7 +344,7 @@ async def test_what_a_dead_engine_published_whole_stays_and_the_rest_ends(publis
     whole, partly = publish("whole"), publish("partly", more=True)
     waiting = asyncio.create_task(leases.find("awaited"))
     await asyncio.sleep(0)
-    leases.revoke_unfinished("the engine is gone")
+    leases.revoke_all("the engine is gone", keep_whole=True)
     assert (whole.state, partly.state) == (LeaseState.PUBLISHED, LeaseState.REVOKED)
     assert await lasting(leases.find("whole")) is whole
     for wait in (waiting, leases.find("later")):

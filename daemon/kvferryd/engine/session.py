@@ -113,7 +113,7 @@ class Session:
         if any(not region.owned for region in self.regions.values()):
             self.engine.leases.revoke_all(f"{why}, and owned its memory")
         else:
-            self.engine.leases.revoke_unfinished(why)
+            self.engine.leases.revoke_all(why, keep_whole=True)
 
     async def retire(self, reason: str, *, keep: bool = False) -> dict[int, Region]:
         """Close everything. Nothing of it is read or written afterwards, unless it is `stuck`. Idempotent.

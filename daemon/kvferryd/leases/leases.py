@@ -148,16 +148,12 @@ class Leases:
             waiting.set_exception(lease_ended(request_id, reason))
         return False
 
-    def revoke_all(self, reason: str) -> None:
-        """The engine's registration is over: nothing of it is read from now on."""
+    def revoke_all(self, reason: str, *, keep_whole: bool = False) -> None:
+        """Nothing more will be published: end every lease and every wait for one. keep_whole: not what is published
+        whole, which may still be read."""
         self._closed = reason
-        for request_id in [*self._live, *self._awaited]:
-            self.revoke(request_id, reason)
-
-    def revoke_unfinished(self, reason: str) -> None:
-        """Nothing more will be published: end what is being published or waited for. What is whole stays."""
-        self._closed = reason
-        for request_id in [*(lease.request_id for lease in self if lease.more), *self._awaited]:
+        ending = [lease.request_id for lease in self if lease.more or not keep_whole]
+        for request_id in [*ending, *self._awaited]:
             self.revoke(request_id, reason)
 
     def _settle(self, lease: Lease) -> None:
