@@ -19,7 +19,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
-from kvferryd.beside import beside, when_done
+from kvferryd.aio import beside, when_done
 from kvferryd.copy import Chunk
 from kvferryd.leases.lease import Lease
 from kvferryd.plan import Plan

@@ -130,7 +130,8 @@ class Lease:
         """Why it was revoked, where nobody asked for that."""
         self.fenced: deque[tuple[Publication, asyncio.Future[None] | None]] = deque()
         """Published and not yet seen by readers, in order, each with its fence."""
-        self._changed = asyncio.Event()
+        self.changing = asyncio.Event()
+        """Set at the next publish or at the end; another event takes its place."""
         self.settle = functools.partial(settle, self)
         self._expiry = asyncio.get_running_loop().call_later(ttl_s, self.settle)
         self._readers: dict[ReaderId, Opened] = {}
@@ -152,7 +153,7 @@ class Lease:
 
     async def changed(self) -> None:
         """Wait for the next publish or the end."""
-        await self._changed.wait()
+        await self.changing.wait()
 
     async def follow(self) -> AsyncIterator[int]:
         """Its version now and after every publish. Ends after the last; raises when the lease ends before."""
@@ -173,8 +174,8 @@ class Lease:
             await self.changed()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changing.set()
+        self.changing = asyncio.Event()
 
     def restart_ttl(self) -> None:
         self._expiry.cancel()

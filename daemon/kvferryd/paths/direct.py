@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvferryd.beside import beside
+from kvferryd.aio import beside
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
-from kvferryd.beside import beside
+from kvferryd.aio import beside, together
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName, packed_whole
@@ -32,7 +32,6 @@ from kvferryd.peers.staging import pair
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.copies import over
 from kvferryd.staging.share import wanting
-from kvferryd.together import together
 from kvferryd.transport import Read
 
 IN_FLIGHT = 8

@@ -14,11 +14,11 @@ from cachetools import LRUCache
 from kvferry.errors import Conflict, Full, KvferryError, NotFound, PeerFailed, Unavailable
 from kvferry.schemas import TransferState
 from kvferryd import logs
+from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
-from kvferryd.together import Tasks
 from kvferryd.transfers.claims import Claim, Claims
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks
