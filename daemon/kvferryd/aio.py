@@ -28,6 +28,14 @@ def beside(rows: int, work: Callable[[], T]) -> asyncio.Future[T]:
     return worked
 
 
+def when_done(future: asyncio.Future[T], then: Callable[[asyncio.Future[T]], object]) -> None:
+    """Call `then` with the future: now if it is done, and not only at the loop's next turn."""
+    if future.done():
+        then(future)
+    else:
+        future.add_done_callback(then)
+
+
 def settle(future: asyncio.Future[T], result: T | None = None, *, error: KvferryError | None = None) -> None:
     """Settle `future`: at once on its own loop, soon from any thread; nothing if it is settled, or its loop closed."""
     loop = future.get_loop()
@@ -80,3 +88,12 @@ async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Tasks(set["asyncio.Task[None]"]):
+    """Work that outlasts whoever started it, until it has ended."""
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self.add(task)
+        task.add_done_callback(self.discard)

@@ -15,7 +15,7 @@ from kvferry.manifest import Manifest
 from kvferry.tables import Tables
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_from_proto
-from kvferryd.staging.share import Wanted, packs, share_of
+from kvferryd.staging.share import packs, share_of
 
 CHUNK = 16 << 10
 SLOTS = 3
@@ -108,7 +108,5 @@ def wants(opening: peer_pb2.PackOpen, sources: Sequence[Manifest], own: Manifest
     paged, state = own.groups
     for group, blocks in ((paged, -(-tokens // paged.block_size)), (state, 1)):
         opening.tables[group.name].CopyFrom(peer_pb2.TableShape(first_token=0, blocks=blocks))
-    theirs = dict(opening.tables)
-    wanted = Wanted((0, tokens), True, theirs)  # type: ignore[arg-type]  # has the same fields
-    chunks = packs(share_of(sources, own, 0), 0, tables, wanted, CHUNK)
+    chunks = packs(share_of(sources, own, 0), 0, tables, opening)
     opening.chunks, opening.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)

@@ -21,7 +21,7 @@ from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto
-from kvferryd.staging.pairings import PAIRINGS
+from kvferryd.staging.share import PAIRINGS
 
 pytestmark = pytest.mark.anyio
 FLAGS = ("--way", "staged", "--arena-mb", "1")

@@ -15,23 +15,21 @@ from test_arena import Memory
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
-from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.api.answer import first_of
 from kvferryd.config import Config
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
 from kvferryd.leases.gather import Gatherer
-from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
-from kvferryd.paths.chunk_stream import ChunkStream
+from kvferryd.paths.source import ChunkStream, SourceReader
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
-from kvferryd.staging.pairings import Pairings
-from kvferryd.staging.share import Wanted, packs, shapes, share_of
-from kvferryd.transfers.source import SourceReader
+from kvferryd.staging.share import Pairings, packs, share_of, wanting
 
 pytestmark = pytest.mark.anyio
 SOURCE, READER = cache(*attention(dim=64)), cache(*attention(dim=64, order=HND), engine="decode")
@@ -67,7 +65,7 @@ class Pair:
     arena: Arena
 
     def publish(self, request_id: str) -> Lease:
-        return self.source.leases.publish(request_id, TABLES, 16, more=False, metadata=b"", ttl_s=60, readers=1)
+        return self.source.leases.publish(request_id, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
 
     async def view(self, request_id: str) -> SourceReader:
         view = SourceReader(self.rank, request_id, b"")
@@ -88,23 +86,15 @@ class Pair:
 
     def stream(self, view: SourceReader, **change: Any) -> ChunkStream:
         chunks = every_chunk()
-        opening = peer_pb2.PackOpen(
-            pairing=self.rank.pairing,
-            tokens=layout_pb2.TokenRange(start=0, stop=16),
-            states=True,
-            chunk_nbytes=CHUNK,
-            chunks=len(chunks),
-            nbytes=sum(chunk.nbytes for chunk in chunks),
-            last=True,
-        )
-        for group, shape in shapes(TABLES).items():
-            opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
+        opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
+        opening.pairing, opening.last = self.rank.pairing, True
+        opening.chunks, opening.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
         opening.MergeFrom(peer_pb2.PackOpen(**change))
         return ChunkStream(view, opening, chunks)
 
 
 def every_chunk() -> Sequence[Chunk]:
-    return packs(share_of([SOURCE], READER, 0), 0, TABLES, Wanted((0, 16), True, shapes(TABLES)), CHUNK)
+    return packs(share_of([SOURCE], READER, 0), 0, TABLES, wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK))
 
 
 @pytest.fixture
@@ -230,7 +220,7 @@ async def test_a_reading_closes_its_own_lease_when_the_request_has_been_publishe
 
 async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish(pair: Pair) -> None:
     leases = pair.source.leases
-    leases.publish("first", TABLES, 16, more=True, metadata=b"", ttl_s=60, readers=1)
+    leases.publish("first", Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
     view = await pair.view("first")
     leases.revoke("first", "for a test")
     async with asyncio.timeout(5):

@@ -50,7 +50,7 @@ from kvferryd.config import Config
 from kvferryd.engine.registration import Engine
 from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
-from kvferryd.leases.lease import Lease
+from kvferryd.leases.lease import Lease, Publication
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Files
 from kvferryd.metrics import Metrics
@@ -497,10 +497,10 @@ class Done(RuleBasedStateMachine):
             self._compute(published)
         leases = self.source.engine.leases
         tables = {"full": BlockTable.of(published.blocks)}
-        told = {"more": published.more, "metadata": b"", "ttl_s": TTL_S, "readers": published.readers}
+        said = Publication(tables, published.tokens, b"", published.more, published.digest)
         self._call(
-            self.source, leases.publish, published.request_id, tables, published.tokens,
-            after=published.fence, digest=published.digest, **told,
+            self.source, leases.publish, published.request_id, said,
+            ttl_s=TTL_S, readers=published.readers, after=published.fence,
         )  # fmt: skip
 
     def _compute(self, published: Published) -> None:
@@ -865,11 +865,12 @@ class Done(RuleBasedStateMachine):
         assert not any(len(claims) for claims in jobs._claims.values())
         assert self.reader.engine is None or all(held.safe for held in self.attempts)
         assert not any(peer.users for peer in self.reader.ferry.peers_known)
-        assert not any(served._readings for served in self.served)
+        assert not any(served.readings for served in self.served)
         for side in (self.source, self.reader):
             if side.engine is not None:
                 leases, arena = side.engine.leases, side.engine.arena
-                assert not len(leases) and not leases._awaited and not leases._timers
+                assert not len(leases) and not leases._awaited
+                assert all(lease._expiry.cancelled() for lease in leases._ended.values())
                 assert not leases.words._words.any() and len(leases.words._free) == leases.limit
                 assert arena is not None and not arena.used_nbytes and not arena.waiting
         for side in (self.reader, self.source):

@@ -23,7 +23,7 @@ from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd.engine import fences as watched
 from kvferryd.leases import lease as lease_module
-from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
@@ -64,9 +64,10 @@ async def leases(ended: list[Lease]) -> Leases:
     return Leases("prefill", "1", ended.append, 8)
 
 
-def publish(leases: Leases, num_tokens: int = 8, **more: Any) -> Lease:
-    told = {"request_id": "r", "tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "readers": 1} | more
-    return leases.publish(num_tokens=num_tokens, **told)
+def publish(leases: Leases, num_tokens: int = 8, request_id: str = "r", **more: Any) -> Lease:
+    told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "after": None} | more
+    ttl_s, after = told.pop("ttl_s"), told.pop("after")
+    return leases.publish(request_id, Publication(num_tokens=num_tokens, **told), ttl_s=ttl_s, readers=1, after=after)
 
 
 async def lasting(wait: Any) -> Any:
@@ -192,7 +193,7 @@ async def test_readers_see_nothing_before_the_fence(page: Fences, watch: watched
     lease = publish(leases, after=watch.reached(fence, LONG_S), metadata=b"first token")
     assert lease.state is LeaseState.PUBLISHING
     assert await lasting(leases.find("r")) is lease
-    with leases.reading(lease, READER):
+    with lease.reading(READER):
         follower = lease.follow()
         update = asyncio.create_task(anext(follower))
         await quiet()
@@ -295,7 +296,7 @@ async def test_a_lease_that_ends_waits_for_no_fence(
     if end == "revoke":
         leases.revoke("r", "aborted")
     else:
-        leases.revoke_unfinished("the engine is gone")
+        leases.revoke_all("the engine is gone", keep_whole=True)
     assert lease.state is LeaseState.REVOKED
     assert waiting.cancelled()
     await quiet()

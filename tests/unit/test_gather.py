@@ -12,18 +12,17 @@ from test_arena import Gate, Memory
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
-from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.v1 import peer_pb2
 from kvferryd import aio
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
 from kvferryd.leases.gather import Gather, Gatherer
-from kvferryd.leases.lease import Lease, ReaderId
+from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.plan import PlanRefused
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
-from kvferryd.staging.pairings import PAIRINGS, Pairings
-from kvferryd.staging.share import Wanted, packs, shapes, share_of
+from kvferryd.staging.share import PAIRINGS, Pairings, packs, share_of, wanting
 
 pytestmark = pytest.mark.anyio
 CHUNK = 4096
@@ -55,12 +54,12 @@ async def leases() -> Leases:
 
 @pytest.fixture
 async def lease(leases: Leases) -> Lease:
-    return leases.publish("r", TABLES, 16, more=False, metadata=b"", ttl_s=60, readers=1)
+    return leases.publish("r", Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
 
 
 @pytest.fixture
 def chunks() -> list[Chunk]:
-    return packs(share_of([SOURCE], READER, 0), 0, TABLES, Wanted((0, 16), True, shapes(TABLES)), CHUNK)
+    return packs(share_of([SOURCE], READER, 0), 0, TABLES, wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK))
 
 
 class Reader:
@@ -111,18 +110,17 @@ async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Callab
     """Of the lease, all of it; whose packing has not begun."""
     said = b"a plan"
     pairings = Pairings()
-    opening = peer_pb2.PackOpen(
-        word=lease.word.value,
-        version=1,
-        pairing=await pairings.add(SOURCE, [SOURCE], READER, said),
-        tokens=layout_pb2.TokenRange(start=0, stop=16),
-        states=True,
-        chunk_nbytes=CHUNK,
-        chunks=len(chunks),
-        nbytes=sum(chunk.nbytes for chunk in chunks),
+    opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
+    opening.MergeFrom(
+        peer_pb2.PackOpen(
+            word=lease.word.value,
+            version=1,
+            pairing=await pairings.add(SOURCE, [SOURCE], READER, said),
+            chunks=len(chunks),
+            nbytes=sum(chunk.nbytes for chunk in chunks),
+            last=True,
+        )
     )
-    for group, shape in shapes(TABLES).items():
-        opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
     return lambda arena: Reader(Gatherer(SOURCE, {0: pool.ctypes.data}, arena, pairings), opening)
 
 
@@ -249,8 +247,8 @@ async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
 ) -> None:
     reader, who = readers(arena), ReaderId("decode", "1", 0, 1)
     wanted = range(len(chunks) - more)
-    with leases.reading(lease, who):
-        reader.gather.begin(lease, lambda: leases.packed(lease, who))
+    with lease.reading(who) as opened:
+        reader.gather.begin(lease, opened.packed)
         reader.says(want=wanted)
         await reader.has(len(wanted))
         assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"

@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd.leases.lease import Lease, Opened, ReaderId
+from kvferryd.leases.lease import Lease, Opened, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
@@ -42,14 +42,20 @@ Publish = Callable[..., Lease]
 def publish(leases: Leases) -> Publish:
     def publish(request_id: str = "r", num_tokens: int = 8, **more: Any) -> Lease:
         told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "readers": 1} | more
-        return leases.publish(request_id, num_tokens=num_tokens, **told)
+        ttl_s, readers = told.pop("ttl_s"), told.pop("readers")
+        return leases.publish(request_id, Publication(num_tokens=num_tokens, **told), ttl_s=ttl_s, readers=readers)
 
     return publish
 
 
-def read(leases: Leases, who: ReaderId, lease: Lease, *, complete: bool = True) -> tuple[bool, str]:
-    with leases.reading(lease, who) as opened:
-        return leases.close(lease.request_id, who, opened, complete)
+def read(leases: Leases, who: ReaderId, lease: Lease, *, complete: bool = True) -> None:
+    with lease.reading(who) as opened:
+        opened.close(complete=complete)
+
+
+def word_stands(leases: Leases, lease: Lease) -> bool:
+    """What a reader finds after its last byte."""
+    return lease.word.value in leases.words._words
 
 
 async def lasting(wait: Any) -> Any:
@@ -62,7 +68,8 @@ async def lasting(wait: Any) -> Any:
 
 async def test_a_lease_is_released_by_its_reader(leases: Leases, publish: Publish, ended: list[Lease]) -> None:
     lease = publish()
-    assert read(leases, READER, lease) == (True, "")
+    assert word_stands(leases, lease)
+    read(leases, READER, lease)
     assert lease.state is LeaseState.RELEASED
     assert ended == [lease]
     assert len(leases) == 0
@@ -72,7 +79,7 @@ async def test_all_ranks_of_a_reader_must_have_read(leases: Leases, publish: Pub
     lease = publish()
     for rank in range(3):
         assert lease.state is LeaseState.PUBLISHED
-        assert read(leases, ReaderId("decode", "1", rank, 3), lease)[0]
+        read(leases, ReaderId("decode", "1", rank, 3), lease)
     assert lease.state is LeaseState.RELEASED
 
 
@@ -86,31 +93,32 @@ async def test_ranks_of_two_epochs_do_not_make_one_reader(leases: Leases, publis
 async def test_ranks_count_as_through_when_all_they_want_is_packed(leases: Leases, publish: Publish) -> None:
     lease = publish()
     first, second = (ReaderId("decode", "1", rank, 2) for rank in range(2))
-    with leases.reading(lease, first) as opened, leases.reading(lease, second):
-        leases.packed(lease, first)
+    with lease.reading(first) as opened, lease.reading(second) as other:
+        opened.packed()
         assert lease.state is LeaseState.PUBLISHED
-        leases.packed(lease, second)
+        other.packed()
         assert lease.state is LeaseState.RELEASED
-        assert leases.close("r", first, opened, True) == (True, "")
+        opened.close(complete=True)
+    assert lease.record().readers_closed == 2
 
 
 async def test_what_is_packed_of_a_lease_for_two_engines_keeps_it_for_the_second(
     leases: Leases, publish: Publish
 ) -> None:
     lease = publish(readers=2)
-    with leases.reading(lease, READER):
-        leases.packed(lease, READER)
+    with lease.reading(READER) as opened:
+        opened.packed()
     assert lease.state is LeaseState.PUBLISHED
-    with leases.reading(lease, ReaderId("decode-b", "1", 0, 1)):
-        leases.packed(lease, ReaderId("decode-b", "1", 0, 1))
+    with lease.reading(ReaderId("decode-b", "1", 0, 1)) as opened:
+        opened.packed()
     assert lease.state is LeaseState.RELEASED
 
 
 async def test_a_reader_that_has_gone_is_not_through_by_what_is_packed_later(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    with leases.reading(lease, READER):
+    with lease.reading(READER) as opened:
         pass
-    leases.packed(lease, READER)
+    opened.packed()
     assert lease.state is LeaseState.PUBLISHED
 
 
@@ -133,36 +141,38 @@ async def test_a_reader_that_gave_up_has_not_read(leases: Leases, publish: Publi
 
 async def test_a_rank_with_nothing_to_read_here_counts_without_opening(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    assert leases.close("r", READER, None, True) == (True, "")
+    leases.finished("r", READER)
     assert lease.state is LeaseState.RELEASED
 
 
 async def test_a_rank_with_nothing_to_read_may_close_before_the_publish(leases: Leases, publish: Publish) -> None:
-    leases.close("r", READER, None, True)
+    leases.finished("r", READER)
     assert publish().state is LeaseState.RELEASED
 
 
-async def test_closing_again_is_the_same_answer(leases: Leases, publish: Publish) -> None:
-    lease = publish()
-    with leases.reading(lease, READER) as opened:
-        assert leases.close("r", READER, opened, True)[0]
-        assert leases.close("r", READER, opened, True)[0]
+async def test_closing_again_changes_nothing(leases: Leases, publish: Publish) -> None:
+    lease = publish(readers=2)
+    with lease.reading(READER) as opened:
+        for _ in range(2):
+            opened.close(complete=True)
+            assert (lease.record().readers_closed, lease.state) == (1, LeaseState.PUBLISHED)
 
 
 async def test_who_has_not_opened_a_lease_does_not_close_it_for_who_has(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    with leases.reading(lease, READER):
-        for opened in (Opened(lease), None):
-            with pytest.raises(KvferryError) as refused:
-                leases.close("r", READER, opened, True)
-            assert refused.value.code == "not_opened"
+    with lease.reading(READER):
+        Opened(lease).close(complete=True)
+        with pytest.raises(KvferryError) as refused:
+            leases.finished("r", READER)
+        assert refused.value.code == "not_opened"
+        assert lease.live_readers == 1
     assert lease.state is LeaseState.PUBLISHED
 
 
 async def test_a_reader_opens_once_at_a_time(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    with leases.reading(lease, READER):
-        with pytest.raises(KvferryError) as refused, leases.reading(lease, READER):
+    with lease.reading(READER):
+        with pytest.raises(KvferryError) as refused, lease.reading(READER):
             pass
         assert refused.value.code == "already_reading"
         assert lease.live_readers == 1
@@ -180,7 +190,7 @@ async def test_a_lease_that_nobody_reads_expires(publish: Publish, leases: Lease
 
 async def test_a_lease_with_a_live_reader_does_not_expire(publish: Publish, leases: Leases) -> None:
     read_one, unread = publish("read", ttl_s=NOW_S), publish("unread", ttl_s=2 * NOW_S)
-    with leases.reading(read_one, READER):
+    with read_one.reading(READER):
         await lasting(unread.ended())
         assert read_one.state is LeaseState.PUBLISHED
         assert read_one.record().expires_in_ms is None
@@ -248,11 +258,12 @@ async def test_the_same_publish_again_changes_nothing(publish: Publish) -> None:
 
 async def test_a_reader_of_a_revoked_lease_learns_that_it_did_not_hold(publish: Publish, leases: Leases) -> None:
     lease = publish()
-    with leases.reading(lease, READER) as opened:
+    with lease.reading(READER) as opened:
         assert leases.revoke("r", "aborted")
-        held, reason = leases.close("r", READER, opened, True)
-    assert not held
-    assert "aborted" in reason
+        assert not word_stands(leases, lease)
+        opened.close(complete=True)
+    assert lease.record().readers_closed == 0
+    assert "aborted" in lease.over().message
     assert not leases.revoke("r", "again")
 
 
@@ -267,10 +278,12 @@ async def test_a_reader_that_comes_late_is_told_at_once(publish: Publish, leases
 async def test_a_released_lease_does_not_hold_for_another_reader(publish: Publish, leases: Leases) -> None:
     lease = publish()
     other = ReaderId("other", "1", 0, 1)
-    with leases.reading(lease, other) as opened:
+    with lease.reading(other) as opened:
         read(leases, READER, lease)
         assert lease.state is LeaseState.RELEASED
-        assert leases.close("r", other, opened, True)[0] is False
+        assert not word_stands(leases, lease)
+        opened.close(complete=True)
+    assert lease.record().readers_closed == 1
 
 
 async def test_a_reader_may_come_before_the_publish(publish: Publish, leases: Leases) -> None:
@@ -331,7 +344,7 @@ async def test_what_a_dead_engine_published_whole_stays_and_the_rest_ends(publis
     whole, partly = publish("whole"), publish("partly", more=True)
     waiting = asyncio.create_task(leases.find("awaited"))
     await asyncio.sleep(0)
-    leases.revoke_unfinished("the engine is gone")
+    leases.revoke_all("the engine is gone", keep_whole=True)
     assert (whole.state, partly.state) == (LeaseState.PUBLISHED, LeaseState.REVOKED)
     assert await lasting(leases.find("whole")) is whole
     for wait in (waiting, leases.find("later")):

@@ -11,12 +11,12 @@ from test_copy_host import Memory, sources_of
 
 from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable, Tables
-from kvferry.v1 import layout_pb2
+from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto, manifest_to_proto, tables_from_proto, tables_to_proto
 from kvferryd.copy import Chunk, cut, host, mapped, moves
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.plan import bind, plan
-from kvferryd.staging.share import Wanted, packs, shapes, share_of
+from kvferryd.staging.share import packs, share_of, wanting
 
 
 @tried(150)
@@ -45,8 +45,10 @@ def packed_by(rank: int, case: Case, slot: int, states: bool, later: bool) -> li
     """As the source daemon does it: from what came over the wire, and from its own tables alone."""
     share = share_of([sent(source) for source in case.sources], sent(case.destination), rank)
     tables = tables_from_proto(tables_to_proto(case.source_tables[rank]))
-    wanted = Wanted(case.tokens, states, shapes(case.destination_tables))
-    return packs(share, rank, longer(tables) if later else tables, wanted, slot)
+    wanted = wanting(case.destination_tables, case.tokens, states=states, chunk_nbytes=slot)
+    return packs(
+        share, rank, longer(tables) if later else tables, peer_pb2.PackOpen.FromString(wanted.SerializeToString())
+    )
 
 
 def sent(manifest: Manifest) -> Manifest:

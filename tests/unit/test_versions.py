@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferry.tables import BlockTable
-from kvferryd.leases.versions import WINDOWS, Versions
+from kvferryd.leases.lease import WINDOWS, Versions
 
 
 def tables(*ids: int, first_token: int = 0) -> dict[str, BlockTable]:

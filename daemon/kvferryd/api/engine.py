@@ -18,6 +18,7 @@ from kvferryd.check import check_digest, check_request_id, check_seconds, check_
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
+from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
 from kvferryd.transfers.order import order_from_proto, reservation_from_proto
 
@@ -129,10 +130,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_seconds("ttl_s", request.ttl_s)
         fence = self._fence(engine, request.after) if request.HasField("after") else None
         lease = engine.leases.publish(
-            request.request_id, tables, request.num_tokens,
-            more=request.more, metadata=request.metadata, ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
-            readers=request.readers or 1, digest=request.digest, after=fence,
-        )  # fmt: skip
+            request.request_id,
+            Publication(tables, request.num_tokens, request.metadata, request.more, request.digest),
+            ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
+            readers=request.readers or 1,
+            after=fence,
+        )
         return engine_pb2.PublishReply(state=lease.state.value)
 
     def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:

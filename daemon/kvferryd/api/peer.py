@@ -22,8 +22,8 @@ from kvferryd.leases.lease import ReaderId
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.peers import allow
-from kvferryd.staging.ahead import prepare_gather
 from kvferryd.staging.arena import Arena
+from kvferryd.staging.share import prepare_gather
 from kvferryd.transfers.order import order_from_proto, reservation_from_proto
 from kvferryd.transfers.transfer import Transfer
 

@@ -18,7 +18,7 @@ from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import GpuCopies, HostCopies
-from kvferryd.staging.pairings import Pairings
+from kvferryd.staging.share import Pairings
 from kvferryd.transport import Agent
 
 

@@ -235,7 +235,7 @@ class Engines:
             if any(not region.owned for region in session.regions.values()):
                 session.engine.leases.revoke_all(f"{why}, and owned its memory")
             else:
-                session.engine.leases.revoke_unfinished(why)
+                session.engine.leases.revoke_all(why, keep_whole=True)
         if not session.has_leases:
             self._retire_soon(session, why)
 

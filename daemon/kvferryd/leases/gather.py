@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, Malformed, Unavailable
 from kvferry.manifest import Manifest
+from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
-from kvferryd.aio import beside
+from kvferryd.aio import beside, when_done
 from kvferryd.copy import Chunk
 from kvferryd.leases.lease import Lease
+from kvferryd.plan import Plan
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
-from kvferryd.staging.pairings import Pairings
-from kvferryd.staging.share import Shape, Wanted, packs
+from kvferryd.staging.share import Pairings, packs
 
 log = logs.get(__name__)
 IDLE_S = 30.0
@@ -55,49 +56,31 @@ class Gatherer:
         if lease.state.ended:
             raise lease.over()
         if lease.word.value != opening.word:
-            raise Conflict(
-                "lease_changed",
-                f"request {lease.request_id} has another lease by now",
-                field="word",
-                remedy="open the lease, and go by its update",
-            )
+            why, remedy = f"request {lease.request_id} has another lease by now", "open it, and go by its update"
+            raise Conflict("lease_changed", why, field="word", value=opening.word, remedy=remedy)
         share = self.pairings.get(opening.pairing)
         if not SLOT_ALIGN <= opening.chunk_nbytes <= self.arena.slot_nbytes:
-            raise Malformed(
-                "malformed_pack",
-                f"chunks of {opening.chunk_nbytes} bytes do not fit",
-                field="chunk_nbytes",
-                value=opening.chunk_nbytes,
-                remedy=f"{SLOT_ALIGN} to {self.arena.slot_nbytes} bytes",
-            )
-        tokens = opening.tokens.start, opening.tokens.stop
-        if tokens[1] > lease.num_tokens or (opening.states and lease.more):
-            raise Conflict(
-                "tokens_unpublished",
-                f"tokens up to {tokens[1]} are wanted but {lease.num_tokens} were published",
-                field="tokens",
-                value=f"{tokens[0]}:{tokens[1]}",
-                remedy="wait for the publish",
-            )
-        shapes = {name: Shape(shape.first_token, shape.blocks) for name, shape in opening.tables.items()}
-        wanted, tables = Wanted(tokens, opening.states, shapes), lease.versions.tables(opening.version)
-        expected = opening.chunks, opening.nbytes
-        told = share, self.own.rank, tables, wanted, opening.chunk_nbytes
+            why, remedy = "chunks of this size do not fit", f"{SLOT_ALIGN} to {self.arena.slot_nbytes} bytes"
+            raise Malformed("malformed_pack", why, field="chunk_nbytes", value=opening.chunk_nbytes, remedy=remedy)
+        tokens = opening.tokens
+        if tokens.stop > lease.num_tokens or (opening.states and lease.more):
+            why, value = f"only tokens up to {lease.num_tokens} were published", f"{tokens.start}:{tokens.stop}"
+            raise Conflict("tokens_unpublished", why, field="tokens", value=value, remedy="wait for the publish")
+        tables = lease.versions.tables(opening.version)
+        return functools.partial(_cut, share, self.own.rank, tables, opening)
 
-        def cut() -> list[Chunk]:
-            chunks = packs(*told)
-            found = len(chunks), sum(chunk.nbytes for chunk in chunks)
-            if found != expected:
-                raise Conflict(
-                    "cut_differs",
-                    f"this rank would pack {found[0]} chunks of {found[1]} bytes",
-                    field="chunks, nbytes",
-                    value=f"{expected[0]}, {expected[1]}",
-                    remedy="the two daemons plan differently: use the same version, or way = direct",
-                )
-            return chunks
 
-        return cut
+def _cut(share: Plan, rank: int, tables: Tables, opening: peer_pb2.PackOpen) -> list[Chunk]:
+    chunks = packs(share, rank, tables, opening)
+    found = len(chunks), sum(chunk.nbytes for chunk in chunks)
+    if found != (opening.chunks, opening.nbytes):
+        why, value = (
+            f"this rank would pack {found[0]} chunks of {found[1]} bytes",
+            f"{opening.chunks}, {opening.nbytes}",
+        )
+        remedy = "the two daemons plan differently: use the same version, or way = direct"
+        raise Conflict("cut_differs", why, field="chunks, nbytes", value=value, remedy=remedy)
+    return chunks
 
 
 class Gather:
@@ -110,9 +93,10 @@ class Gather:
     def __init__(self, gatherer: Gatherer, number: int, opening: peer_pb2.PackOpen, queue: Callable[[], None]):
         self._gatherer, self._opening, self._queue = gatherer, opening, queue
         self.number = number
-        self.begun = False
         self._lease: Lease | None = None
+        """Set by `begin`."""
         self._chunks: Sequence[Chunk] = ()
+        """Once they are cut."""
         self._on_packed: Callable[[], None] = lambda: None
         self._left = self._unread = opening.chunks
         self._wanted: deque[int] = deque()
@@ -125,24 +109,24 @@ class Gather:
         self._pending: peer_pb2.PackReply | None = None
 
     @property
-    def last(self) -> bool:
-        """The reader wants nothing of the lease later."""
-        return self._opening.last
+    def begun(self) -> bool:
+        return self._lease is not None
 
     def begin(self, lease: Lease, on_packed: Callable[[], None] = lambda: None) -> None:
-        """Pack what is wanted. `on_packed` is called once, when all has been gathered while the lease held."""
+        """Pack what is wanted. on_packed: called once, when all has been gathered while the lease held, and the reader
+        wants nothing of the lease later."""
         if self._over:
             return
-        self.begun, self._on_packed = True, on_packed
+        self._lease = lease
+        if self._opening.last:
+            self._on_packed = on_packed
         try:
             cutting = self._gatherer.cutting(self._opening, lease)
-            cut = beside(sum(shape.blocks for shape in self._opening.tables.values()), cutting)
-            if cut.done():
-                self._pack(lease, cut.result())
-            else:
-                cut.add_done_callback(functools.partial(self._was_cut, lease))
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others
-            self._break(error)
+            self.end(error)
+        else:
+            blocks = sum(shape.blocks for shape in self._opening.tables.values())
+            when_done(beside(blocks, cutting), self._was_cut)
 
     def on_message(self, said: peer_pb2.Pack) -> None:
         """The chunks that the reader wants, and those that it has read. Ignored once this is over."""
@@ -173,17 +157,21 @@ class Gather:
         reply, self._pending = self._pending, None
         return reply
 
-    def end(self, problem: KvferryError | None = None) -> None:
-        """Pack nothing more. Idempotent."""
+    def end(self, problem: BaseException | None = None) -> None:
+        """Pack nothing more. Idempotent. problem: sent to the reader."""
         if self._over:
             return
         self._over = True
-        self._idle_until(None)
+        if self._idle is not None:
+            self._idle.cancel()
         for slot in self._held.values():
             self._arena.give_back_kept(slot)
         self._held.clear()
         for awaited in self._awaited:
             awaited.cancel()
+        if problem is not None and not isinstance(problem, KvferryError):
+            log.error("gather broke", exc_info=problem)
+            problem = Internal("internal", f"the source failed: {type(problem).__name__}")
         if problem is not None:
             self._reply().problem.CopyFrom(problem_to_proto(problem))
 
@@ -192,48 +180,33 @@ class Gather:
         assert self._gatherer.arena is not None  # or nothing would have been cut
         return self._gatherer.arena
 
-    def _was_cut(self, lease: Lease, cut: asyncio.Future[list[Chunk]]) -> None:
-        try:
-            chunks = cut.result()
-        except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
-            self._break(error)
+    def _was_cut(self, cut: asyncio.Future[list[Chunk]]) -> None:
+        if problem := cut.exception():
+            self.end(problem)
         else:
-            if not self._over:
-                self._pack(lease, chunks)
-
-    def _pack(self, lease: Lease, chunks: Sequence[Chunk]) -> None:
-        self._lease, self._chunks = lease, chunks
-        self._advance()
+            self._chunks = cut.result()
+            self._advance()
 
     def _advance(self) -> None:
         at_once = GATHERS if self._left < len(self._chunks) else 1
-        while self._wanted and self._lease is not None and self._gathers < at_once and not self._over:
+        while self._wanted and self._chunks and self._gathers < at_once and not self._over:
             try:
                 lent = self._arena.ask(Use.PACKED)
             except KvferryError as error:
                 self.end(error)
                 return
             self._gathers += 1
-            index = self._wanted.popleft()
-            if lent.done():
-                self._gather(index, lent.result())
-            else:
-                self._awaited.add(lent)
-                lent.add_done_callback(functools.partial(self._was_lent, index))
+            self._awaited.add(lent)
+            when_done(lent, functools.partial(self._gather, self._wanted.popleft()))
 
-    def _was_lent(self, index: int, lent: asyncio.Future[Slot]) -> None:
+    def _gather(self, index: int, lent: asyncio.Future[Slot]) -> None:
         self._awaited.discard(lent)
         if lent.cancelled():
             return
-        try:
-            slot = lent.result()
-        except KvferryError as error:
-            self.end(error)
-        else:
-            self._gather(index, slot)
-
-    def _gather(self, index: int, slot: Slot) -> None:
-        chunk = self._chunks[index]
+        if problem := lent.exception():
+            self.end(problem)
+            return
+        chunk, slot = self._chunks[index], lent.result()
         try:
             self._check_held()  # it may have ended while this waited for a slot
             gather = functools.partial(chunk.gather, self._gatherer.regions, slot.address)
@@ -250,7 +223,7 @@ class Gather:
             self._check_held()
         except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
             self._arena.give_back(slot)
-            self._break(error)
+            self.end(error)
             return
         self._held[index] = slot
         self._arena.keep(slot, KEPT_S)
@@ -272,18 +245,11 @@ class Gather:
             raise self._lease.over()
 
     def _vouch(self) -> None:
-        if self._unread or self._lease is None:
+        if self._unread or not self._chunks:
             raise Malformed("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
         if self._arena.closed:  # a slot that was read late may have been gone
             raise Unavailable("arena_closed", "the staging arena was closed: its engine is gone")
         self._reply().vouched = True
-
-    def _break(self, error: Exception) -> None:
-        if isinstance(error, KvferryError):
-            self.end(error)
-        else:
-            log.error("gather broke", exc_info=error)
-            self.end(Internal("internal", f"the source failed: {type(error).__name__}"))
 
     def _reply(self) -> peer_pb2.PackReply:
         """The next message, to be added to."""
@@ -293,22 +259,14 @@ class Gather:
         return self._pending
 
     def _restart_idle(self) -> None:
-        self._idle_until(asyncio.get_running_loop().time() + IDLE_S if self._held else None)
-
-    def _idle_until(self, time: float | None) -> None:
         if self._idle is not None:
             self._idle.cancel()
-        self._idle = None if time is None else asyncio.get_running_loop().call_at(time, self._on_idle)
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._on_idle) if self._held else None
 
     def _on_idle(self) -> None:
         held = len(self._held)
         self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
-        return Malformed(
-            "malformed_pack",
-            f"chunk {chunk} cannot be named here",
-            field=field,
-            value=chunk,
-            remedy=f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed",
-        )
+        remedy = f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed"
+        return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)

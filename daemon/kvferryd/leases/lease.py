@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+import functools
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +14,6 @@ import numpy as np
 from kvferry.errors import Conflict, Full, KvferryError
 from kvferry.schemas import LeaseRecord, LeaseState
 from kvferry.tables import Tables
-from kvferryd.leases.versions import Versions
 from kvferryd.leases.words import Word
 from kvferryd.states import LEASE, Machine
 
@@ -20,6 +21,8 @@ MAX_READERS = 4096
 """Ranks that one lease remembers as readers."""
 MAX_FENCED = 512
 """Publishes of one request that wait for fences."""
+WINDOWS = 64
+"""Tables kept of a prefill that drops the first blocks of its sliding windows as it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,37 @@ class Publication:
     """Names what was computed; equal in every publish of one lease."""
 
 
+class Versions:
+    """The tables of a lease, publish by publish. Only those are kept that later ones do not contain."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._kept: deque[tuple[int, Tables]] = deque(maxlen=WINDOWS)
+        """Each with the first version that it serves."""
+
+    def add(self, tables: Tables) -> int:
+        """Another publish; its version, counted from 1. Published blocks stay: only the first token may have moved."""
+        since = self._last = self._last + 1
+        if self._kept and all(
+            name in tables and tables[name].first_token == table.first_token
+            for name, table in self._kept[-1][1].items()
+        ):
+            since, _ = self._kept.pop()
+        self._kept.append((since, tables))
+        return self._last
+
+    def tables(self, version: int) -> Tables:
+        """Tables that begin where those of this version did and reach at least as far.
+
+        Raises KvferryError (`lease_version`).
+        """
+        for since, tables in reversed(self._kept):
+            if since <= version <= self._last:
+                return tables
+        why, remedy = f"the tables of publish {version} are not kept", "follow the lease from its first publish"
+        raise Conflict("lease_version", why, field="version", value=version, remedy=remedy)
+
+
 @dataclass(slots=True, eq=False)
 class Opened:
     """One rank that reads a lease. Only the holder of this very object can close it."""
@@ -52,14 +86,33 @@ class Opened:
     live: bool = True
     read: bool = False
 
+    def packed(self) -> None:
+        """All that this reader wants has been gathered while the lease held: it counts as one that has read."""
+        self.read = self.read or (self.live and not self.lease.state.ended)
+        self.lease.settle()
+
+    def close(self, *, complete: bool) -> None:
+        """The reader has gone; complete: with all that it wanted. Idempotent."""
+        self.live = False
+        self.read = self.read or (complete and not self.lease.state.ended)
+        self.lease.settle()
+
 
 class Lease:
     """One request's published blocks on this rank."""
 
-    def __init__(self, engine_id: str, epoch: str, request_id: str, ttl_s: float, readers: int, word: Word) -> None:
-        self.engine_id, self.epoch, self.request_id = engine_id, epoch, request_id
-        self.ttl_s = ttl_s
-        self.word = word
+    def __init__(
+        self,
+        owner: tuple[str, str],
+        request_id: str,
+        ttl_s: float,
+        readers: int,
+        word: Word,
+        settle: Callable[[Lease], None],
+    ) -> None:
+        """owner: engine and epoch. settle: ends it if it is time to; called when a reader or its time to live ends."""
+        self.engine_id, self.epoch = owner
+        self.request_id, self.ttl_s, self.word = request_id, ttl_s, word
         self.published: Publication | None = None
         """The last that was published. Readers see it when its fence, and those before it, are reached."""
         self.tables: Tables = {}
@@ -71,15 +124,16 @@ class Lease:
         """Whether readers waited for the first publish."""
         self.machine: Machine[LeaseState] = Machine(LEASE, LeaseState.PUBLISHING)
         self.version = 0
+        self.versions = Versions()
         self.reason = ""
         self.problem: KvferryError | None = None
         """Why it was revoked, where nobody asked for that."""
-        self._fenced: deque[tuple[Publication, asyncio.Future[None] | None]] = deque()
-        """Published and not yet seen by readers, in order."""
-        self._changed = asyncio.Event()
-        self.versions = Versions()
-        self.deadline = asyncio.get_running_loop().time() + ttl_s
-        """On the loop's clock: when it expires if nobody reads it."""
+        self.fenced: deque[tuple[Publication, asyncio.Future[None] | None]] = deque()
+        """Published and not yet seen by readers, in order, each with its fence."""
+        self.changing = asyncio.Event()
+        """Set at the next publish or at the end; another event takes its place."""
+        self.settle = functools.partial(settle, self)
+        self._expiry = asyncio.get_running_loop().call_later(ttl_s, self.settle)
         self._readers: dict[ReaderId, Opened] = {}
 
     @property
@@ -97,13 +151,9 @@ class Lease:
             return self.problem
         return lease_ended(self.request_id, f"{self.state.value}{f': {self.reason}' if self.reason else ''}")
 
-    @property
-    def changing(self) -> asyncio.Event:
-        """Set at the next publish or at the end."""
-        return self._changed
-
     async def changed(self) -> None:
-        await self._changed.wait()
+        """Wait for the next publish or the end."""
+        await self.changing.wait()
 
     async def follow(self) -> AsyncIterator[int]:
         """Its version now and after every publish. Ends after the last; raises when the lease ends before."""
@@ -114,7 +164,7 @@ class Lease:
             seen = self.version
             if self.state in (LeaseState.EXPIRED, LeaseState.REVOKED):
                 raise self.over()
-            last = not self.more  # as it is told now: while the reader is told, more may be published
+            last = not self.more  # of this version: more may be published before the caller comes back
             yield seen
             if last:
                 return
@@ -124,21 +174,20 @@ class Lease:
             await self.changed()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changing.set()
+        self.changing = asyncio.Event()
+
+    def restart_ttl(self) -> None:
+        self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(self.ttl_s, self.settle)
 
     @property
-    def fenced(self) -> bool:
-        """Whether something was published that readers do not see yet."""
-        return bool(self._fenced)
-
-    @property
-    def next_fence(self) -> asyncio.Future[None] | None:
-        """Of what readers will see next, if something is `fenced`; None where that waits for no fence."""
-        return self._fenced[0][1]
+    def expires_in_s(self) -> float:
+        """Until it expires if nobody reads it."""
+        return self._expiry.when() - asyncio.get_running_loop().time()
 
     def publish(self, said: Publication, after: asyncio.Future[None] | None) -> bool:
-        """Keep it, to be shown after what was said before; False where the same was said already.
+        """Queue it, to be shown after the publishes before it. False for an equal publish, which changes nothing.
 
         Raises KvferryError: `already_published`, `published_less`, `published_blocks_moved`,
         `published_other_prompt`, `full`.
@@ -149,47 +198,39 @@ class Lease:
                 return False
             self._check_follows(before, said)
         self.published = said
-        self._fenced.append((said, after))
+        self.fenced.append((said, after))
         return True
 
     def _check_follows(self, before: Publication, said: Publication) -> None:
+        request = f"request {self.request_id}"
         if not before.more:
-            raise Conflict(
-                "already_published",
-                f"request {self.request_id} was published whole already",
-                field="request_id",
-                value=self.request_id,
-                remedy="use more=True for every publish but the last, or another request id",
-            )
+            why = f"{request} was published whole already"
+            remedy = "use more=True for every publish but the last, or another request id"
+            raise Conflict("already_published", why, field="request_id", value=self.request_id, remedy=remedy)
         if said.num_tokens < before.num_tokens:
-            raise Conflict(
-                "published_less",
-                f"request {self.request_id} had {before.num_tokens} tokens published already",
-                field="num_tokens",
-                value=said.num_tokens,
-                remedy="published tokens cannot be taken back: abort the request",
-            )
+            why = f"{request} had {before.num_tokens} tokens published already"
+            remedy = "published tokens cannot be taken back: abort the request"
+            raise Conflict("published_less", why, field="num_tokens", value=said.num_tokens, remedy=remedy)
         if said.digest != before.digest:
-            raise Conflict(
-                "published_other_prompt",
-                f"request {self.request_id} had another digest before",
-                field="digest",
-                value=said.digest.hex(),
-                remedy="publish one prompt under one request id",
-            )
-        if len(self._fenced) >= MAX_FENCED:
-            raise Full(
-                "full",
-                f"{MAX_FENCED} publishes of request {self.request_id} wait for fences",
-                field="after",
-                value=MAX_FENCED,
-                remedy="publish less often, or when the stream has been synchronised",
-            )
-        _check_kept(self.request_id, before.tables, said.tables)
+            why, remedy = f"{request} had another digest before", "publish one prompt under one request id"
+            raise Conflict("published_other_prompt", why, field="digest", value=said.digest.hex(), remedy=remedy)
+        if len(self.fenced) >= MAX_FENCED:
+            why = f"{MAX_FENCED} publishes of {request} wait for fences"
+            remedy = "publish less often, or when the stream has been synchronised"
+            raise Full("full", why, field="after", value=MAX_FENCED, remedy=remedy)
+        for name, table in before.tables.items():  # readers may be reading what was published before
+            now = said.tables.get(name)
+            if now is None or now.first_token != table.first_token:
+                continue  # a window that moves on
+            kept = now.block_ids[: len(table.block_ids)]
+            if not np.array_equal(kept, table.block_ids):
+                why, field = f"{request} had other blocks of group {name} published already", f"tables.{name}.block_ids"
+                remedy = "append blocks only; what was published stays in its blocks until the lease ends"
+                raise Conflict("published_blocks_moved", why, field=field, value=kept.tolist(), remedy=remedy)
 
     def show_next(self) -> None:
         """Let readers see what was published next: its fence is reached."""
-        said, _ = self._fenced.popleft()
+        said, _ = self.fenced.popleft()
         self.tables, self.num_tokens, self.metadata = said.tables, said.num_tokens, said.metadata
         self.digest = said.digest
         self.version = self.versions.add(said.tables)
@@ -198,57 +239,43 @@ class Lease:
         self._wake()
 
     def end(self, state: LeaseState, reason: str) -> None:
-        """Keep no more than a tombstone needs, and tell who waits. Its validity word is cleared already."""
+        """Keep only what a tombstone needs, and wake everybody who waits. The validity word is cleared already."""
         self.machine.move(state)
         self.reason = reason
+        self._expiry.cancel()
         self.tables, self.metadata, self.published = {}, b"", None
-        for _, after in self._fenced:
+        for _, after in self.fenced:
             if after is not None:
                 after.cancel()
-        self._fenced.clear()
+        self.fenced.clear()
         self.versions = Versions()
         self._wake()
 
-    def open(self, who: ReaderId) -> Opened:
-        """`who` is a live reader from now on. Raises KvferryError: `already_reading`, `full`."""
+    @contextmanager
+    def reading(self, who: ReaderId) -> Iterator[Opened]:
+        """`who` is a live reader inside this block. Raises KvferryError: `already_reading`, `full`."""
         known = self._readers.get(who)
         if known is not None and known.live:
-            raise Conflict(
-                "already_reading",
-                f"{who.engine_id} rank {who.rank} reads request {self.request_id} already",
-                field="request_id",
-                value=self.request_id,
-                remedy="wait for that read to end",
-            )
-        return self._add_reader(who, Opened(self))
+            why = f"{who.engine_id} rank {who.rank} reads request {self.request_id} already"
+            remedy = "wait for that read to end"
+            raise Conflict("already_reading", why, field="request_id", value=self.request_id, remedy=remedy)
+        reader = self._add_reader(who, Opened(self))
+        try:
+            yield reader
+        finally:
+            reader.close(complete=False)
 
-    def read_early(self, who: ReaderId) -> None:
-        """A rank with nothing to read here finished before the first publish."""
-        self._readers[who] = Opened(self, live=False, read=True)
+    def finished(self, who: ReaderId) -> None:
+        """A rank has finished without opening the lease: it had nothing to read, or was quick with an announcement.
 
-    def packed(self, who: ReaderId) -> None:
-        """All that this live reader wants has been gathered while the lease held: it counts as one that has read."""
-        reader = self._readers.get(who)
-        if reader is not None and reader.live and not self.state.ended:
-            reader.read = True
-
-    def close(self, who: ReaderId, opened: Opened | None, complete: bool) -> tuple[bool, str]:
-        """A reader has finished: (whether the lease held throughout, why not). Idempotent.
-
-        opened: None of a rank that had nothing to read here; it only counts as having read.
+        Raises KvferryError: `not_opened`, `full`.
         """
-        reader = self._readers.get(who)
-        if opened is not None or (reader is not None and reader.live):
-            if reader is None or reader is not opened:
-                raise _not_opened(self.request_id)
-            reader.live = False
-        elif reader is None:
-            reader = self._add_reader(who, Opened(self, live=False))
-        held = self.state in (LeaseState.PUBLISHING, LeaseState.PUBLISHED) or (
-            self.state is LeaseState.RELEASED and (reader.read or opened is None)
-        )
-        reader.read = reader.read or (complete and held)
-        return held, "" if held else f"the lease is {self.state.value}: {self.reason}"
+        reader = self._readers.get(who) or self._add_reader(who, Opened(self, live=False))
+        if reader.live:
+            why = f"request {self.request_id} is being read by this rank, in another reading"
+            remedy = "close it by the number with which it was opened, on the same stream"
+            raise Conflict("not_opened", why, field="reading", remedy=remedy)
+        reader.close(complete=True)
 
     def _add_reader(self, who: ReaderId, reader: Opened) -> Opened:
         if who not in self._readers and len(self._readers) >= MAX_READERS:
@@ -260,8 +287,14 @@ class Lease:
     def live_readers(self) -> int:
         return sum(reader.live for reader in self._readers.values())
 
+    @property
+    def all_read(self) -> bool:
+        """Whether as many engines as expected have read with all their ranks."""
+        ranks = Counter((who.engine_id, who.epoch, who.world_size) for who, it in self._readers.items() if it.read)
+        whole = sum(count >= world_size for (_, _, world_size), count in ranks.items())
+        return not self.more and whole >= self.expected
+
     def record(self) -> LeaseRecord:
-        left = self.deadline - asyncio.get_running_loop().time()
         return LeaseRecord(
             request_id=self.request_id,
             engine_id=self.engine_id,
@@ -271,53 +304,11 @@ class Lease:
             readers_expected=self.expected,
             readers_open=self.live_readers,
             readers_closed=sum(reader.read for reader in self._readers.values()),
-            expires_in_ms=None if self.live_readers or self.state.ended else max(0.0, left * 1e3),
+            expires_in_ms=None if self.live_readers or self.state.ended else max(0.0, self.expires_in_s * 1e3),
         )
-
-    @property
-    def all_read(self) -> bool:
-        """Whether as many engines as expected have read with all their ranks."""
-        if self.more:
-            return False
-        by_engine: dict[tuple[str, str], list[ReaderId]] = {}
-        for who, reader in self._readers.items():
-            if reader.read:
-                by_engine.setdefault((who.engine_id, who.epoch), []).append(who)
-        return sum(len(ranks) >= ranks[0].world_size for ranks in by_engine.values()) >= self.expected
-
-
-def _check_kept(request_id: str, published: Tables, tables: Tables) -> None:
-    """Readers may be reading what was published before: it stays where it is."""
-    for name, before in published.items():
-        now = tables.get(name)
-        if now is None or now.first_token != before.first_token:
-            continue  # a window that moves on
-        kept = now.block_ids[: len(before.block_ids)]
-        if not np.array_equal(kept, before.block_ids):
-            raise Conflict(
-                "published_blocks_moved",
-                f"request {request_id} had other blocks of group {name} published already",
-                field=f"tables.{name}.block_ids",
-                value=kept.tolist(),
-                remedy="append blocks only; what was published stays in its blocks until the lease ends",
-            )
-
-
-def _not_opened(request_id: str) -> KvferryError:
-    return Conflict(
-        "not_opened",
-        f"request {request_id} is being read by this rank, in another reading",
-        field="reading",
-        remedy="close it by the number with which it was opened, on the same stream",
-    )
 
 
 def lease_ended(request_id: str, why: str) -> KvferryError:
     """The error for a lease that cannot be read any more, or never could."""
-    return Conflict(
-        "lease_ended",
-        f"the lease of request {request_id} is {why}",
-        field="request_id",
-        value=request_id,
-        remedy="prefill the request again",
-    )
+    why, remedy = f"the lease of request {request_id} is {why}", "prefill the request again"
+    return Conflict("lease_ended", why, field="request_id", value=request_id, remedy=remedy)

@@ -7,11 +7,9 @@ message then; announcements that find too many others waiting are dropped, since
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
-from typing import Protocol
 
 from kvferry.errors import Conflict, Full, KvferryError, Malformed
 from kvferry.v1 import peer_pb2
@@ -27,34 +25,31 @@ ANNOUNCEMENTS = 64
 """Announcements that may wait for one reader."""
 
 
-class Speaker(Protocol):
-    """Composes its next message when its turn comes."""
-
-    def take(self) -> peer_pb2.ReadReply | None:
-        """The next message; None if nothing is pending any more."""
+Take = Callable[[], "peer_pb2.ReadReply | None"]
+"""Composes the next message; None if nothing is pending any more."""
 
 
 class Turns:
-    """Speakers with something pending, each at most once, in the order in which they asked."""
+    """Those that have something to send, each at most once, in the order in which they asked."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Speaker, None] = OrderedDict()
+        self._waiting: OrderedDict[Take, None] = OrderedDict()
         self._changed = asyncio.Event()
         self._over = False
 
-    def ask(self, speaker: Speaker) -> None:
-        self._waiting[speaker] = None
+    def ask(self, take: Take) -> None:
+        self._waiting[take] = None
         self._changed.set()
 
-    def leave(self, speaker: Speaker) -> None:
-        self._waiting.pop(speaker, None)
+    def leave(self, take: Take) -> None:
+        self._waiting.pop(take, None)
 
     def end(self) -> None:
         """`next` returns None after the last that has asked."""
         self._over = True
         self._changed.set()
 
-    async def next(self) -> Speaker | None:
+    async def next(self) -> Take | None:
         while not self._waiting:
             if self._over:
                 return None
@@ -66,83 +61,78 @@ class Turns:
 class _Reading:
     """One lease as this reader follows it, until it is closed."""
 
-    def __init__(self, stream: ServedStream, number: int, asked: peer_pb2.LeaseOpen) -> None:
-        self._stream, self.number, self.request_id = stream, number, asked.request_id
-        self._known = asked.known_word, asked.known_version
+    def __init__(self, stream: ServedStream, number: int, request_id: str, known: tuple[int, int]) -> None:
+        """known: word and version of an announcement that the reader goes by."""
+        self._stream, self._number, self._request_id, self._known = stream, number, request_id, known
         self.opened: Opened | None = None
-        self.lease: Lease | None = None
-        """Once the reader has it as it is: told of it, or known from an announcement."""
-        self.gather: Gather | None = None
+        self._lease: Lease | None = None
+        """Set once the reader has its present version, from an update or an announcement."""
+        self._gather: Gather | None = None
         self._update: Lease | None = None
         self._problem: KvferryError | None = None
         self.task = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
-        leases, who = self._stream.leases, self._stream.who
         try:
-            check_request_id(self.request_id)
-            lease = await leases.find(self.request_id)
-            with leases.reading(lease, who) as self.opened:
+            check_request_id(self._request_id)
+            lease = await self._stream.leases.find(self._request_id)
+            with lease.reading(self._stream.who) as self.opened:
                 async for _ in lease.follow():
                     if not self._knows(lease):
                         self._update = lease
                         self._queue()
-                    self._told(lease)
+                    self._lease = lease
+                    if self._gather is not None and not self._gather.begun:
+                        self._begin(self._gather, lease)
                 await lease.ended()
         except KvferryError as error:
-            if self.gather is not None:
-                self.gather.end()
+            if self._gather is not None:
+                self._gather.end()
             self._problem = error
             self._queue()
 
     def _knows(self, lease: Lease) -> bool:
-        """Whether the reader goes by the lease as it is, from an announcement."""
-        return self.lease is None and self._known == (lease.word.value, lease.version)
-
-    def _told(self, lease: Lease) -> None:
-        self.lease = lease
-        if self.gather is not None and not self.gather.begun:
-            self._begin(self.gather, lease)
+        """Whether the reader has the present version of the lease from an announcement."""
+        return self._lease is None and self._known == (lease.word.value, lease.version)
 
     def pack(self, said: peer_pb2.Pack) -> None:
         if said.HasField("open"):
-            if self.gather is not None:
-                self.gather.end()
-            stream = self._stream
-            self.gather = Gather(stream.gatherer, said.packing, said.open, self._queue)
+            if self._gather is not None:
+                self._gather.end()
+            self._gather = Gather(self._stream.gatherer, said.packing, said.open, self._queue)
             # A lease known from an announcement is opened at the loop's next turn, long before anything is packed.
-            lease = self.lease or stream.leases.get(self.request_id)
-            if lease is not None and (self.lease is not None or self._knows(lease)):
-                self._begin(self.gather, lease)
-        if self.gather is not None and self.gather.number == said.packing:
-            self.gather.on_message(said)
+            lease = self._lease or self._stream.leases.get(self._request_id)
+            if lease is not None and (self._lease is not None or self._knows(lease)):
+                self._begin(self._gather, lease)
+        if self._gather is not None and self._gather.number == said.packing:
+            self._gather.on_message(said)
 
     def _begin(self, gather: Gather, lease: Lease) -> None:
-        leases, who = self._stream.leases, self._stream.who
-        gather.begin(lease, functools.partial(leases.packed, lease, who) if gather.last else lambda: None)
+        gather.begin(lease, lambda: self.opened.packed() if self.opened is not None else None)
 
     def close(self) -> None:
         self.task.cancel()
-        if self.gather is not None:
-            self.gather.end()
+        if self._gather is not None:
+            self._gather.end()
+        self._stream.turns.leave(self._take)
 
     def _queue(self) -> None:
-        self._stream.turns.ask(self)
+        self._stream.turns.ask(self._take)
 
-    def take(self) -> peer_pb2.ReadReply | None:
+    def _take(self) -> peer_pb2.ReadReply | None:
         update, self._update = self._update, None
         if update is not None and not update.state.ended:
             self._queue()  # for what else is pending
-            return peer_pb2.ReadReply(reading=self.number, update=_update_of(update))
-        packed = self.gather.take() if self.gather is not None else None
+            return peer_pb2.ReadReply(reading=self._number, update=_update_of(update))
+        packed = self._gather.take() if self._gather is not None else None
         if packed is not None:
             self._queue()
-            return peer_pb2.ReadReply(reading=self.number, pack=packed)
+            return peer_pb2.ReadReply(reading=self._number, pack=packed)
         if self._problem is None:
             return None
-        self._stream.forget(self)
-        return peer_pb2.ReadReply(reading=self.number, problem=problem_to_proto(self._problem))
+        self._stream.readings.pop(self._number, None)
+        return peer_pb2.ReadReply(reading=self._number, problem=problem_to_proto(self._problem))
 
 
 class ServedStream:
@@ -154,9 +144,10 @@ class ServedStream:
         """retired: set when the engine is. announcing: the reader may get leases that it did not ask for."""
         self.leases, self.who, self.gatherer = leases, who, gatherer
         self._retired, self._announcing = retired, announcing
-        self._readings: dict[int, _Reading] = {}
+        self.readings: dict[int, _Reading] = {}
         self.turns = Turns()
-        self._announcements = _Announcements(self.turns)
+        self._announced: deque[Lease] = deque()
+        """Leases that the reader may want next."""
 
     async def replies(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncGenerator[peer_pb2.ReadReply]:
         """Until the reader ends the stream, or the engine is retired and readers have been sent the end of their
@@ -167,18 +158,18 @@ class ServedStream:
         running = asyncio.create_task(self._run(requests))
         running.add_done_callback(lambda _: self.turns.end())
         if self._announcing:
-            self.leases.audience.add(self._announcements.add)
+            self.leases.audience.add(self._announce)
         try:
-            while (speaker := await self.turns.next()) is not None:
-                if (reply := speaker.take()) is not None:
+            while (take := await self.turns.next()) is not None:
+                if (reply := take()) is not None:
                     yield reply
             running.result()
         finally:
-            self.leases.audience.discard(self._announcements.add)
+            self.leases.audience.discard(self._announce)
             running.cancel()
-            for reading in self._readings.values():
+            for reading in self.readings.values():
                 reading.close()
-            self._readings.clear()
+            self.readings.clear()
             await asyncio.wait([running])
 
     async def _run(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
@@ -186,10 +177,10 @@ class ServedStream:
         retiring = asyncio.create_task(self._retired.wait())
         try:
             await asyncio.wait([listening, retiring], return_when=asyncio.FIRST_COMPLETED)
-            if self._retired.is_set():
-                await self._all_ended()
-            else:
+            if not self._retired.is_set():
                 listening.result()
+            elif readings := [reading.task for reading in self.readings.values()]:
+                await asyncio.wait(readings, timeout=ENDED_S)
         finally:
             listening.cancel()
             retiring.cancel()
@@ -200,80 +191,53 @@ class ServedStream:
                 return  # not "the lease has ended": the end of the stream says that the engine may have started anew
             match request.WhichOneof("kind"):
                 case "pack":
-                    if request.pack.open.request_id:
-                        self._open(_opening(request.pack))
-                    if (reading := self._readings.get(request.pack.reading)) is not None:
-                        reading.pack(request.pack)
+                    said, also = request.pack, request.pack.open
+                    if also.request_id:
+                        self._open(said.reading, also.request_id, (also.word, also.version))
+                    if (reading := self.readings.get(said.reading)) is not None:
+                        reading.pack(said)
                 case "open":
-                    self._open(request.open)
+                    asked = request.open
+                    self._open(asked.reading, asked.request_id, (asked.known_word, asked.known_version))
                 case "close":
                     self._close(request.close)
                 case kind:
                     raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
-    def _open(self, asked: peer_pb2.LeaseOpen) -> None:
-        if asked.reading in self._readings or len(self._readings) >= self.leases.limit:
-            raise Malformed(
-                "malformed_read",
-                f"reading {asked.reading} is open already, or {len(self._readings)} readings are too many",
-                field="open.reading",
-                value=asked.reading,
-                remedy="number readings from 1, and close those that are over",
-            )
-        self._readings[asked.reading] = _Reading(self, asked.reading, asked)
+    def _open(self, number: int, request_id: str, known: tuple[int, int]) -> None:
+        if number in self.readings or len(self.readings) >= self.leases.limit:
+            why = f"it is open already, or {len(self.readings)} readings are too many"
+            remedy = "number readings from 1, and close those that are over"
+            raise Malformed("malformed_read", why, field="open.reading", value=number, remedy=remedy)
+        self.readings[number] = _Reading(self, number, request_id, known)
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
-        """Nobody waits for an answer: of a reading that is over or refused there is nothing to close."""
+        """Not answered. A reading that is over, or was refused, needs no closing."""
         if not asked.reading:
             check_request_id(asked.request_id)
             lease = self.leases.get(asked.request_id)
-            if not asked.word or (lease is not None and lease.word.value == asked.word):
+            meant = not asked.word or (lease is not None and lease.word.value == asked.word)
+            if asked.complete and meant:
                 with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
-                    self.leases.close(asked.request_id, self.who, None, asked.complete)
-        elif (reading := self._readings.pop(asked.reading, None)) is not None:
+                    self.leases.finished(asked.request_id, self.who)
+        elif (reading := self.readings.pop(asked.reading, None)) is not None:
             if reading.opened is not None:
-                self.leases.close(reading.request_id, self.who, reading.opened, asked.complete)
+                reading.opened.close(complete=asked.complete)
             reading.close()
-            self.turns.leave(reading)
 
-    def forget(self, reading: _Reading) -> None:
-        """Its end has been sent."""
-        if self._readings.get(reading.number) is reading:
-            del self._readings[reading.number]
+    def _announce(self, lease: Lease) -> None:
+        if len(self._announced) < ANNOUNCEMENTS:
+            self._announced.append(lease)
+            self.turns.ask(self._take_announcement)
 
-    async def _all_ended(self) -> None:
-        running = [reading.task for reading in self._readings.values()]
-        if running:
-            await asyncio.wait(running, timeout=ENDED_S)
-
-
-class _Announcements:
-    """Leases that the reader may want next."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._waiting: deque[Lease] = deque()
-
-    def add(self, lease: Lease) -> None:
-        if len(self._waiting) < ANNOUNCEMENTS:
-            self._waiting.append(lease)
-            self._turns.ask(self)
-
-    def take(self) -> peer_pb2.ReadReply | None:
-        lease = self._waiting.popleft()
-        if self._waiting:
-            self._turns.ask(self)
+    def _take_announcement(self) -> peer_pb2.ReadReply | None:
+        lease = self._announced.popleft()
+        if self._announced:
+            self.turns.ask(self._take_announcement)
         if lease.state.ended:
             return None
         announced = peer_pb2.Announcement(request_id=lease.request_id, update=_update_of(lease))
         return peer_pb2.ReadReply(announced=announced)
-
-
-def _opening(said: peer_pb2.Pack) -> peer_pb2.LeaseOpen:
-    opening = said.open
-    return peer_pb2.LeaseOpen(
-        reading=said.reading, request_id=opening.request_id, known_word=opening.word, known_version=opening.version
-    )
 
 
 def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:

@@ -38,24 +38,16 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
     if way in able:
         return PATHS[PathName(way)]
     if way == PathName.MAPPED:
-        raise Conflict(
-            "way_unavailable",
-            f"way = mapped is forced, and engine {peer.engine_id} cannot be read so: {why[PathName.MAPPED]}",
-            field="way",
-            value=way,
-            remedy="set way = auto, or see GET /v1/peers for what each pair can do",
-        )
+        message = f"way = mapped is forced, and engine {peer.engine_id} cannot be read so: {why[PathName.MAPPED]}"
+        remedy = "set way = auto, or see GET /v1/peers for what each pair can do"
+        raise Conflict("way_unavailable", message, field="way", value=way, remedy=remedy)
     if not able or way == PathName.DIRECT:
         reason = why[PathName.STAGED] or f"way = {way} was requested"
-        raise Conflict(
-            "cannot_stage",
-            f"strict requires staging ({why[PathName.DIRECT]}), but {reason}",
-            field="strict",
-            value=engine.strict,
-            remedy="set way = staged (or strict) on both sides, or strict on neither",
-        )
-    both = PathName.STAGED in able and PathName.DIRECT in able
-    if both and PathName.MAPPED not in able and _mean_run(bound) >= DIRECT_FROM[_kind(engine)]:
+        message = f"strict requires staging ({why[PathName.DIRECT]}), but {reason}"
+        remedy = "set way = staged (or strict) on both sides, or strict on neither"
+        raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
+    kind = next(iter(engine.session.regions.values())).span.kind
+    if able == [PathName.STAGED, PathName.DIRECT] and _mean_run(bound) >= DIRECT_FROM[kind]:
         return PATHS[PathName.DIRECT]
     return PATHS[able[0]]
 
@@ -67,7 +59,3 @@ def _mean_run(bound: Bound) -> float:
         if number := len(segments.tokens):
             runs += number * sum(len(each.source_offsets) for each in copy.patterns(int(segments.tokens.max())))
     return bound.nbytes / max(1, runs)
-
-
-def _kind(engine: Engine) -> str:
-    return next(iter(engine.session.regions.values())).span.kind

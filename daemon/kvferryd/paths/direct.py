@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,19 +11,11 @@ from kvferryd.aio import beside
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
-from kvferryd.plan import Bound, Runs
+from kvferryd.plan import Runs
 from kvferryd.transport import Descriptors, Span
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """NIXL descriptor rows of one (source rank, regions): equal lengths in each row of both."""
-
-    rank: int
-    local: Descriptors
-    remote: Descriptors
-    local_type: str
-    remote_type: str
+Rows = tuple[str, Descriptors, Descriptors, str, str]
+"""What one read takes: the source's agent, local and remote rows of equal lengths, and the type of memory of each."""
 
 
 class Direct:
@@ -37,47 +28,23 @@ class Direct:
         return f"ranks {hidden} are strict" if hidden else ""
 
     async def move(self, move: Move) -> Moved:
-        """Raises TransportError of the first read that fails; the others are given up."""
+        """Raises TransportError of the first read that fails."""
         bound, agent = move.bound, move.engine.agent
-        assert agent is not None
         runs = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs)
-        regions = move.regions
-        rows = await beside(runs, lambda: _rows(bound, regions, move.peer))
-        reads = [
-            agent.read(
-                move.peer.ranks[row.rank].agent_name,
-                row.local,
-                row.remote,
-                row.local_type,
-                row.remote_type,
-                move.priority,
-            )
-            for row in rows
-        ]
+        regions = {id: region.span for id, region in move.engine.session.regions.items()}
+        rows = await beside(runs, lambda: [_rows(each, regions, move.peer) for each in bound.runs()])
+        reads = [agent.read(*each, move.priority) for each in rows]
         move.flights.extend(reads)
-        try:
-            await asyncio.gather(*(read.done for read in reads))
-        finally:
-            for read in reads:
-                if not read.done.done() or read.done.cancelled():
-                    read.abandon()
-        return Moved(move.ranks, sum(len(row.local) for row in rows))
+        await asyncio.gather(*(read.done for read in reads))
+        return Moved(move.ranks, sum(len(local) for _, local, *_ in rows))
 
 
-def _rows(bound: Bound, regions: Mapping[int, Span], peer: PeerEngine) -> list[Rows]:
-    rows = []
-    for runs in bound.runs():
-        own, far = regions[runs.destination_region], peer.ranks[runs.source_rank].regions[runs.source_region]
-        rows.append(
-            Rows(
-                runs.source_rank,
-                _descriptors(own, runs.destination_offsets, runs),
-                _descriptors(far, runs.source_offsets, runs),
-                own.memory_type,
-                far.memory_type,
-            )
-        )
-    return rows
+def _rows(runs: Runs, regions: Mapping[int, Span], peer: PeerEngine) -> Rows:
+    source = peer.ranks[runs.source_rank]
+    own, far = regions[runs.destination_region], source.regions[runs.source_region]
+    local = _descriptors(own, runs.destination_offsets, runs)
+    remote = _descriptors(far, runs.source_offsets, runs)
+    return source.agent_name, local, remote, own.memory_type, far.memory_type
 
 
 def _descriptors(span: Span, offsets: np.ndarray[tuple[int, ...], np.dtype[np.int64]], runs: Runs) -> Descriptors:

@@ -20,12 +20,8 @@ class Mapped:
         runner = move.engine.runner
         assert runner is not None
         sources = move.peer.mapped_addresses()
-        own = {id: span.address for id, span in move.regions.items()}
+        own = move.engine.addresses
         copy = runner.copy(move.bound.nbytes, lambda: mapped(moves(move.bound), sources, own), move.priority)
         move.flights.append(copy)
-        try:
-            await copy.done
-        finally:
-            if not copy.done.done() or copy.done.cancelled():
-                copy.abandon()
+        await copy.done
         return Moved(move.ranks)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from kvferry.tables import Tables
+from kvferryd.copy.runner import GpuCopy
 from kvferryd.engine import Engine
+from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.staging.share import Wanted
-from kvferryd.transport import Span
-
-if TYPE_CHECKING:
-    from kvferryd.transfers.source import SourceReader
+from kvferryd.transport import Read
 
 
 class PathName(enum.StrEnum):
@@ -31,21 +29,8 @@ class PathName(enum.StrEnum):
         return "cuda_ipc" if self is PathName.MAPPED else "UCX"
 
 
-class Flight(Protocol):
-    """Something that may write to a transfer's blocks.
-
-    `quiet`: it writes nothing any more. `nbytes`: of the blocks it writes. `seconds` counts for `phase`.
-    """
-
-    @property
-    def quiet(self) -> asyncio.Future[None]: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def phase(self) -> str: ...
-    def abandon(self) -> None: ...
+Flight = Read | GpuCopy
+"""Something that may write to a transfer's blocks, until it is `quiet`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +47,16 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes to be moved for one transfer.
+    """Bytes to be moved for one transfer: of these tokens, and of the states if `states`, into these tables.
 
     `flights`: a path adds everything that may write to the blocks as soon as it exists, so that the transfer knows of
     it if the move fails or is cancelled. `deadline`: on the loop's clock. `before`: the transfer's earlier moves.
     """
 
     bound: Bound
-    wanted: Wanted
+    tables: Tables
+    tokens: tuple[int, int]
+    states: bool
     engine: Engine
     peer: PeerEngine
     readers: Sequence[SourceReader]
@@ -77,11 +64,6 @@ class Move:
     deadline: float
     flights: list[Flight]
     before: Sequence[Moved]
-
-    @property
-    def regions(self) -> Mapping[int, Span]:
-        """The engine's own, by id."""
-        return {id: region.span for id, region in self.engine.session.regions.items()}
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -98,7 +80,8 @@ class Path(Protocol):
         """Why this pair cannot take it; empty where it can."""
 
     async def move(self, move: Move) -> Moved:
-        """Move everything. Raises KvferryError; then what may still write is among the flights."""
+        """Move everything. Raises KvferryError; then what may still write is among the flights, and the transfer
+        abandons it."""
 
 
 def packed_whole(rank: int, moves: Iterable[Moved]) -> bool:

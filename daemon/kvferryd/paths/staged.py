@@ -17,25 +17,21 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.errors import KvferryError
-from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
-from kvferryd.paths.chunk_stream import ChunkStream
-from kvferryd.paths.move import Flight, Move, Moved, PathName, packed_whole
-from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
+from kvferryd.paths.move import Move, Moved, PathName, packed_whole
+from kvferryd.paths.source import ChunkStream
+from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.copies import over
-from kvferryd.staging.share import Wanted
-from kvferryd.transport import Agent, Read
-
-if TYPE_CHECKING:
-    pass
+from kvferryd.staging.share import wanting
+from kvferryd.transport import Read
 
 IN_FLIGHT = 8
 """Slots that one transfer may have at once."""
@@ -53,10 +49,8 @@ class Staged:
     def refusal(self, engine: Engine, peer: PeerEngine) -> str:
         if engine.arena is None:
             return "this daemon has no staging arena"
-        for rank in peer.plan.reads_from:
-            if peer.ranks[rank].staging is None:
-                return f"the daemon of rank {rank} of engine {peer.engine_id} has no staging arena"
-        return ""
+        without = [rank for rank in peer.plan.reads_from if peer.ranks[rank].staging is None]
+        return f"the daemons of ranks {without} of engine {peer.engine_id} have no staging arena" if without else ""
 
     async def move(self, move: Move) -> Moved:
         """One descriptor for each chunk. When this returns or raises, nothing is being scattered any more.
@@ -81,12 +75,11 @@ def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: int) -> int:
 
 
 async def _move(move: Move) -> Moved:
-    engine, peer, bound = move.engine, move.peer, move.bound
-    assert engine.agent is not None and engine.arena is not None
-    addresses = {id: span.address for id, span in move.regions.items()}
-    journey = _Journey(engine.agent, engine.arena, addresses, move.priority, move.flights)
+    peer, bound, arena = move.peer, move.bound, move.engine.arena
+    assert arena is not None
+    journey = _Journey(move, arena, move.engine.addresses)
     stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
-    chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, engine.arena.slot_nbytes)
+    chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, arena.slot_nbytes)
     readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
     timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
     for reader in readers:
@@ -100,16 +93,20 @@ async def _move(move: Move) -> Moved:
     for reader in readers:
         chunks = by_rank[reader.source.rank]
         assert chunks, "segments have bytes"
-        opening = _opening(reader.source, move.wanted, chunk_nbytes, chunks)
+        opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes)
+        opening.pairing, opening.chunks = reader.source.pairing, len(chunks)
+        opening.nbytes = sum(chunk.nbytes for chunk in chunks)
         # The source may release the lease once all is packed, unless other bytes need its validity word.
         earlier = [one for one in move.before if reader.source.rank in one.ranks]
-        opening.last = move.wanted.states and (not earlier or packed_whole(reader.source.rank, earlier))
+        opening.last = move.states and (not earlier or packed_whole(reader.source.rank, earlier))
         streams.append(ChunkStream(reader, opening, chunks))
-    turns = _turns(streams)
-    chunks_in_all = sum(map(len, by_rank.values()))
-    await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, journey.arena.most, chunks_in_all)))
+    counts = [len(chunks) for chunks in by_rank.values()]
+    # Ranks by turns, so that all sources work at once.
+    every = [(stream, index) for index in range(max(counts)) for stream in streams if index < len(stream.chunks)]
+    turns = iter(every)
+    await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, arena.most, len(every))))
     await together(stream.vouched() for stream in streams)
-    return Moved(move.ranks, chunks_in_all, packed=move.ranks)
+    return Moved(move.ranks, len(every), packed=move.ranks)
 
 
 Turn = tuple[ChunkStream, int]
@@ -118,13 +115,11 @@ Turn = tuple[ChunkStream, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Journey:
-    """Where chunks go."""
+    """Where chunks go. `addresses`: of our regions."""
 
-    agent: Agent
+    move: Move
     arena: Arena
     addresses: Mapping[int, int]
-    priority: int
-    reads: list[Flight]
 
     async def carry(self, turns: Iterator[Turn]) -> None:
         """Carry chunk after chunk, until none is left; each time in a slot of its own."""
@@ -133,7 +128,7 @@ class _Journey:
             turn = await self._through(await self.arena.take(Use.READ), turn, turns)
 
     async def _through(self, slot: Slot, turn: Turn, turns: Iterator[Turn]) -> Turn | None:
-        """Chunk after chunk through this slot, until there is none left or somebody else is to have it: the next."""
+        """Carry chunks through this slot until none is left or others wait for a slot; returns the next turn then."""
         read: Read | None = None
         try:
             stream, index = turn
@@ -143,7 +138,7 @@ class _Journey:
                 read = self._read(slot, stream, chunk, packed)
                 await read.done
                 scatter = functools.partial(chunk.scatter, slot.address, self.addresses)
-                scattering = self.arena.copies.start(chunk.nbytes, scatter, self.priority)
+                scattering = self.arena.copies.start(chunk.nbytes, scatter, self.move.priority)
                 stream.was_read(index)
                 following = next(turns, None)
                 onward = following is not None and not self.arena.sought(Use.READ)
@@ -162,31 +157,13 @@ class _Journey:
 
     def _read(self, slot: Slot, stream: ChunkStream, chunk: Chunk, packed: peer_pb2.Packed) -> Read:
         own, far = self.arena.span, stream.span
-        read = self.agent.read(
+        read = self.move.engine.agent.read(
             stream.agent_name,
             np.array([(slot.address, chunk.nbytes, own.device)], dtype=np.uint64),
             np.array([(packed.address, chunk.nbytes, far.device)], dtype=np.uint64),
             own.memory_type,
             far.memory_type,
-            self.priority,
+            self.move.priority,
         )
-        self.reads.append(read)
+        self.move.flights.append(read)
         return read
-
-
-def _turns(streams: Sequence[ChunkStream]) -> Iterator[Turn]:
-    """All chunks, ranks by turns, so that all sources work at once."""
-    for index in range(max(len(stream.chunks) for stream in streams)):
-        for stream in streams:
-            if index < len(stream.chunks):
-                yield stream, index
-
-
-def _opening(source: PeerRank, wanted: Wanted, chunk_nbytes: int, chunks: Sequence[Chunk]) -> peer_pb2.PackOpen:
-    opening = peer_pb2.PackOpen(pairing=source.pairing, states=wanted.states)
-    opening.tokens.CopyFrom(layout_pb2.TokenRange(start=wanted.tokens[0], stop=wanted.tokens[1]))
-    for group, shape in wanted.shapes.items():
-        opening.tables[group].CopyFrom(peer_pb2.TableShape(first_token=shape.first_token, blocks=shape.blocks))
-    opening.chunk_nbytes, opening.chunks = chunk_nbytes, len(chunks)
-    opening.nbytes = sum(chunk.nbytes for chunk in chunks)
-    return opening

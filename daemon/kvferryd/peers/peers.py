@@ -21,7 +21,7 @@ from kvferryd.metrics import Metrics
 from kvferryd.peers.channels import Channel, Channels, asking
 from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
-from kvferryd.staging.ahead import prepare_scatter
+from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport import Span
 from kvferryd.transport.metadata import Screen, parse
 

@@ -14,10 +14,10 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.errors import KvferryError, Malformed, Unavailable
+from kvferry.errors import Malformed
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Region
-from kvferryd.staging.copies import Copies
+from kvferryd.staging.copies import Copies, arena_closed
 from kvferryd.transport import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 128 << 20}
@@ -38,11 +38,10 @@ class Use(Enum):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """`nbytes` bytes from `address`. `give_back` it once; what still writes or reads it must be over by then."""
+    """A slot of the arena, from `address`. `give_back` it once; what still writes or reads it must be over by then."""
 
     index: int
     address: int
-    nbytes: int
     use: Use
     lent: bool = True
     kept_until: float = 0.0
@@ -53,28 +52,21 @@ class Arena:
     """Owns the region and the copies between it and the cache. `close` it after the agent."""
 
     def __init__(self, region: Region, copies: Copies) -> None:
-        span = region.span
-        self._region, self.copies = region, copies
-        self.slot_nbytes = slot_nbytes(span)
-        self._free = deque(range(span.nbytes // self.slot_nbytes))
-        self.slots = len(self._free)
+        self._region, self.span, self.copies = region, region.span, copies
+        self.slot_nbytes = slot_nbytes(self.span)
+        self._free = deque(range(self.span.nbytes // self.slot_nbytes))
+        slots = len(self._free)
+        self.most = slots - max(1, slots // 4)
+        """Slots that one direction may take."""
         self._lent = dict.fromkeys(Use, 0)
         self._waiting: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
         self._kept: set[Slot] = set()
-        self._closed = False
-
-    @property
-    def span(self) -> Span:
-        return self._region.span
+        self.closed = False
 
     @property
     def exported(self) -> engine_pb2.Memory:
         """How another process of this host can map it."""
         return self._region.exported(0)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def used_nbytes(self) -> int:
@@ -85,13 +77,8 @@ class Arena:
         """How many wait for a slot."""
         return len(self._waiting)
 
-    @property
-    def most(self) -> int:
-        """Slots that one direction may take."""
-        return self.slots - max(1, self.slots // 4)
-
     def sought(self, use: Use) -> bool:
-        """Whether a slot lent for this use would go to somebody who waits, were it given back now."""
+        """Whether a slot of this use, if it were given back now, would go to another that waits for one."""
         return any(
             not future.done() and (each is use or self._lent[each] < self.most) for each, future in self._waiting
         )
@@ -99,7 +86,8 @@ class Arena:
     def ask(self, use: Use) -> asyncio.Future[Slot]:
         """A slot, first come first served: done at once where one is free. Cancel it to wait no longer; what is done is
         to be given back. Raises KvferryError (`arena_closed`), and so does the future."""
-        self._check_open()
+        if self.closed:
+            raise arena_closed()
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiting.append((use, future))
         self._lend()
@@ -120,7 +108,7 @@ class Arena:
     def _asked(self, future: asyncio.Future[Slot]) -> None:
         if future.cancelled():
             self._waiting = deque(entry for entry in self._waiting if entry[1] is not future)
-            self._lend()  # who waited behind it may have been held up by it alone
+            self._lend()  # it alone may have held up those behind it
 
     def give_back(self, slot: Slot, quiet: asyncio.Future[None] | None = None) -> None:
         """The slot is free, or will be when the read into it is quiet. Idempotent."""
@@ -147,7 +135,7 @@ class Arena:
             self.give_back(slot)
 
     def _lend(self) -> None:
-        """To those who wait, in order; who may not have one now holds up its own direction only."""
+        """First come, first served; a direction that has all it may have holds up only itself."""
         held_up: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
         while self._waiting and self._free:
             use, future = self._waiting.popleft()
@@ -158,7 +146,7 @@ class Arena:
                 continue
             self._lent[use] += 1
             index = self._free.popleft()
-            future.set_result(Slot(index, self.span.address + index * self.slot_nbytes, self.slot_nbytes, use))
+            future.set_result(Slot(index, self.span.address + index * self.slot_nbytes, use))
         held_up.extend(self._waiting)
         self._waiting = held_up
 
@@ -167,13 +155,13 @@ class Arena:
 
         unmap: false where an agent that did not stop may still write to it.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         for _, future in self._waiting:
             if not future.done():
-                future.set_exception(_closed())
-                future.exception()
+                future.set_exception(arena_closed())
+                future.exception()  # retrieved: nobody may be waiting
         self._waiting.clear()
         await self.copies.close()
         left_s = max((slot.kept_until for slot in self._kept), default=0.0) - asyncio.get_running_loop().time()
@@ -182,24 +170,11 @@ class Arena:
         if unmap:
             self._region.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
-
 
 def slot_nbytes(span: Span) -> int:
     """The usual size, or less where the arena is small. Raises KvferryError (`bad_config`)."""
     nbytes = min(SLOT_NBYTES[span.kind], span.nbytes // FEWEST // SLOT_ALIGN * SLOT_ALIGN)
     if nbytes < SLOT_ALIGN:
-        raise Malformed(
-            "bad_config",
-            f"a staging arena of {span.nbytes} bytes has no room for {FEWEST} slots",
-            field="arena_mb",
-            value=span.nbytes,
-            remedy="raise arena_mb",
-        )
+        why = f"a staging arena of {span.nbytes} bytes has no room for {FEWEST} slots"
+        raise Malformed("bad_config", why, field="arena_mb", value=span.nbytes, remedy="raise arena_mb")
     return nbytes
-
-
-def _closed() -> KvferryError:
-    return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from kvferry.errors import KvferryError, Unavailable
 from kvferryd.copy import Batch, host
 from kvferryd.copy.runner import Runner
 
 Build = Callable[[], Sequence[Batch]]
-"""Makes the batches, as often as it is called; on whatever thread copies."""
+"""Makes the batches. Called on the thread that copies, perhaps more than once."""
 
 STAGING_FACTOR = 2
 """SMs of a staging copy, in units of what `programs` grants a mapped one. A program has 128 KiB in flight; mapped, that
@@ -25,42 +24,30 @@ well less than its READ does (0.2 ms at 300 GB/s; measured: 619 GB/s, 0.1 ms, wi
 gather and the last scatter of a transfer overlap with nothing."""
 
 
-class Copies(Protocol):
-    def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
-        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. May raise KvferryError at once."""
-
-    async def prepare(self, batches: Sequence[Batch]) -> None:
-        """Pay now for what the first copy of such batches would pay."""
-
-    async def close(self) -> None:
-        """When the last copy is over. Idempotent."""
-
-
 class HostCopies:
     """On host memory: one thread of its own. `run` copies batches and returns when all bytes have arrived."""
 
-    def __init__(self, run: Callable[[Sequence[Batch]], object] = host.copy) -> None:
+    def __init__(self, run: Callable[[Sequence[Batch]], None] = host.copy) -> None:
         self._run = run
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 
     def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
-        def run() -> None:
-            self._run(build())
-
+        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. May raise KvferryError at once."""
         try:
-            return asyncio.get_running_loop().run_in_executor(self._thread, run)
+            return asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._run(build()))
         except RuntimeError:  # of a thread that was shut down
-            raise _closed() from None
+            raise arena_closed() from None
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
-        """Nothing: numpy needs no compiling."""
+        """Pay now for what the first copy of such batches would pay: numpy needs no compiling."""
 
     async def close(self) -> None:
+        """When the last copy is over. Idempotent."""
         await asyncio.to_thread(self._thread.shutdown)
 
 
 class GpuCopies:
-    """On a GPU: through the runner that its engine's mapped copies go through as well, and whose owner closes it."""
+    """On a GPU: through the engine's runner, which its mapped copies share. The engine closes it."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -74,6 +61,9 @@ class GpuCopies:
 
     async def close(self) -> None:
         """Nothing of its own: a closed runner has ended every copy."""
+
+
+Copies = HostCopies | GpuCopies
 
 
 async def over(copying: asyncio.Future[None]) -> None:
@@ -90,5 +80,5 @@ async def over(copying: asyncio.Future[None]) -> None:
     copying.result()
 
 
-def _closed() -> KvferryError:
+def arena_closed() -> KvferryError:
     return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")

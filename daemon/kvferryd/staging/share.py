@@ -7,37 +7,34 @@ run lies in a chunk follows from that alone: tests/unit/test_share.py.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
+from cachetools import LRUCache
 
-from kvferry.errors import Malformed
+from kvferry.errors import Conflict, Malformed, NotFound
 from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable, Tables
-from kvferryd.copy import Chunk, cut, moves
+from kvferry.v1 import layout_pb2, peer_pb2
+from kvferryd.copy import Chunk, cut, moves, sample
 from kvferryd.plan import Plan, bind, plan
+from kvferryd.staging.arena import Arena
+
+PAIRINGS = 64
+"""Plans kept. A reader whose plan is forgotten pairs again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A block table without its ids."""
-
-    first_token: int
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a reader wants of one lease now. `shapes`: of its tables, by group."""
-
-    tokens: tuple[int, int]
-    states: bool
-    shapes: Mapping[str, Shape]
-
-
-def shapes(tables: Tables) -> dict[str, Shape]:
-    return {group: Shape(table.first_token, len(table.block_ids)) for group, table in tables.items()}
+def wanting(tables: Tables, tokens: tuple[int, int], *, states: bool, chunk_nbytes: int) -> peer_pb2.PackOpen:
+    """The part of a reader's opening by which a source cuts. tables: the reader's own."""
+    shapes = {
+        group: peer_pb2.TableShape(first_token=table.first_token, blocks=len(table.block_ids))
+        for group, table in tables.items()
+    }
+    span = layout_pb2.TokenRange(start=tokens[0], stop=tokens[1])
+    return peer_pb2.PackOpen(tokens=span, states=states, tables=shapes, chunk_nbytes=chunk_nbytes)
 
 
 def share_of(sources: Sequence[Manifest], destination: Manifest, rank: int) -> Plan:
@@ -46,24 +43,55 @@ def share_of(sources: Sequence[Manifest], destination: Manifest, rank: int) -> P
     return replace(whole, copies=tuple(copy for copy in whole.copies if copy.source_rank == rank))
 
 
-def packs(share: Plan, rank: int, tables: Tables, wanted: Wanted, chunk_nbytes: int) -> list[Chunk]:
+def packs(share: Plan, rank: int, tables: Tables, wanted: peer_pb2.PackOpen) -> list[Chunk]:
     """The source's chunks; only their gathering side means anything. Raises KvferryError."""
-    stand_in = {
-        group.name: _stand_in(wanted.shapes[group.name], group.num_blocks, group.name)
-        for group in share.destination.groups
-        if group.name in wanted.shapes
-    }
-    bound = bind(share, {rank: tables}, stand_in, wanted.tokens, states=wanted.states)
-    return cut(moves(bound), chunk_nbytes)
+    stand_in = {}
+    for group in share.destination.groups:
+        if group.name in wanted.tables:
+            shape = wanted.tables[group.name]
+            if shape.blocks > group.num_blocks:
+                why, field = f"group {group.name} has only {group.num_blocks} blocks", f"tables.{group.name}.blocks"
+                raise Malformed("malformed_tables", why, field=field, value=shape.blocks, remedy="list each block once")
+            stand_in[group.name] = BlockTable(np.arange(shape.blocks, dtype=np.int64), shape.first_token)
+    tokens = wanted.tokens.start, wanted.tokens.stop
+    return cut(moves(bind(share, {rank: tables}, stand_in, tokens, states=wanted.states)), wanted.chunk_nbytes)
 
 
-def _stand_in(shape: Shape, num_blocks: int, group: str) -> BlockTable:
-    if not 0 <= shape.blocks <= num_blocks:
-        raise Malformed(
-            "malformed_tables",
-            f"the table of group {group} is said to list {shape.blocks} blocks",
-            field=f"tables.{group}.blocks",
-            value=shape.blocks,
-            remedy=f"at most {num_blocks}, each once",
-        )
-    return BlockTable(np.arange(shape.blocks, dtype=np.int64), shape.first_token)
+class Pairings:
+    """This rank's part of the plan of every reader, by the name that the reader was given."""
+
+    def __init__(self) -> None:
+        self._known: LRUCache[str, Plan] = LRUCache(PAIRINGS)
+
+    async def add(self, own: Manifest, sources: Sequence[Manifest], destination: Manifest, said: bytes) -> str:
+        """Plan as the reader does; returns the plan's name. said: the reader's request, which the name is a digest of.
+
+        Raises KvferryError (`protocol`) when the reader sees this rank otherwise than it is, PlanRefused.
+        """
+        if [source for source in sources if source.rank == own.rank] != [own]:
+            why = f"the reader does not know rank {own.rank} of engine {own.engine_id} as it is"
+            ranks = sorted(source.rank for source in sources)
+            raise Conflict("protocol", why, field="sources", value=ranks, remedy="shake hands again")
+        name = hashlib.sha256(said).hexdigest()
+        if name not in self._known:
+            self._known[name] = await asyncio.to_thread(share_of, sources, destination, own.rank)
+        return name
+
+    def get(self, name: str) -> Plan:
+        """Raises KvferryError (`unknown_pairing`)."""
+        if name not in self._known:
+            message = "the plan of this pair of engines is not known, or was forgotten"
+            raise NotFound("unknown_pairing", message, field="pairing", value=name, remedy="pair again")
+        return self._known[name]
+
+
+async def prepare_gather(arena: Arena, share: Plan, regions: Mapping[int, int]) -> None:
+    """Compile what the source's first gather needs, for its part of the plan. Addresses by region."""
+    for chunk in cut(sample(share), arena.slot_nbytes):
+        await arena.copies.prepare(chunk.gather(regions, arena.span.address))
+
+
+async def prepare_scatter(arena: Arena, plan: Plan, regions: Mapping[int, int]) -> None:
+    """The same for the reader's first scatter."""
+    for chunk in cut(sample(plan), arena.slot_nbytes):
+        await arena.copies.prepare(chunk.scatter(arena.span.address, regions))

@@ -24,7 +24,10 @@ class Claim:
     """By group."""
 
     def release(self) -> None:
-        self._claims.release(self)
+        claims = self._claims
+        if claims._held.pop(self.number, None) is not None:
+            for name, ids in self.blocks.items():
+                claims._holder[name][ids] = 0
 
 
 class Claims:
@@ -55,24 +58,16 @@ class Claims:
             holders = self._holder[name][ids]
             if holders.any():
                 first = int(np.flatnonzero(holders)[0])
-                raise Conflict(
-                    "blocks_not_quiet",
-                    f"a transfer of request {self._held[int(holders[first])].request_id} may still write block "
-                    f"{int(ids[first])} of group {name}",
-                    field=f"tables.{name}.block_ids",
-                    value=int(ids[first]),
-                    remedy="reserve a block again only when its transfer has ended and its blocks are safe",
-                )
+                block, holder = int(ids[first]), self._held[int(holders[first])].request_id
+                why = f"a transfer of request {holder} may still write block {block} of group {name}"
+                remedy = "reserve a block again only when its transfer has ended and its blocks are safe"
+                field = f"tables.{name}.block_ids"
+                raise Conflict("blocks_not_quiet", why, field=field, value=block, remedy=remedy)
         self._last += 1
         claim = self._held[self._last] = Claim(self, self._last, request_id, blocks)
         for name, ids in blocks.items():
             self._holder[name][ids] = claim.number
         return claim
-
-    def release(self, claim: Claim) -> None:
-        if self._held.pop(claim.number, None) is not None:
-            for name, ids in claim.blocks.items():
-                self._holder[name][ids] = 0
 
 
 def _written(group: Group, table: BlockTable, tokens: tuple[int, int] | None) -> BlockIds:

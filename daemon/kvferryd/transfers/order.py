@@ -19,9 +19,8 @@ from kvferryd.peers import allow
 class Order:
     """Where to read from.
 
-    `epoch`: the source engine must be in it; empty for any. `deadline_s`: seconds from acceptance; None for the
-    daemon's
-    default. `way`: auto, direct, staged or mapped; empty for the daemon's setting.
+    epoch: the source engine must be in it; empty for any. deadline_s: seconds from acceptance; None for the daemon's
+    default. way: auto, direct, staged or mapped; empty for the daemon's setting.
     """
 
     engine_id: str
@@ -39,27 +38,26 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Where to write on this rank.
+    """Where to write on this rank. Raises KvferryError (`malformed_tables`) where `tokens` is not a range.
 
-    `tokens`: global [first, last); None for all that is published. `digest`: what the lease must have been published
-    with; empty is not checked.
+    tokens: global [first, last); None for all that is published. digest: what the lease must have been published with;
+    empty is not checked.
     """
 
     tables: Tables
     tokens: tuple[int, int] | None
     digest: bytes = b""
 
+    def __post_init__(self) -> None:
+        if self.tokens is not None and not 0 <= self.tokens[0] <= self.tokens[1]:
+            why, remedy = "the token range is not a range", "0 <= first <= last, global tokens, last exclusive"
+            raise Malformed("malformed_tables", why, field="token_range", value=self.tokens, remedy=remedy)
+
 
 def order_of(body: OrderBody, traceparent: str) -> Order:
-    return Order(
-        body.source.engine_id,
-        body.source.address,
-        body.source.epoch or "",
-        body.priority,
-        body.deadline_ms / 1e3 if body.deadline_ms else None,
-        body.way or "",
-        traceparent,
-    )
+    source, deadline_s = body.source, body.deadline_ms / 1e3 if body.deadline_ms else None
+    epoch, way = source.epoch or "", body.way or ""
+    return Order(source.engine_id, source.address, epoch, body.priority, deadline_s, way, traceparent)
 
 
 def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int, Reservation]:
@@ -70,32 +68,13 @@ def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int
     if given and all(
         key.isdigit() and isinstance(value, Mapping) and "block_ids" not in value for key, value in given.items()
     ):
-        missing = [rank for rank in ranks if str(rank) not in given]
-        if missing:
-            raise Malformed(
-                "malformed_tables",
-                f"ranks {missing} have no tables",
-                field="destination.tables",
-                value=sorted(given),
-                remedy="give tables for every rank, or one set for all",
-            )
+        if missing := [rank for rank in ranks if str(rank) not in given]:
+            why, remedy = f"ranks {missing} have no tables", "give tables for every rank, or one set for all"
+            raise Malformed("malformed_tables", why, field="destination.tables", value=sorted(given), remedy=remedy)
         tables = {rank: tables_from_json(given[str(rank)], f"destination.tables.{rank}") for rank in ranks}
     else:
         tables = dict.fromkeys(ranks, tables_from_json(given, "destination.tables"))
-    return {rank: reservation(tables[rank], wanted.token_range) for rank in ranks}
-
-
-def reservation(tables: Tables, tokens: tuple[int, int] | None, digest: bytes = b"") -> Reservation:
-    """Checked. Raises KvferryError (`malformed_tables`)."""
-    if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
-        raise Malformed(
-            "malformed_tables",
-            f"the token range {tokens[0]}:{tokens[1]} is not a range",
-            field="token_range",
-            value=tokens,
-            remedy="0 <= first <= last, global tokens, last exclusive",
-        )
-    return Reservation(tables, tokens, digest)
+    return {rank: Reservation(tables[rank], wanted.token_range) for rank in ranks}
 
 
 def order_from_proto(
@@ -115,6 +94,6 @@ def reservation_from_proto(
 ) -> Reservation:
     """Checked against the cache of the engine. Raises KvferryError."""
     wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-    reserved = reservation(tables_from_proto(request.tables), wanted, digest)
+    reserved = Reservation(tables_from_proto(request.tables), wanted, digest)
     check_destination(manifest, reserved.tables, reserved.tokens)
     return reserved

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 
-from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed
-from kvferry.schemas import ErrorBody, RankTransfer, TransferState
+from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavailable
+from kvferry.schemas import RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
-from kvferryd.aio import together
+from kvferryd.aio import Tasks, together
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.peers.channels import Channel, Channels, asking
@@ -26,7 +26,7 @@ class Ranks:
 
     def __init__(self, config: Config, channels: Channels) -> None:
         self._config, self._channels = config, channels
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._open: dict[Engine, dict[str, Channel]] = {}
         """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
 
@@ -37,15 +37,14 @@ class Ranks:
             for rank in range(engine.world_size):
                 if rank != engine.rank:
                     transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
-            self._spawn(self._follow_all(transfer))
+            self._tasks.spawn(self._follow_all(transfer))
 
     def abort(self, transfer: Transfer) -> None:
         """This rank has not got its KV: the others need not go on."""
         engine = transfer.engine
-        why = transfer.problem.code if transfer.problem else transfer.state.value
         for rank, share in transfer.ranks.items():
             if not share.state.ended and rank in engine.members:
-                self._spawn(self._abort(transfer, rank, engine.members[rank], why))
+                self._tasks.spawn(self._abort(transfer, engine.members[rank]))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -71,17 +70,11 @@ class Ranks:
         async with asking(address):
             yield channel.stub
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _follow_all(self, transfer: Transfer) -> None:
         engine = transfer.engine
         try:
             async with asyncio.timeout_at(transfer.deadline + GRACE_S):
-                if not await self._whole(transfer):
-                    return
+                await engine.until_whole(self._config.connect_timeout_s)
                 if transfer.ended.is_set() and transfer.state is not TransferState.DONE:
                     for rank in transfer.ranks:  # no other rank has the order: there is nothing to end
                         transfer.set_rank(RankTransfer(rank=rank, state=TransferState.ABORTED))
@@ -91,46 +84,38 @@ class Ranks:
             self.abort(transfer)
             for rank, share in list(transfer.ranks.items()):
                 if not share.state.ended:
-                    self._failed(transfer, rank, _silent(rank, engine.members.get(rank, ""), share.state))
-
-    async def _whole(self, transfer: Transfer) -> bool:
-        """Wait until the daemons of all ranks are known."""
-        try:
-            await transfer.engine.until_whole(self._config.connect_timeout_s)
-        except KvferryError as why:
+                    address = engine.members.get(rank, "an unknown address")
+                    why = f"the deadline passed while rank {rank} at {address} was {share.state.value}"
+                    remedy = "see whether that rank's daemon is alive, or raise deadline_ms"
+                    self._failed(transfer, rank, Deadline("deadline", why, field="rank", value=rank, remedy=remedy))
+        except Unavailable as why_not:  # of ranks that have not joined
             for rank in list(transfer.ranks):
-                self._failed(transfer, rank, why)
-            return False
-        return True
+                self._failed(transfer, rank, why_not)
 
     async def _follow(self, transfer: Transfer, rank: int, address: str) -> None:
-        """Hand the order to one rank and keep what it says, until its part has ended."""
+        """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing of that rank."""
         try:
             async with self._asking(transfer.engine, address) as stub:
-                await self._hand_to(stub, transfer, rank, address)
+                call = stub.Order(_request(transfer, rank))
+                try:
+                    async for reply in call:
+                        transfer.set_rank(_rank_transfer(reply, rank, address))
+                finally:
+                    call.cancel()
         except KvferryError as error:
             ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
             over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
             if transfer.counted and ahead > transfer.attempt and not over:
                 transfer.attempt = ahead  # that rank has seen more attempts than we have; this one is still under way
                 await self._follow(transfer, rank, address)
-                return
-            self._failed(transfer, rank, error)
+            else:
+                self._failed(transfer, rank, error)
             return
         share = transfer.ranks[rank]
         if not share.state.ended:
             self._failed(transfer, rank, PeerFailed("peer_lost", f"rank {rank} at {address} stopped answering"))
         elif share.state is not TransferState.DONE:
             self._stop_own(transfer, share)
-
-    @staticmethod
-    async def _hand_to(stub: peer_pb2_grpc.PeerAsyncStub, transfer: Transfer, rank: int, address: str) -> None:
-        call = stub.Order(_request(transfer, rank))
-        try:
-            async for reply in call:
-                transfer.set_rank(_rank_transfer(reply, rank, address))
-        finally:
-            call.cancel()
 
     def _failed(self, transfer: Transfer, rank: int, why: KvferryError) -> None:
         state = TransferState.ABORTED if why.code == "aborted" else TransferState.FAILED
@@ -140,22 +125,19 @@ class Ranks:
 
     @staticmethod
     def _stop_own(transfer: Transfer, share: RankTransfer) -> None:
-        """One rank without its KV makes the others' useless: tell this rank's engine now, not at the deadline."""
+        """KV is of use only if all ranks have it: tell this rank's engine now, not at the deadline."""
         if share.state is TransferState.ABORTED:
             why: KvferryError = Conflict("aborted", f"rank {share.rank} of the same engine was aborted")
         else:
             code = share.error.code if share.error else share.state.value
-            why = PeerFailed(
-                "rank_failed",
-                f"rank {share.rank} of the same engine failed: {code}",
-                field="rank",
-                value=share.rank,
-                remedy="see that rank's part of the transfer record",
-            )
+            message = f"rank {share.rank} of the same engine failed: {code}"
+            remedy = "see that rank's part of the transfer record"
+            why = PeerFailed("rank_failed", message, field="rank", value=share.rank, remedy=remedy)
         transfer.stop(share.state, why)
 
-    async def _abort(self, transfer: Transfer, rank: int, address: str, why: str) -> None:
+    async def _abort(self, transfer: Transfer, address: str) -> None:
         engine = transfer.engine
+        why = transfer.problem.code if transfer.problem else transfer.state.value
         request = peer_pb2.AbortRequest(
             engine_id=engine.engine_id,
             request_id=transfer.request_id,
@@ -196,15 +178,8 @@ def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
 
 def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> RankTransfer:
     if reply.state not in {state.value for state in TransferState} or reply.rank != rank:
-        raise Conflict(
-            "protocol",
-            f"peer {address} answered with state {reply.state} of rank {reply.rank}",
-            field="state",
-            value=reply.state,
-        )
-    error: ErrorBody | None = None
-    if reply.HasField("problem"):
-        error = error_body(problem_from_proto(reply.problem))
+        why = f"peer {address} answered with state {reply.state} of rank {reply.rank}"
+        raise Conflict("protocol", why, field="state", value=reply.state)
     return RankTransfer(
         rank=reply.rank,
         state=TransferState(reply.state),
@@ -213,15 +188,5 @@ def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> Ran
         path=reply.path,
         transport=reply.transport,
         phases_ms=dict(reply.phases_ms),
-        error=error,
-    )
-
-
-def _silent(rank: int, address: str, state: TransferState) -> KvferryError:
-    return Deadline(
-        "deadline",
-        f"the deadline passed while rank {rank} at {address or 'an unknown address'} was {state.value}",
-        field="rank",
-        value=rank,
-        remedy="see whether that rank's daemon is alive, or raise deadline_ms",
+        error=error_body(problem_from_proto(reply.problem)) if reply.HasField("problem") else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
@@ -16,14 +17,13 @@ from kvferryd import logs, paths
 from kvferryd.aio import together
 from kvferryd.engine import Engine
 from kvferryd.paths import Flight, Move, Moved, PathName
+from kvferryd.paths.source import SourceReader, close_all, readers_of
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import bind
-from kvferryd.staging.share import Wanted, shapes
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
-from kvferryd.transfers.source import SourceReader, close_all, readers_of
 
 log = logs.get(__name__)
 STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"})
@@ -71,7 +71,7 @@ class Transfer:
         self.problem: KvferryError | None = None
         self.announced = False
         """It went by what sources had announced, without waiting for them."""
-        self.phases_ms: dict[str, float] = {}
+        self.phases_ms: defaultdict[str, float] = defaultdict(float)
         self.ended = asyncio.Event()
         """This rank's part has ended."""
         self.quiet = asyncio.Event()
@@ -83,7 +83,6 @@ class Transfer:
         self._flights: list[Flight] = []
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
-        self._started = False
         self._waits_for = ""
         self.set_deadline(around.deadline_s)
         self._task = asyncio.create_task(self._run(), name=f"transfer-{request_id}")
@@ -101,22 +100,20 @@ class Transfer:
         self.order = order
         if order.deadline_s is not None:
             self.set_deadline(order.deadline_s)
-        self._match()
+        if self.reservation is not None:
+            self._matched.set()
 
     def take_reservation(self, reservation: Reservation, claim: Claim) -> None:
         """The claim is this transfer's from now on; it is released when the transfer is quiet."""
         self.reservation, self._claim = reservation, claim
-        self._match()
-
-    def _match(self) -> None:
-        if self.order is not None and self.reservation is not None:
+        if self.order is not None:
             self._matched.set()
 
     def stop(self, state: TransferState, why: KvferryError) -> None:
         """End it as failed or aborted, unless it has ended. Idempotent."""
         if self._stop is None and not self.ended.is_set():
             self._stop = (state, why)
-            if self._started:  # a task that is cancelled before its first step would never say that it has ended
+            if self._timeout is not None:  # a task cancelled before its first step would never say that it has ended
                 self._task.cancel()
 
     # ---- how it stands ----
@@ -202,19 +199,17 @@ class Transfer:
         )
         return engine_pb2.Event(transfer_ended=ended)
 
-    # ---- the way of this rank's part ----
+    # ---- this rank's part, from match to end ----
 
     async def _run(self) -> None:
-        self._started = True
         try:
             if self._stop is not None:
                 raise asyncio.CancelledError
-            try:
-                async with asyncio.timeout_at(self.deadline) as self._timeout:
-                    await self._matched.wait()
-                    await self._transfer()
-            except TimeoutError:
-                raise self.late() from None
+            async with asyncio.timeout_at(self.deadline) as self._timeout:
+                await self._matched.wait()
+                await self._transfer()
+        except TimeoutError:
+            self._end(TransferState.FAILED, self._late())
         except asyncio.CancelledError:
             state, why = self._stop or (TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
             self._end(state, why)
@@ -226,18 +221,12 @@ class Transfer:
         else:
             self._end(TransferState.DONE, None)
 
-    def late(self) -> KvferryError:
-        """Why a part of this transfer fails when the deadline has passed."""
+    def _late(self) -> KvferryError:
         if self.state is TransferState.WAITING:
             self._waits_for = "the router's order" if self.order is None else "the engine's reservation"
-        waiting = f" for {self._waits_for}" if self._waits_for else ""
-        return Deadline(
-            "deadline",
-            f"the deadline passed while {self.state.value}{waiting}",
-            field="deadline_ms",
-            value=round(self._deadline_s * 1e3),
-            remedy="raise deadline_ms, or see why that phase takes so long",
-        )
+        why = f"the deadline passed while {self.state.value}{f' for {self._waits_for}' if self._waits_for else ''}"
+        remedy = "raise deadline_ms, or see why that phase takes so long"
+        return Deadline("deadline", why, field="deadline_ms", value=round(self._deadline_s * 1e3), remedy=remedy)
 
     async def _transfer(self) -> None:
         assert self.order is not None
@@ -253,13 +242,10 @@ class Transfer:
                 log.info("announcement out of date", request_id=self.request_id, code=error.code)
                 await self._ask_again(readers)
                 await self._read_and_verify(peer, readers)
-        except BaseException as error:
-            close_all(readers, complete=False)
-            if isinstance(error, KvferryError) and error.code in STALE:
-                self._around.peers.forget(peer)
-            raise
-        else:
             through += [*readers, *others]  # ranks with nothing to read count this rank as a reader that has finished
+        except BaseException as error:
+            self._give_up(peer, readers, error)
+            raise
         finally:
             self._around.spawn(self._settle(peer, through))
 
@@ -275,18 +261,22 @@ class Transfer:
             self._waits_for = f"the publish of engine {order.engine_id}"
             try:
                 await together(reader.advance() for reader in readers)
+                break
             except BaseException as error:
-                close_all(readers, complete=False)
-                stale = isinstance(error, KvferryError) and error.code in STALE
-                if stale:
-                    peers.forget(peer)
+                stale = self._give_up(peer, readers, error)
                 peers.leave(peer)
                 if not stale or not again or order.epoch:
                     raise
-            else:
-                break
         self._waits_for = ""
         return peer, readers, others
+
+    def _give_up(self, peer: PeerEngine, readers: list[SourceReader], why: BaseException) -> bool:
+        """Close the leases, unread; whether the peer is no longer what it was at the handshake."""
+        close_all(readers, complete=False)
+        stale = isinstance(why, KvferryError) and why.code in STALE
+        if stale:
+            self._around.peers.forget(peer)
+        return stale
 
     async def _ask_again(self, readers: list[SourceReader]) -> None:
         """Begin again with the sources' own answers instead of announcements, once nothing of before can be written."""
@@ -304,10 +294,9 @@ class Transfer:
         moves = await self._read(peer, readers)
         self._move(TransferState.VERIFYING)
         for flight in self._flights:
-            self.phases_ms[flight.phase] = self.phases_ms.get(flight.phase, 0.0) + 1e3 * flight.seconds
-        agent = self.engine.agent
-        assert agent is not None
-        await together(reader.verify(agent) for reader in readers if not paths.packed_whole(reader.source.rank, moves))
+            self.phases_ms[flight.phase] += 1e3 * flight.seconds
+        unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
+        await together(reader.verify(self.engine.agent) for reader in unproven)
 
     async def _read(self, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
@@ -316,36 +305,37 @@ class Transfer:
         first = at = wanted[0] if wanted else 0
         moves: list[Moved] = []
         while True:
-            published = min(reader.num_tokens for reader in readers)
-            last = not any(reader.more for reader in readers)
+            published = min(reader.lease.num_tokens for reader in readers)
+            last = not any(reader.lease.more for reader in readers)
             if last:
                 _check_published(readers, published, wanted)
             until = published if wanted is None else min(wanted[1], published)
             if last or until > at:
                 tables = {reader.source.rank: reader.tables for reader in readers}
-                part = Wanted((at, max(at, until)), last, shapes(self.reservation.tables))
-                bound = bind(peer.plan, tables, self.reservation.tables, part.tokens, states=last)
+                own, tokens = self.reservation.tables, (at, max(at, until))
+                bound = bind(peer.plan, tables, own, tokens, states=last)
                 if bound.nbytes:
                     path = paths.choose(self.order.way or self._around.way, bound, self.engine, peer)
                     self.path = path.name
                     began = time.monotonic()
-                    priority, flights = self.order.priority, self._flights
-                    move = Move(bound, part, self.engine, peer, readers, priority, self.deadline, flights, moves)
+                    move = Move(
+                        bound, own, tokens, last, self.engine, peer, readers, self.order.priority, self.deadline,
+                        self._flights, moves,
+                    )  # fmt: skip
                     moves.append(await path.move(move))
-                    took_ms = 1e3 * (time.monotonic() - began)
-                    self.phases_ms["moving"] = self.phases_ms.get("moving", 0.0) + took_ms
+                    self.phases_ms["moving"] += 1e3 * (time.monotonic() - began)
                     self.descriptors += moves[-1].descriptors
                 self.nbytes += bound.nbytes
                 for rank, nbytes in bound.nbytes_by_rank.items():
                     peer.ranks[rank].bytes_read += nbytes
-                at = part.tokens[1]
+                at = tokens[1]
             if last:
                 break
-            unfinished = [reader for reader in readers if reader.more]
-            behind = [reader for reader in unfinished if reader.num_tokens <= published]
+            unfinished = [reader for reader in readers if reader.lease.more]
+            behind = [reader for reader in unfinished if reader.lease.num_tokens <= published]
             await together(reader.advance() for reader in behind or unfinished)
         self.tokens = (first, at)
-        self.metadata = next((reader.metadata for reader in readers if reader.metadata), b"")
+        self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")
         for reader in readers:
             reader.source.transfers += 1
         return moves
@@ -393,22 +383,13 @@ class Transfer:
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:
     """All that is wanted has been published, by all ranks alike. Raises KvferryError."""
     if wanted is not None and published < wanted[1]:
-        raise Conflict(
-            "tokens_unpublished",
-            f"tokens up to {wanted[1]} are wanted but {published} were published",
-            field="token_range",
-            value=f"{wanted[0]}:{wanted[1]}",
-            remedy=f"ask for tokens up to {published}",
-        )
-    if wanted is None and any(reader.num_tokens != published for reader in readers):
-        raise Conflict(
-            "ranks_disagree",
-            "the source ranks published different numbers of tokens: "
-            + ", ".join(f"rank {reader.source.rank} {reader.num_tokens}" for reader in readers),
-            field="num_tokens",
-            value=published,
-            remedy="all ranks of an engine publish the same tokens of a request",
-        )
+        why, remedy = f"only tokens up to {published} were published", f"ask for tokens up to {published}"
+        raise Conflict("tokens_unpublished", why, field="token_range", value=f"{wanted[0]}:{wanted[1]}", remedy=remedy)
+    if wanted is None and any(reader.lease.num_tokens != published for reader in readers):
+        by_rank = ", ".join(f"rank {reader.source.rank} {reader.lease.num_tokens}" for reader in readers)
+        why = f"the source ranks published different numbers of tokens: {by_rank}"
+        remedy = "all ranks of an engine publish the same tokens of a request"
+        raise Conflict("ranks_disagree", why, field="num_tokens", value=published, remedy=remedy)
 
 
 def error_body(error: KvferryError) -> ErrorBody:

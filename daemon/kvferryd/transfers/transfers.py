@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 from cachetools import LRUCache
@@ -14,6 +14,7 @@ from cachetools import LRUCache
 from kvferry.errors import Conflict, Full, KvferryError, NotFound, PeerFailed, Unavailable
 from kvferry.schemas import TransferState
 from kvferryd import logs
+from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
@@ -41,34 +42,34 @@ class Transfers:
     def __init__(self, config: Config, peers: Peers, metrics: Metrics) -> None:
         self._config, self._metrics = config, metrics
         self._ranks = Ranks(config, peers.channels)
-        self._around = Surroundings(peers, config.way, config.deadline_s, self._on_end, self._spawn)
+        self._after = Tasks()
+        self._around = Surroundings(peers, config.way, config.deadline_s, self._on_end, self._after.spawn)
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._current: dict[Key, Transfer] = {}
         self._finished: dict[str, Transfer] = {}
+        """Transfers whose part on this rank has ended, the oldest first."""
         self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt begun."""
         self._dead: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt that ended on another rank: its order may still be on its way here."""
-        self._after: set[asyncio.Task[None]] = set()
-        self.unfinished = 0
-        """Transfers whose part on this rank has not ended."""
         self.draining = False
         self._appeared = asyncio.Event()
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(list(self._by_id.values()))
 
+    @property
+    def unfinished(self) -> int:
+        """Transfers whose part on this rank has not ended."""
+        return len(self._by_id) - len(self._finished)
+
     def get(self, transfer_id: str) -> Transfer:
         transfer = self._by_id.get(transfer_id)
         if transfer is None:
-            raise NotFound(
-                "unknown_transfer",
-                f"transfer {transfer_id} is not known",
-                field="transfer_id",
-                value=transfer_id,
-                remedy="the daemon keeps the last ones only (history); look it up by request_id at the right daemon",
-            )
+            why = f"transfer {transfer_id} is not known"
+            remedy = "the daemon keeps the last ones only (history); look it up by request_id at the right daemon"
+            raise NotFound("unknown_transfer", why, field="transfer_id", value=transfer_id, remedy=remedy)
         return transfer
 
     def of_request(self, request_id: str) -> list[Transfer]:
@@ -94,26 +95,18 @@ class Transfers:
         `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
-        transfer = self._transfer_of(key, attempt, counted=counted)
         reservation = brought.get(engine.rank)
-        if transfer is not None:
-            if _has(transfer, order, exactly=from_rank is None):
-                if from_rank is None and brought != transfer.brought:
-                    raise _conflict(request_id, "was ordered already, with other tables")
-                _check_reserved(transfer, reservation)
-                return transfer, False
-            if transfer.ended.is_set():
-                raise _conflict(request_id, "has ended already")
-            _check_reserved(transfer, reservation)
-        claim = None
-        if reservation is not None and (transfer is None or transfer.reservation is None):
-            claim = self._claim(engine, request_id, reservation)
-        if transfer is None:
-            transfer = self._begin(engine, key, attempt or self._next(key), claim, counted=counted or not attempt)
+        current = self._transfer_of(key, attempt, counted=counted)
+        if current is not None and _has(current, order, exactly=from_rank is None):
+            if from_rank is None and brought != current.brought:
+                raise _conflict(request_id, "was ordered already, with other tables")
+            _check_reserved(current, reservation)
+            return current, False
+        if current is not None and current.ended.is_set():
+            raise _conflict(request_id, "has ended already")
+        transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted or not attempt)
         if from_rank is None:
             transfer.brought = brought
-        self._match(transfer, order=order, reservation=reservation, claim=claim)
-        if from_rank is None:
             self._ranks.hand_on(transfer)
         return transfer, True
 
@@ -131,27 +124,58 @@ class Transfers:
 
         The same reservation again joins the transfer under way. After the end it is a new attempt, whatever its blocks.
         """
-        key = _key(engine, request_id)
+        key, counted = _key(engine, request_id), not attempt
         current = self._current.get(key)
-        counted = not attempt
-        if not attempt:
+        if counted:
             attempt = current.attempt if current and not current.ended.is_set() else self._next(key)
         self._attempts[key] = max(attempt, self._attempts.get(key, 0))
-        running = self._transfer_of(key, attempt, counted=counted)
-        if running is not None and running.ended.is_set():
-            raise running.problem or _conflict(request_id, f"has ended already in attempt {attempt}")
-        if running is not None:
-            _check_reserved(running, reservation)
-        new_order = order if order is not None and not (running and _has(running, order, exactly=False)) else None
-        claim = None
-        if running is None or running.reservation is None:
-            claim = self._claim(engine, request_id, reservation)
-        transfer = running or self._begin(engine, key, attempt, claim, counted=counted)
-        if running is None and deadline_s:
+        current = self._transfer_of(key, attempt, counted=counted)
+        if current is not None and current.ended.is_set():
+            raise current.problem or _conflict(request_id, f"has ended already in attempt {attempt}")
+        if order is not None and current is not None and _has(current, order, exactly=False):
+            order = None
+        transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted)
+        if current is None and deadline_s:
             transfer.set_deadline(deadline_s)
-        self._match(transfer, order=new_order, reservation=reservation, claim=claim)
-        if new_order is not None:
+        if order is not None:
             self._ranks.hand_on(transfer)
+        return transfer
+
+    def _join(
+        self,
+        engine: Engine,
+        key: Key,
+        transfer: Transfer | None,
+        attempt: int,
+        order: Order | None,
+        reservation: Reservation | None,
+        *,
+        counted: bool,
+    ) -> Transfer:
+        """Hand the order and the reservation to the transfer under way. Without one, begin a new attempt, which ends
+        the one before. A refusal changes nothing."""
+        claim = None
+        if transfer is None:
+            self._check_room(engine)
+        else:
+            _check_reserved(transfer, reservation)
+        if reservation is not None and (transfer is None or transfer.reservation is None):
+            claim = self._claim(engine, key[2], reservation)
+        if transfer is None:
+            attempt = attempt or self._next(key)
+            before = self._current.get(key)
+            if before is not None:
+                why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
+                before.stop(TransferState.ABORTED, why)
+            transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
+            self._attempts[key] = attempt
+            self._by_id[transfer.transfer_id] = self._current[key] = transfer
+            self._appeared.set()
+            self._appeared = asyncio.Event()
+        if order is not None:
+            transfer.take_order(order)
+        if reservation is not None and claim is not None:
+            transfer.take_reservation(reservation, claim)
         return transfer
 
     def _next(self, key: Key) -> int:
@@ -175,79 +199,30 @@ class Transfers:
                 current.attempt, current.counted = attempt, counted
                 return current
         if attempt < current.attempt:
-            raise Conflict(
-                STALE_ATTEMPT,
-                f"request {key[2]} is in attempt {current.attempt} by now",
-                field="attempt",
-                value=current.attempt,
-                remedy="give every attempt at a request a higher number, the same on all ranks",
-            )
+            why = f"request {key[2]} is in attempt {current.attempt} by now"
+            remedy = "give every attempt at a request a higher number, the same on all ranks"
+            raise Conflict(STALE_ATTEMPT, why, field="attempt", value=current.attempt, remedy=remedy)
         return None
 
     def _claim(self, engine: Engine, request_id: str, reservation: Reservation) -> Claim:
-        claims = self._claims.get(engine)
-        if claims is None:
-            assert engine.manifest is not None
-            claims = self._claims[engine] = Claims(engine.manifest)
-        return claims.take(reservation, request_id)
-
-    def _begin(self, engine: Engine, key: Key, attempt: int, claim: Claim | None, *, counted: bool) -> Transfer:
-        """The transfer of a new attempt, which ends the one before. A refusal releases the claim."""
-        try:
-            self._check_room(engine)
-        except KvferryError:
-            if claim is not None:
-                claim.release()
-            raise
-        before = self._current.get(key)
-        if before is not None:
-            why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
-            before.stop(TransferState.ABORTED, why)
-        transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
-        self.unfinished += 1
-        self._attempts[key] = attempt
-        self._by_id[transfer.transfer_id] = self._current[key] = transfer
-        self._appeared.set()
-        self._appeared = asyncio.Event()
-        return transfer
+        if engine not in self._claims:
+            self._claims[engine] = Claims(engine.manifest)
+        return self._claims[engine].take(reservation, request_id)
 
     def _check_room(self, engine: Engine) -> None:
+        most, elsewhere = self._config.max_transfers, "send the request to another decode worker"
         if self.draining:
-            raise Unavailable(
-                "draining",
-                "the daemon is draining and takes no new transfers",
-                remedy="send the request to another decode worker",
-            )
+            raise Unavailable("draining", "the daemon is draining and takes no new transfers", remedy=elsewhere)
         if not engine.session.attached:
-            raise NotFound(
-                "unknown_engine",
-                f"engine {engine.engine_id} is gone; only what it published is still here",
-                field="engine_id",
-                value=engine.engine_id,
-                remedy="send the request to another decode worker",
-            )
-        if self.unfinished >= self._config.max_transfers:
-            raise Full(
-                "full",
-                f"{self._config.max_transfers} transfers are under way",
-                field="max_transfers",
-                value=self._config.max_transfers,
-                remedy="try again shortly, or send the request to another worker",
-            )
-
-    @staticmethod
-    def _match(
-        transfer: Transfer, *, order: Order | None, reservation: Reservation | None, claim: Claim | None
-    ) -> None:
-        if order is not None:
-            transfer.take_order(order)
-        if reservation is not None and claim is not None:
-            transfer.take_reservation(reservation, claim)
+            why = f"engine {engine.engine_id} is gone; only what it published is still here"
+            raise NotFound("unknown_engine", why, field="engine_id", value=engine.engine_id, remedy=elsewhere)
+        if self.unfinished >= most:
+            why, remedy = f"{most} transfers are under way", f"try again shortly, or {elsewhere}"
+            raise Full("full", why, field="max_transfers", value=most, remedy=remedy)
 
     # ---- the end ----
 
     def _on_end(self, transfer: Transfer) -> None:
-        self.unfinished -= 1
         transfer.wake()
         self._finished[transfer.transfer_id] = transfer
         if transfer.state is not TransferState.DONE:
@@ -262,15 +237,9 @@ class Transfers:
             attempt=transfer.attempt,
             transfer_id=transfer.transfer_id,
             engine_id=transfer.engine.engine_id,
-            rank=transfer.engine.rank,
             source=source,
-            state=transfer.state.value,
-            bytes=transfer.nbytes,
-            descriptors=transfer.descriptors,
-            path=share.path,
-            transport=share.transport,
+            **share.model_dump(mode="json", exclude={"error"}),
             announced=transfer.announced,
-            phases_ms=share.phases_ms,
             traceparent=transfer.order.traceparent if transfer.order else "",
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),
         )
@@ -286,11 +255,6 @@ class Transfers:
                 key = _key(transfer.engine, transfer.request_id)
                 if self._current.get(key) is transfer:
                     del self._current[key]
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._after.add(task)
-        task.add_done_callback(self._after.discard)
 
     def abort(self, engine: Engine, request_id: str, why: str, *, attempt: int = 0, failed: bool = False) -> bool:
         """End the request's transfer; whether one was under way. Idempotent.
@@ -319,7 +283,7 @@ class Transfers:
                 transfer.stop(TransferState.FAILED, Unavailable("engine_gone", why))
 
     async def leave(self, engine: Engine) -> None:
-        """The engine is retired: nothing more is said to its other ranks."""
+        """The engine is retired: close the channels to its other ranks."""
         await self._ranks.leave(engine)
 
     async def wait_new(self) -> None:
@@ -330,8 +294,7 @@ class Transfers:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not until(transfer):
-                    changed = transfer.changed
-                    await changed.wait()
+                    await transfer.changed.wait()
 
     async def close(self, timeout_s: float = 10.0) -> None:
         running = [transfer for transfer in self if not transfer.ended.is_set()]
@@ -356,33 +319,21 @@ def _has(transfer: Transfer, order: Order, *, exactly: bool) -> bool:
     Orders of one request that reach a rank in several ways need only agree on the source (`exactly` false).
     """
     known = transfer.order
-    if known is None:
-        return False
-    if known.engine_id != order.engine_id or (exactly and known != order):
-        raise _conflict(
-            transfer.request_id, f"was ordered already, otherwise, from {known.engine_id} at {known.address}"
-        )
-    return True
+    if known is not None and (known.engine_id != order.engine_id or (exactly and known != order)):
+        how = f"was ordered already, otherwise, from {known.engine_id} at {known.address}"
+        raise _conflict(transfer.request_id, how)
+    return known is not None
 
 
 def _check_reserved(transfer: Transfer, reservation: Reservation | None) -> None:
     """Raise KvferryError (`receive_conflict`) when other blocks are reserved."""
-    held = transfer.reservation
-    if reservation is not None and held is not None and held != reservation:
-        raise Conflict(
-            "receive_conflict",
-            f"request {transfer.request_id} has other blocks reserved already",
-            field="request_id",
-            value=transfer.request_id,
-            remedy="abort it before reserving other blocks",
-        )
+    if reservation is not None and transfer.reservation not in (None, reservation):
+        request, remedy = transfer.request_id, "abort it before reserving other blocks"
+        why = f"request {request} has other blocks reserved already"
+        raise Conflict("receive_conflict", why, field="request_id", value=request, remedy=remedy)
 
 
 def _conflict(request_id: str, why: str) -> KvferryError:
-    return Conflict(
-        "order_conflict",
-        f"request {request_id} {why}",
-        field="request_id",
-        value=request_id,
-        remedy="use one request id for one order, or a higher `attempt`",
-    )
+    remedy = "use one request id for one order, or a higher `attempt`"
+    why = f"request {request_id} {why}"
+    return Conflict("order_conflict", why, field="request_id", value=request_id, remedy=remedy)

@@ -1,0 +1,248 @@
+"""One source rank as one transfer reads it: the lease as the source told it, the proof that it held, and the chunks
+that the source gathers of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvferry.errors import Conflict, KvferryError
+from kvferry.tables import Tables
+from kvferry.v1 import peer_pb2
+from kvferry.wire import problem_from_proto, tables_from_proto
+from kvferryd.copy import Chunk
+from kvferryd.peers.peer import PeerEngine, PeerRank
+from kvferryd.peers.reader_stream import ReaderStream
+from kvferryd.transport import Agent
+
+OPEN_AFTER_S = 0.02
+"""How long a reader goes by an announcement before it opens the lease, so that the lease does not expire under a long
+read. A short read is over by then, and costs its source one message."""
+
+
+class SourceReader:
+    """The lease of one request on one source rank. `advance` opens it; `close` it at the end.
+
+    The source may have announced the lease. Then the first `advance` goes by the announcement at once. The lease is
+    opened beside reading, with the first message that there is or after OPEN_AFTER_S; the source answers only if it
+    holds something else by now.
+    """
+
+    def __init__(self, source: PeerRank, request_id: str, digest: bytes) -> None:
+        """digest: what the lease must have been published with; empty is not checked."""
+        self.source, self.request_id, self._digest = source, request_id, digest
+        self.lease = peer_pb2.LeaseUpdate(more=True)
+        """The source's last update."""
+        self.tables: Tables = {}
+        self.announced = False
+        """It goes by an announcement, which the source has not confirmed."""
+        self.number = 0
+        """Of this reading on its stream."""
+        self._updates: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
+        self._stream: ReaderStream | None = None
+        self._opening: asyncio.TimerHandle | None = None
+        """The lease goes by an announcement and is not open yet."""
+        self._chunks: ChunkStream | None = None
+        self._gathers = 0
+
+    async def advance(self) -> None:
+        """Take the source's next update: the first time its lease, later more tokens. The caller bounds the wait.
+
+        Raises KvferryError: the source's reason, `other_prompt`, `peer_lost`.
+        """
+        if self._stream is None and self._opening is None:
+            update = self.source.stream.announced(self.request_id)
+            if update is not None:
+                self.announced = True
+                self._opening = asyncio.get_running_loop().call_later(OPEN_AFTER_S, self._open)
+                self._apply(update)
+                return
+            self._open()
+        self._apply(await self._next())
+
+    async def ask_again(self) -> None:
+        """Go by the source's own answer instead of an announcement. The caller bounds the wait."""
+        if self.announced:
+            self.announced = False
+            if self._updates.empty():
+                self.close(complete=False)
+                self.lease = peer_pb2.LeaseUpdate(more=True)
+                self._open()
+            self._apply(await self._next())
+
+    def _open(self) -> None:
+        """The source answers unless it holds the very lease that was announced."""
+        stream, word, version = self._follow(), self.lease.word, self.lease.version
+        opening = peer_pb2.LeaseOpen(
+            reading=self.number, request_id=self.request_id, known_word=word, known_version=version
+        )
+        stream.send(peer_pb2.ReadRequest(open=opening))
+
+    def _follow(self) -> ReaderStream:
+        """Take a number on the stream: replies come here from now on."""
+        self._open_no_more()
+        self._stream = self.source.stream
+        self.number = self._stream.follow(self)
+        return self._stream
+
+    def _open_no_more(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+
+    async def _next(self) -> peer_pb2.LeaseUpdate:
+        update = await self._updates.get()
+        if isinstance(update, KvferryError):
+            raise update
+        return update
+
+    def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
+        if self._digest and update.digest != self._digest:
+            how = "for another prompt than this one" if update.digest else "without a digest of its prompt"
+            why = f"request {self.request_id} was published {how}"
+            remedy = "hand kv_transfer_params on with the prompt that they were made for"
+            raise Conflict("other_prompt", why, field="digest", value=update.digest.hex(), remedy=remedy)
+        self.lease, self.tables = update, tables_from_proto(update.tables, "source tables")
+
+    def gather(self, chunks: ChunkStream, opening: peer_pb2.PackOpen) -> tuple[int, ReaderStream]:
+        """Completes the opening with the lease's last update, and sends replies to `chunks` from now on; (the gather's
+        number, the stream to send on). Raises KvferryError when the stream is over."""
+        opening.word, opening.version = self.lease.word, self.lease.version
+        if self._opening is not None:
+            self._follow()
+            opening.request_id = self.request_id
+        assert self._stream is not None
+        self._stream.check()
+        self._chunks = chunks
+        self._gathers += 1
+        return self._gathers, self._stream
+
+    def on_reply(self, reply: peer_pb2.ReadReply) -> None:
+        if reply.HasField("update"):
+            self._updates.put_nowait(reply.update)
+        elif reply.HasField("problem"):
+            self.on_lost(problem_from_proto(reply.problem))
+        elif self._chunks is not None:
+            if not reply.pack.HasField("problem"):
+                self.announced = False  # the source gathers, so it still has the announced version
+            self._chunks.on_reply(reply.pack)
+
+    def on_lost(self, why: KvferryError) -> None:
+        self._updates.put_nowait(why)
+        if self._chunks is not None:
+            self._chunks.fail(why)
+
+    async def verify(self, agent: Agent) -> None:
+        """The lease held while its blocks were read: its validity word is whole. Raises KvferryError (`torn`)."""
+        if await agent.peek(self.source.agent_name, self.lease.word_address) != self.lease.word:
+            why = f"the lease of request {self.request_id} did not hold while it was read"
+            remedy = "prefill the request again"
+            raise Conflict("torn", why, field="request_id", value=self.request_id, remedy=remedy)
+
+    def close(self, *, complete: bool) -> None:
+        """The reading is over. complete: all that was wanted has been read, or there was nothing to read."""
+        self._open_no_more()
+        if self._stream is not None:
+            self._stream.close_reading(self.request_id, complete=complete, number=self.number)
+        elif complete:
+            self.source.stream.close_reading(self.request_id, complete=True, word=self.lease.word)
+
+
+def readers_of(peer: PeerEngine, request_id: str, digest: bytes) -> tuple[list[SourceReader], list[SourceReader]]:
+    """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
+    read = peer.plan.reads_from or (min(peer.ranks),)
+    every = {rank: SourceReader(peer.ranks[rank], request_id, digest) for rank in sorted(peer.ranks)}
+    return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]
+
+
+def close_all(readers: Iterable[SourceReader], *, complete: bool) -> None:
+    for reader in readers:
+        reader.close(complete=complete)
+
+
+class ChunkStream:
+    """The chunks of one gather, over the stream on which the lease is read.
+
+    Everything that is wanted and read by the time a message can be sent goes out in that message; callers do not wait
+    for it. The first message has the opening. After the last chunk has been read, await `vouched`.
+    """
+
+    def __init__(self, reader: SourceReader, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk]) -> None:
+        """Raises KvferryError when the stream to the source is over."""
+        source = reader.source
+        assert source.staging is not None
+        self.chunks, self.agent_name = chunks, source.agent_name
+        self.span = source.staging.span
+        """The source's arena."""
+        self._address = source.address
+        self._loop = asyncio.get_running_loop()
+        self._packed: list[asyncio.Future[peer_pb2.Packed]] = [self._loop.create_future() for _ in chunks]
+        self._wanted_at = [0.0] * len(chunks)
+        self._in_time = True
+        self._vouched: asyncio.Future[None] = self._loop.create_future()
+        self._number, self._stream = reader.gather(self, opening)
+        self._reading = reader.number
+        self._pending = peer_pb2.Pack(reading=self._reading, packing=self._number, open=opening)
+        self._queued = False
+
+    def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
+        """Ask for a chunk. The caller has a slot for it, or will have one when a copy has ended. Done when packed."""
+        self._wanted_at[index] = self._loop.time()
+        self._pending.want.append(index)
+        self._queue()
+        return self._packed[index]
+
+    def was_read(self, index: int) -> None:
+        """The source may have its slot back."""
+        took_s = self._loop.time() - self._wanted_at[index]
+        self._in_time = self._in_time and 1e3 * took_s < self._packed[index].result().kept_ms
+        self._pending.read.append(index)
+        self._queue()
+
+    async def vouched(self) -> None:
+        """Returns when all chunks are proven to be what was packed while the lease held.
+
+        At once if every chunk was read while the source keeps it unasked (kept_ms counts from later than the request);
+        otherwise when the source has confirmed it. Raises KvferryError.
+        """
+        if not self._in_time:
+            self._pending.vouch = True
+            self._queue()
+            await self._vouched
+
+    def _queue(self) -> None:
+        if not self._queued:
+            self._queued = True
+            self._stream.send(self)
+
+    def take(self) -> peer_pb2.ReadRequest:
+        taken, self._pending = self._pending, peer_pb2.Pack(reading=self._reading, packing=self._number)
+        self._queued = False
+        return peer_pb2.ReadRequest(pack=taken)
+
+    def on_reply(self, reply: peer_pb2.PackReply) -> None:
+        if reply.packing != self._number:
+            return  # of a gather that was given up
+        for packed in reply.packed:
+            index, inside = packed.chunk, packed.address - self.span.address
+            if index >= len(self.chunks) or not self._wanted_at[index] or self._packed[index].done():
+                self._fail_broken(f"packed chunk {index}, which is not awaited")
+            elif packed.nbytes != self.chunks[index].nbytes or not 0 <= inside <= self.span.nbytes - packed.nbytes:
+                self._fail_broken(f"packed {packed.nbytes} bytes of chunk {index} outside its arena or cut otherwise")
+            else:
+                self._packed[index].set_result(packed)
+        if reply.vouched and not self._vouched.done():
+            self._vouched.set_result(None)
+        if reply.HasField("problem"):
+            self.fail(problem_from_proto(reply.problem))
+
+    def _fail_broken(self, why: str) -> None:
+        self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))
+
+    def fail(self, why: KvferryError) -> None:
+        futures: list[asyncio.Future[Any]] = [*self._packed, self._vouched]
+        for future in futures:
+            if not future.done():
+                future.set_exception(why)
+                future.exception()  # retrieved: nobody may be waiting
