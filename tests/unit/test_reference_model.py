@@ -14,16 +14,13 @@ from kvferry.errors import KvferryError
 from kvferry.handoff import Handoff, answer
 from kvferry.manifest import Manifest, ModelInfo
 from kvferry.reference.blocks import BlockPool, prefix_hashes
-from kvferry.reference.cache import LAYOUTS, VIEW_AXES, CacheGeometry, describe
-from kvferry.reference.config import PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
-from kvferry.reference.fingerprint import fingerprint
+from kvferry.reference.cache import VIEW_AXES, CacheGeometry, RankShard, describe
+from kvferry.reference.config import LAYOUTS, PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
 from kvferry.reference.model import Chunk, Decoder, map_cache
-from kvferry.reference.request import Request, RequestState
-from kvferry.reference.scheduler import Scheduler, step_input
-from kvferry.reference.sharding import RankShard
+from kvferry.reference.scheduler import Request, RequestState, Scheduler, step_input
 from kvferry.reference.tokenizer import ByteTokenizer, TextStream
 from kvferry.reference.weights import SeededWeights, Weights, shapes, weights_of, write_checkpoint
-from kvferry.reference.wire import Start, packed, unpacked
+from kvferry.reference.workers import Start, Step
 
 TINY = PRESETS["tiny"]
 SLIDING = replace(TINY, num_layers=3, window=11, sliding=(False, True, True))
@@ -194,9 +191,9 @@ def test_fingerprints_tell_models_apart_and_ignore_how_they_are_served(tmp_path)
     write_checkpoint(ModelSource(TINY, seed=1), tmp_path / "a")
     write_checkpoint(ModelSource(TINY, seed=2), tmp_path / "b")
     write_checkpoint(ModelSource(TINY, seed=1), tmp_path / "elsewhere" / "a")
-    a, b, again = (fingerprint(ModelSource(TINY, tmp_path / name)) for name in ("a", "b", "elsewhere/a"))
+    a, b, again = (ModelSource(TINY, tmp_path / name).fingerprint() for name in ("a", "b", "elsewhere/a"))
     assert a == again
-    assert len({a, b, fingerprint(ModelSource(TINY)), fingerprint(ModelSource(TINY, seed=1))}) == 4
+    assert len({a, b, ModelSource(TINY).fingerprint(), ModelSource(TINY, seed=1).fingerprint()}) == 4
 
 
 @pytest.mark.parametrize(
@@ -307,7 +304,7 @@ def run(scheduler: Scheduler, token: int = 7) -> list[int]:
 
 
 def test_decode_goes_before_prefill_and_prefill_comes_in_chunks():
-    scheduler = Scheduler(EngineConfig(max_step_tokens=10))
+    scheduler = Scheduler(EngineConfig(max_tokens_per_step=10))
     first, second = request(4), request(25)
     scheduler.add(first)
     scheduler.admit()
@@ -371,19 +368,20 @@ def test_the_prefix_cache_never_covers_a_whole_prompt():
 
 
 def test_a_step_survives_the_pipe():
-    scheduler = Scheduler(EngineConfig(max_step_tokens=12))
+    scheduler = Scheduler(EngineConfig(max_tokens_per_step=12))
     for length in (5, 9):
         scheduler.add(request(length))
     scheduler.admit()
     sent = step_input(scheduler.schedule())
     assert (sent.counts, sent.sample) == ([5, 7], [True, False])
-    assert unpacked(packed(sent)) == sent
+    assert Step.model_validate_json(sent.model_dump_json()) == sent
 
 
 def test_a_worker_gets_the_whole_configuration(tmp_path):
     engine = EngineConfig(tp=2, layout="HND", daemons=("a", "b"))
-    start = Start(ModelSource(SLIDING, tmp_path, 3), engine, 1, "rendezvous", "file", 4096)
-    assert unpacked(packed(start)) == start
+    source = ModelSource(SLIDING, tmp_path, 3)
+    start = Start(source=source, engine=engine, rank=1, rendezvous="rendezvous", region=("file", 4096))
+    assert Start.model_validate_json(start.model_dump_json()) == start
 
 
 def test_text_comes_in_pieces_that_are_never_taken_back():

@@ -1,4 +1,5 @@
-"""The paged KV cache of one rank: an axis order becomes strides, and strides become tensors and a manifest.
+"""One rank's share of the model and its paged KV cache: an axis order becomes strides, and strides become tensors and a
+manifest.
 
 The whole cache is one array with six axes. A layout is the order in which they lie in memory, nothing more: the worker
 sees every layout as views with the axes (block, slot, head, dim), and the daemon sees it as a manifest.
@@ -9,24 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
 
 from kvferry.errors import Malformed
 from kvferry.manifest import ITEMSIZE, Manifest, ManifestBuilder, ModelInfo, Shard
-from kvferry.reference.config import EngineConfig, ModelConfig
-from kvferry.reference.sharding import RankShard
+from kvferry.reference.config import LAYOUTS, EngineConfig, ModelConfig
 
 AXES = ("layer", "kv", "block", "slot", "head", "dim")
 VIEW_AXES = ("block", "slot", "head", "dim")
 COMPONENTS = ("k", "v")
-
-LAYOUTS = {
-    "NHD": "layer kv block slot head dim",
-    "HND": "layer kv block head slot dim",
-    "interleaved": "layer block slot kv head dim",
-    "cross_layer": "block layer kv head slot dim",
-}
-"""Outermost first. Any other order of the six axes is as good: `--layout "block head layer kv slot dim"`."""
 
 
 def axis_order(layout: str) -> tuple[str, ...]:
@@ -40,8 +31,40 @@ def axis_order(layout: str) -> tuple[str, ...]:
     return order
 
 
-class ArrayInterface(TypedDict):
-    data: tuple[int, bool]
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """The global ranges that a tensor-parallel rank holds. Nothing has to divide evenly."""
+
+    kv_heads: range
+    heads: range
+    columns: range
+    """Of the MLP's intermediate size."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, tp: int) -> RankShard:
+        """6 KV heads over 4 ranks: 2, 2, 1, 1. With more ranks than KV heads, each rank holds one KV head and the
+        ranks that hold the same one share out its query heads. Raises KvferryError for more ranks than query heads."""
+        per_kv = config.num_heads // config.num_kv_heads
+        if tp > min(config.num_heads, config.intermediate_size):
+            raise Malformed(
+                "bad_option", f"{tp} ranks for {config.num_heads} query heads leave a rank without work",
+                field="tp", value=tp, remedy=f"use at most {config.num_heads} ranks",
+            )  # fmt: skip
+        columns = _share(config.intermediate_size, rank, tp)
+        if tp <= config.num_kv_heads:
+            kv = _share(config.num_kv_heads, rank, tp)
+            return cls(kv, range(kv.start * per_kv, kv.stop * per_kv), columns)
+        kv_head = rank * config.num_kv_heads // tp
+        holders = [other for other in range(tp) if other * config.num_kv_heads // tp == kv_head]
+        queries = _share(per_kv, rank - holders[0], len(holders), kv_head * per_kv)
+        return cls(range(kv_head, kv_head + 1), queries, columns)
+
+
+def _share(total: int, rank: int, size: int, first: int = 0) -> range:
+    """The rank's part of `total` positions from `first` on; the first ranks take one more where it does not divide."""
+    whole, extra = divmod(total, size)
+    start = first + rank * whole + min(rank, extra)
+    return range(start, start + whole + (rank < extra))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +83,7 @@ class CacheView:
     address: int = 0
 
     @property
-    def __array_interface__(self) -> ArrayInterface:
+    def __array_interface__(self) -> dict[str, tuple[int, bool]]:
         """What ManifestBuilder reads of any array: where its first element lies."""
         return {"data": (self.address + self.offset, False)}
 
@@ -109,9 +132,8 @@ def describe(
     """The manifest of one rank whose cache lies in region 0, which begins at `address` in this process."""
     geometry = CacheGeometry.of(model, engine, rank)
     heads = RankShard.of(model, rank, engine.tp).kv_heads
-    builder = ManifestBuilder(
-        engine.engine_id, epoch, info, rank=rank, world_size=engine.tp, parallel={"tp": engine.tp}
-    )  # fmt: skip
+    parallel = {"tp": engine.tp}
+    builder = ManifestBuilder(engine.engine_id, epoch, info, rank=rank, world_size=engine.tp, parallel=parallel)
     builder.region(0, kind, nbytes=geometry.nbytes, address=address)
     for group, window in model.groups.items():
         builder.group(group, num_blocks=engine.num_blocks, block_size=engine.block_size, window=window)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,12 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvferry.digest import prompt_digest
 from kvferry.errors import KvferryError, Malformed
 from kvferry.handoff import Handoff
-from kvferry.reference.request import Request
+from kvferry.reference.scheduler import Request
 from kvferry.reference.tokenizer import Tokenizer
 
 Token = Annotated[int, Field(ge=0, strict=True)]
 Prompt = list[Token] | list[list[Token]] | str | list[str]
 MAX_PROMPTS = 64
+SERVED: dict[str, tuple[object, ...]] = {
+    "temperature": (None, 0.0), "n": (None, 1), "best_of": (None, 1), "echo": (None, False), "suffix": (None, ""),
+    "logprobs": (None,), "presence_penalty": (None, 0.0), "frequency_penalty": (None, 0.0),
+}  # fmt: skip
+"""Parameters of which only these values are served."""
 
 
 class StreamOptions(BaseModel):
@@ -25,7 +29,7 @@ class StreamOptions(BaseModel):
 class CompletionBody(BaseModel):
     """What changes the result and is not served is refused by name; what greedy decoding has no use for is ignored."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     prompt: Prompt
@@ -37,28 +41,15 @@ class CompletionBody(BaseModel):
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     ignore_eos: bool = False
     return_token_ids: bool = False
-    temperature: float | None = None
-    n: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raises KvferryError (`unsupported_parameter`) for what is not served."""
-        served: dict[str, tuple[object, ...]] = {
-            "temperature": (None, 0.0), "n": (None, 1), "best_of": (None, 1), "echo": (None, False),
-            "suffix": (None, ""), "logprobs": (None,), "presence_penalty": (None, 0.0),
-            "frequency_penalty": (None, 0.0),
-        }  # fmt: skip
-        for name, values in served.items():
-            if (value := getattr(self, name)) not in values:
+        for name, value in (self.model_extra or {}).items():
+            if value not in (served := SERVED.get(name, (value,))):
                 raise Malformed(
                     "unsupported_parameter", f"{name} = {value} is not supported: the engine decodes greedily",
-                    field=name, value=value, remedy=f"leave {name} out or send {values[-1]}",
+                    field=name, value=value, remedy=f"leave {name} out or send {served[-1]}",
                 )  # fmt: skip
 
     @property
@@ -68,12 +59,9 @@ class CompletionBody(BaseModel):
 
     def token_lists(self, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
         """One list of token ids per prompt. Raises KvferryError (`malformed_request`)."""
-        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        flat = [token for token in texts if isinstance(token, int)]
-        nested = [
-            tokenizer.encode(text) if isinstance(text, str) else text for text in texts if not isinstance(text, int)
-        ]
-        lists = [flat] if flat else nested
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts: list[Any] = [self.prompt] if one else list(self.prompt)
+        lists = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         if not 1 <= len(lists) <= MAX_PROMPTS or not all(lists):
             raise _malformed("prompt", len(lists), f"one to {MAX_PROMPTS} prompts, none of them empty")
         for tokens in lists:
@@ -94,16 +82,12 @@ def requests_of(body: CompletionBody, prompts: list[list[int]], request_id: str,
             max_tokens=body.max_tokens or body.max_completion_tokens or 16,
             min_tokens=body.min_tokens,
             stop_token_ids=frozenset() if body.ignore_eos else frozenset(eos),
-            origin=handoff.origin(request_id, len(prompt), partial(_digest_of, prompt)),
+            origin=handoff.origin(request_id, len(prompt), lambda num_tokens: prompt_digest(prompts[0][:num_tokens])),
             hold=handoff.do_remote_decode,
             second_turn=handoff.do_remote_decode and handoff.do_remote_prefill,
         )
         for i, prompt in enumerate(prompts)
     ]
-
-
-def _digest_of(prompt: list[int], num_tokens: int) -> bytes:
-    return prompt_digest(prompt[:num_tokens])
 
 
 class Choice(BaseModel):
@@ -132,13 +116,10 @@ class Usage(BaseModel):
     def of(cls, requests: list[Request]) -> Usage:
         prompt = sum(len(request.prompt) for request in requests)
         completion = sum(len(request.generated) for request in requests)
-        details = PromptTokens(
-            cached_tokens=sum(request.cached for request in requests),
-            received_tokens=sum(request.received for request in requests),
-        )
+        cached, received = sum(each.cached for each in requests), sum(each.received for each in requests)
         return cls(
             prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,
-            prompt_tokens_details=details,
+            prompt_tokens_details=PromptTokens(cached_tokens=cached, received_tokens=received),
         )  # fmt: skip
 
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name everybody gives it
 
-from kvferry.reference.cache import CacheGeometry
+from kvferry.reference.cache import CacheGeometry, RankShard
 from kvferry.reference.config import ModelConfig
-from kvferry.reference.sharding import RankShard
 from kvferry.reference.weights import Weights
 
 Tensor = torch.Tensor
@@ -95,22 +94,17 @@ class Decoder:
         dim, shard = self.config.head_dim, self._shard
         q = range(shard.heads.start * dim, shard.heads.stop * dim)
         kv = range(shard.kv_heads.start * dim, shard.kv_heads.stop * dim)
-        at = f"model.layers.{layer}"
+
+        def read(name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+            return weights.read(f"model.layers.{layer}.{name}.weight", rows, columns)
+
         return Layer(
-            attention_norm=weights.read(f"{at}.input_layernorm.weight"),
-            qkv=torch.cat(
-                [
-                    weights.read(f"{at}.self_attn.q_proj.weight", rows=q),
-                    weights.read(f"{at}.self_attn.k_proj.weight", rows=kv),
-                    weights.read(f"{at}.self_attn.v_proj.weight", rows=kv),
-                ]
-            ),
-            o=weights.read(f"{at}.self_attn.o_proj.weight", columns=q),
-            mlp_norm=weights.read(f"{at}.post_attention_layernorm.weight"),
-            gate_up=torch.cat(
-                [weights.read(f"{at}.mlp.{name}_proj.weight", rows=shard.columns) for name in ("gate", "up")]
-            ),
-            down=weights.read(f"{at}.mlp.down_proj.weight", columns=shard.columns),
+            attention_norm=read("input_layernorm"),
+            qkv=torch.cat([read(f"self_attn.{name}_proj", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]),
+            o=read("self_attn.o_proj", columns=q),
+            mlp_norm=read("post_attention_layernorm"),
+            gate_up=torch.cat([read(f"mlp.{name}_proj", shard.columns) for name in ("gate", "up")]),
+            down=read("mlp.down_proj", columns=shard.columns),
             window=self.config.window if self.config.sliding[layer] else None,
         )
 
@@ -123,22 +117,18 @@ class Decoder:
         Returns the logits (len(sampled), vocab) at the indices `sampled` of `tokens` on rank 0, None elsewhere.
         """
         positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in sequences])
-        counts = torch.tensor([s.count for s in sequences])
         slots_per_block = caches[0].k.shape[1]
         blocks = torch.cat([s.blocks[torch.arange(s.start, s.start + s.count) // slots_per_block] for s in sequences])
         slots = positions % slots_per_block
         cos, sin = self._cos[positions], self._sin[positions]
-        bounds = counts.cumsum(0).tolist()
         x = F.embedding(tokens, self._embed)
         for layer, cache in zip(self._layers, caches, strict=True):
             q, k, v = self._project(rms_norm(x, layer.attention_norm, self.config.rms_norm_eps), layer)
             cache.write(blocks, slots, rotate(k, cos, sin), v)
             q = rotate(q, cos, sin)
+            of_each = torch.split(q, [s.count for s in sequences])
             attended = torch.cat(
-                [
-                    attend(q[stop - s.count : stop], s, cache, layer.window)
-                    for s, stop in zip(sequences, bounds, strict=True)
-                ]
+                [attend(own, s, cache, layer.window) for own, s in zip(of_each, sequences, strict=True)]
             )
             x = x + self._reduce(F.linear(attended.flatten(1), layer.o))
             gate, up = F.linear(rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps), layer.gate_up).chunk(2, dim=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
@@ -21,26 +20,18 @@ from kvferry.errors import KvferryError, Malformed
 from kvferry.reference.completions import Choice, Completion, CompletionBody, Usage, requests_of
 from kvferry.reference.daemons import LoadFailed
 from kvferry.reference.engine import Engine
-from kvferry.reference.request import Output, Request
+from kvferry.reference.scheduler import Output, Request
 from kvferry.reference.tokenizer import TextStream, Tokenizer
 
 T = TypeVar("T")
 CLIENT_GONE = 499
 """nginx's status for a client that closed the connection; no client sees it."""
 STATUS = {
-    "malformed_request": 400,
-    "malformed_kv_transfer_params": 400,
-    "other_prompt": 400,
-    "unsupported_parameter": 400,
-    "prompt_too_long": 400,
-    "no_daemon": 400,
-    "request_exists": 409,
-    "full": 429,
-    "worker_failed": 503,
-    "daemon_gone": 503,
-    "stopping": 503,
-    "deadline": 504,
-}
+    **dict.fromkeys(("malformed_request", "malformed_kv_transfer_params", "other_prompt"), 400),
+    **dict.fromkeys(("unsupported_parameter", "prompt_too_long", "no_daemon"), 400),
+    **dict.fromkeys(("worker_failed", "daemon_gone", "stopping"), 503),
+    "request_exists": 409, "full": 429, "deadline": 504,
+}  # fmt: skip
 """HTTP status by error code. All others are 502, and so is a failed load, unless another prompt's KV was asked for."""
 
 
@@ -73,7 +64,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
         if engine.failed.done():
             return error_answer(engine.failed.result())
         names = {"status": "ok", "engine_id": engine.config.engine_id, "epoch": engine.epoch}
-        return JSONResponse(names | dataclasses.asdict(engine.occupancy()))
+        return JSONResponse(names | engine.scheduler.occupancy())
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
@@ -121,10 +112,11 @@ class Answer:
     async def whole(self) -> Completion:
         choices = [Choice(index=i, text="") for i in range(len(self._requests))]
         handoff = None
-        async with aclosing(self._outputs()) as outputs:
-            async for i, output in outputs:
-                choices[i].text += self._texts[i].feed(output.tokens, last=output.finish_reason is not None)
-                choices[i].finish_reason = output.finish_reason
+        async with aclosing(self._engine.generate(self._requests)) as outputs:
+            async for output in outputs:
+                piece = self._piece(output)
+                choices[piece.index].text += piece.text
+                choices[piece.index].finish_reason = piece.finish_reason
                 handoff = handoff or output.handoff
         if self._body.return_token_ids:
             for choice, request in zip(choices, self._requests, strict=True):
@@ -134,45 +126,22 @@ class Answer:
 
     async def events(self) -> AsyncGenerator[Completion, None]:
         """One per output; the last of a request carries its finish_reason and kv_transfer_params."""
-        fresh = set(range(len(self._requests)))
-        async with aclosing(self._outputs()) as outputs:
-            async for i, output in outputs:
-                last = output.finish_reason is not None
-                choice = Choice(index=i, text=self._texts[i].feed(output.tokens, last=last))
-                choice.finish_reason = output.finish_reason
+        fresh = set(self._requests)
+        async with aclosing(self._engine.generate(self._requests)) as outputs:
+            async for output in outputs:
+                choice = self._piece(output)
                 if self._body.return_token_ids:
                     choice.token_ids = list(output.tokens)
-                    choice.prompt_token_ids = self._requests[i].prompt if i in fresh else None
-                    fresh.discard(i)
+                    choice.prompt_token_ids = output.request.prompt if output.request in fresh else None
+                    fresh.discard(output.request)
                 yield self._head.model_copy(update={"choices": [choice], "kv_transfer_params": output.handoff})
         if self._body.stream_options and self._body.stream_options.include_usage:
             yield self._head.model_copy(update={"usage": Usage.of(self._requests)})
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """The outputs of all requests as they come. Leaving early aborts what is unfinished."""
-        merged: asyncio.Queue[tuple[int, Output] | KvferryError] = asyncio.Queue()
-
-        async def pump(i: int, request: Request) -> None:
-            try:
-                async with aclosing(self._engine.generate(request)) as outputs:
-                    async for output in outputs:
-                        merged.put_nowait((i, output))
-            except KvferryError as error:
-                merged.put_nowait(error)
-
-        pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(self._requests)]
-        try:
-            unfinished = len(pumps)
-            while unfinished:
-                item = await merged.get()
-                if isinstance(item, KvferryError):
-                    raise item
-                unfinished -= item[1].finish_reason is not None
-                yield item
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+    def _piece(self, output: Output) -> Choice:
+        i = self._requests.index(output.request)
+        text = self._texts[i].feed(output.tokens, last=output.finish_reason is not None)
+        return Choice(index=i, text=text, finish_reason=output.finish_reason)
 
 
 def _json(answer: BaseModel) -> Response:

@@ -13,9 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvferry.errors import KvferryError, Malformed
-from kvferry.reference.config import ModelConfig, ModelSource
-from kvferry.reference.fingerprint import weight_files
+from kvferry.errors import Malformed
+from kvferry.reference.config import ModelConfig, ModelSource, weight_files
 
 
 class Weights(Protocol):
@@ -36,16 +35,13 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for layer in range(config.num_layers):
-        at = f"model.layers.{layer}"
-        yield f"{at}.input_layernorm.weight", (hidden,)
-        yield f"{at}.self_attn.q_proj.weight", (q, hidden)
-        yield f"{at}.self_attn.k_proj.weight", (kv, hidden)
-        yield f"{at}.self_attn.v_proj.weight", (kv, hidden)
-        yield f"{at}.self_attn.o_proj.weight", (hidden, q)
-        yield f"{at}.post_attention_layernorm.weight", (hidden,)
-        yield f"{at}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{at}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{at}.mlp.down_proj.weight", (hidden, inner)
+        for name, shape in {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, q),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        }.items():  # fmt: skip
+            yield f"model.layers.{layer}.{name}.weight", shape
     yield "model.norm.weight", (hidden,)
     if not config.tied:
         yield "lm_head.weight", (config.vocab_size, hidden)
@@ -87,15 +83,17 @@ class CheckpointWeights:
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._file_of: dict[str, Path] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for path in weight_files(folder):
             with safe_open(path, framework="pt") as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
-                for name, shape in shapes(config):
-                    if name in file.keys() and tuple(file.get_slice(name).get_shape()) != shape:  # noqa: SIM118
-                        raise _malformed(folder, name, f"the shape {shape} that config.json implies")
-        for name, _ in shapes(config):
-            if name not in self._file_of:
-                raise _malformed(folder, name, "to be there")
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        for name, shape in shapes(config):
+            if found.get(name) != shape:
+                raise Malformed(
+                    "malformed_checkpoint", f"{folder} has no tensor {name} of the shape {shape}", field=name,
+                    value=found.get(name), remedy="config.json and the weights must be those of one model",
+                )  # fmt: skip
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         with safe_open(self._file_of[name], framework="pt") as file:
@@ -111,12 +109,10 @@ def write_checkpoint(source: ModelSource, folder: Path, *, shards: int = 1) -> N
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return
-    names = list(tensors)
-    files = {f"model-{i + 1:05d}-of-{shards:05d}.safetensors": names[i::shards] for i in range(shards)}
-    for file, held in files.items():
-        save_file({name: tensors[name] for name in held}, folder / file)
-    weight_map = {name: file for file, held in files.items() for name in held}
-    index = {"metadata": {}, "weight_map": weight_map}
+    file_of = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(file_of.values()):
+        save_file({name: tensors[name] for name in tensors if file_of[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
@@ -126,7 +122,3 @@ def _part(tensor: torch.Tensor, rows: range | None, columns: range | None) -> to
     if columns is not None:
         tensor = tensor[:, columns.start : columns.stop]
     return tensor.contiguous()
-
-
-def _malformed(folder: Path, name: str, wanted: str) -> KvferryError:
-    return Malformed("malformed_checkpoint", f"{folder}: the tensor {name} was expected {wanted}", field=name)

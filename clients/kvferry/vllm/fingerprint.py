@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.reference.fingerprint import sample_weights
+from kvferry.reference.config import sample_weights
 from kvferry.vllm.options import Options
 
 if TYPE_CHECKING:
