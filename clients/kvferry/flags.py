@@ -13,19 +13,21 @@ M = TypeVar("M", bound=BaseModel)
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     """One flag for each field that has a description, called after its alias or its name. A tuple's is repeatable."""
     for name, field in model.model_fields.items():
-        kind, options = field.annotation, dict[str, Any](dest=name, default=argparse.SUPPRESS)
         if field.description is None:
             continue
+        kind, options = field.annotation, dict[str, Any](dest=name, default=argparse.SUPPRESS)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(kind) is tuple:
-            options |= {"action": "append", "metavar": "NAME"}
         elif get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
         else:
-            options["metavar"] = "N" if kind is int else "S" if kind is float else "NAME"
-        default = "" if field.default in ((), True, False) else f" (default: {field.default})"
-        parser.add_argument(_flag(name, model), help=field.description + default, **options)
+            usual = "N" if kind is int else "S" if kind is float else "NAME"
+            options |= {"metavar": (field.examples or [usual])[0], "required": field.is_required()}
+        if get_origin(kind) is tuple:
+            options["action"] = "append"
+        told = not field.is_required() and field.default != () and kind is not bool
+        default = f" (default: {field.default})" if told else ""
+        parser.add_argument(_flag(field.alias or name), help=field.description + default, **options)
 
 
 def checked(parser: argparse.ArgumentParser, model: type[M], args: argparse.Namespace) -> M:
@@ -34,10 +36,9 @@ def checked(parser: argparse.ArgumentParser, model: type[M], args: argparse.Name
         return model.model_validate(vars(args))
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        where = f"argument {_flag(name, model)}: " if name in model.model_fields else ""
+        where = f"argument {_flag(str(first['loc'][0]))}: " if first["loc"] else ""
         parser.error(f"{where}{first['msg'].removeprefix('Value error, ')}")
 
 
-def _flag(name: str, model: type[BaseModel]) -> str:
-    return "--" + (model.model_fields[name].alias or name).replace("_", "-")
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

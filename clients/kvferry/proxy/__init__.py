@@ -11,9 +11,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from kvferry.proxy.options import Endpoint, Options, OrderedBy, parse
+from kvferry.proxy.options import Endpoint, Options, parse
 
-__all__ = ["Endpoint", "Options", "OrderedBy", "main", "parse"]
+__all__ = ["Endpoint", "Options", "main", "parse"]
 GRACEFUL_S = 20
 """At SIGTERM: how long requests under way may still run."""
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     decodes = ", ".join(endpoint.url for endpoint in options.decode)
     logging.getLogger("kvferry.proxy").info(
         "kvferry proxy on http://%s:%d: prefill %s; decode %s; orders by the %s",
-        options.host, options.port, prefills, decodes, options.order.value,
+        options.host, options.port, prefills, decodes, options.order,
     )  # fmt: skip
     config = uvicorn.Config(
         build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",

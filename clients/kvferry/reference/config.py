@@ -197,7 +197,7 @@ class EngineConfig(BaseModel):
         default="fail", description="when KV does not arrive: answer 502, or prefill here"
     )
     daemons: tuple[str, ...] = Field(
-        default=(), alias="daemon",
+        default=(), alias="daemon", examples=["SOCKET"],
         description="engine socket of a rank's daemon, once per rank, in rank order; without: no transfers",
     )  # fmt: skip
     start_timeout_s: PositiveFloat = Field(default=120.0, description="until every worker must be ready")
