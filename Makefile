@@ -45,10 +45,11 @@ $(ENGINES_READY): tests/engines/install.py pyproject.toml
 test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
 	@$(BIN)/python -m pytest -m engines tests/engines
 
-lint: $(READY) ## format check, lint and types
+lint: $(READY) ## format check, lint, types and declared packages
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/deptry --ignore DEP002 --no-ansi daemon clients
 
 format: $(READY) ## format and fix what can be fixed
 	@$(BIN)/ruff format .
