@@ -12,7 +12,7 @@ import torch
 
 from kvferry.errors import KvferryError
 from kvferry.handoff import Handoff, answer
-from kvferry.manifest import Manifest, ModelInfo
+from kvferry.manifest import Manifest
 from kvferry.reference.blocks import BlockPool, prefix_hashes
 from kvferry.reference.cache import VIEW_AXES, CacheGeometry, RankShard, describe
 from kvferry.reference.config import LAYOUTS, PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
@@ -229,9 +229,8 @@ def test_the_manifest_describes_the_memory_that_the_model_writes(layout):
     geometry = CacheGeometry.of(SLIDING, engine, 1)
     region = torch.zeros(geometry.nbytes, dtype=torch.uint8)
     caches = map_cache(region, geometry)
-    info = ModelInfo(name="m", fingerprint="f")
-    text = describe(SLIDING, engine, 1, epoch="e", info=info, kind="host", address=region.data_ptr()).to_json()
-    manifest = Manifest.from_json(text)
+    described = describe(ModelSource(SLIDING), engine, 1, epoch="e", region=region, caches=caches)
+    manifest = Manifest.from_json(described.to_json())
     assert {group.name: group.window for group in manifest.groups} == {"full": None, "window": 11}
     seen = []
     for component in manifest.components:
@@ -380,7 +379,7 @@ def test_a_step_survives_the_pipe():
 def test_a_worker_gets_the_whole_configuration(tmp_path):
     engine = EngineConfig(tp=2, layout="HND", daemons=("a", "b"))
     source = ModelSource(SLIDING, tmp_path, 3)
-    start = Start(source=source, engine=engine, rank=1, rendezvous="rendezvous", region=("file", 4096))
+    start = Start(source=source, engine=engine, rank=1, epoch="e", rendezvous="rendezvous", region=("file", 4096))
     assert Start.model_validate_json(start.model_dump_json()) == start
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
-from kvferry.errors import Caused, Internal, KvferryError, Malformed, Unavailable
+from kvferry.errors import Caused, KvferryError, Malformed, Unavailable
 from kvferry.handoff import Attempts, Origin
-from kvferry.manifest import ModelInfo
+from kvferry.manifest import Manifest
 from kvferry.memory import SharedRegion
-from kvferry.reference.cache import CacheGeometry, describe
+from kvferry.reference.cache import CacheGeometry
 from kvferry.reference.config import EngineConfig, ModelConfig
 from kvferry.tables import Tables
 
@@ -22,66 +22,58 @@ T = TypeVar("T")
 class LoadFailed(Caused):
     """The KV of a request did not arrive on every rank. Its blocks may be reused once `quiesced()` has returned."""
 
-    def __init__(self, cause: KvferryError, receives: Sequence[asyncio.Task[Received]]) -> None:
+    def __init__(self, cause: KvferryError, in_doubt: Iterable[Unsettled | ReceiveCancelled]) -> None:
         super().__init__(cause)
-        self._receives = receives
+        self._in_doubt = in_doubt
 
     async def quiesced(self) -> None:
-        """Aborts what is still under way."""
-        await asyncio.gather(*(_quiet(receive) for receive in self._receives))
+        for error in self._in_doubt:
+            with suppress(KvferryError):  # the client is closed: the engine stops
+                await error.quiesced()
 
 
 class Daemons:
     """The sessions of one engine start. Make with `connect`, end with `close`."""
 
-    def __init__(self, engine: EngineConfig, epoch: str, clients: Sequence[EngineClient]) -> None:
+    def __init__(self, engine: EngineConfig, clients: Sequence[EngineClient], owned: AsyncExitStack) -> None:
         self._engine = engine
-        self._epoch = epoch
         self._clients = clients
-        self._regions: list[SharedRegion] = []
+        self._owned = owned
         self._attempts = Attempts()
 
     @classmethod
     async def connect(cls, engine: EngineConfig, epoch: str) -> Daemons:
         timeout_s, clients = engine.daemon_timeout_s, list[EngineClient]()
-
-        async def connect(rank: int, socket: str) -> EngineClient:
-            client = await EngineClient.connect(
-                socket, engine_id=engine.engine_id, epoch=epoch, rank=rank, world_size=engine.tp, timeout_s=timeout_s,
-                call_timeout_s=timeout_s,
-            )  # fmt: skip
-            clients.append(client)
-            return client
-
-        try:
-            return cls(engine, epoch, await _all(connect(*each) for each in enumerate(engine.daemons)))
-        except BaseException:
-            await asyncio.gather(*(client.close() for client in clients))
-            raise
+        async with AsyncExitStack() as owned:
+            for rank, socket in enumerate(engine.daemons):
+                client = await EngineClient.connect(
+                    socket, engine_id=engine.engine_id, epoch=epoch, rank=rank, world_size=engine.tp,
+                    timeout_s=timeout_s, call_timeout_s=timeout_s,
+                )  # fmt: skip
+                clients.append(await owned.enter_async_context(client))
+            return cls(engine, clients, owned.pop_all())
 
     @property
     def address(self) -> str:
         """host:port at which other daemons reach rank 0's; from there they find the other ranks."""
         return self._clients[0].peer_address
 
-    async def allocate(self, model: ModelConfig, info: ModelInfo) -> list[tuple[str, int]]:
-        """Daemon-owned memory for every rank, described by a manifest. Returns its files and offsets, by rank."""
-        self._regions = await _all(self._allocate(rank, model, info) for rank in range(self._engine.tp))
-        return [(region.path, region.offset) for region in self._regions]
+    async def allocate(self, model: ModelConfig) -> list[tuple[str, int]]:
+        """Daemon-owned memory for every rank. Returns its files and offsets, by rank."""
+        files = []
+        for rank, client in enumerate(self._clients):
+            region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
+            self._owned.callback(region.close)
+            if not isinstance(region, SharedRegion):
+                raise Malformed(
+                    "wrong_memory_kind", "the reference engine computes on the CPU, its daemon runs beside a GPU",
+                    field="device", value=client.device, remedy="start the daemon with --device cpu",
+                )  # fmt: skip
+            files.append((region.path, region.offset))
+        return files
 
-    async def _allocate(self, rank: int, model: ModelConfig, info: ModelInfo) -> SharedRegion:
-        client = self._clients[rank]
-        region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
-        if not isinstance(region, SharedRegion):
-            raise Malformed(
-                "wrong_memory_kind", "the reference engine computes on the CPU, its daemon runs beside a GPU",
-                field="device", value=client.device, remedy="start the daemon with --device cpu",
-            )  # fmt: skip
-        manifest = describe(
-            model, self._engine, rank, epoch=self._epoch, info=info, kind=region.kind, address=region.address
-        )
-        await client.register(manifest)
-        return region
+    async def register(self, manifests: Iterable[Manifest]) -> None:
+        await _all(client.register(manifest) for client, manifest in zip(self._clients, manifests, strict=True))
 
     async def publish(
         self, request_id: str, tables: Tables, num_tokens: int, *, more: bool, metadata: bytes, digest: bytes
@@ -93,24 +85,30 @@ class Daemons:
         )
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
-        """Rank 0's result, when every rank has received. Raises LoadFailed with the first rank's reason."""
-        attempt = self._attempts.next(origin)
-        receives = [
-            asyncio.create_task(
-                client.receive(
-                    origin.request_id, tables, tokens, source=origin.source, deadline_s=self._engine.load_timeout_s,
+        """Rank 0's result, when every rank has received. Raises LoadFailed with the reason of the first that failed."""
+        in_doubt: list[Unsettled | ReceiveCancelled] = []
+        deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
+
+        async def receive(client: EngineClient) -> Received:
+            try:
+                return await client.receive(
+                    origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
                     digest=origin.digest, attempt=attempt,
-                )
-            )
-            for client in self._clients
-        ]  # fmt: skip
-        ended, _ = await asyncio.wait(receives, return_when=asyncio.FIRST_EXCEPTION)
-        for receive in receives:
-            if receive in ended and (error := receive.exception()) is not None:
-                if not isinstance(error, KvferryError):
-                    error = Internal("internal", f"receiving failed: {error!r}")
-                raise LoadFailed(error, receives)
-        return receives[0].result()
+                )  # fmt: skip
+            except (Unsettled, ReceiveCancelled) as error:
+                in_doubt.append(error)
+                raise
+
+        try:
+            async with asyncio.TaskGroup() as ranks:  # one that fails cancels the others
+                receives = [ranks.create_task(receive(client)) for client in self._clients]
+        except* KvferryError as failed:
+            cause = failed.exceptions[0]
+            assert isinstance(cause, KvferryError)
+            error = LoadFailed(cause, in_doubt)
+        else:
+            return receives[0].result()
+        raise error
 
     async def abort(self, request_id: str) -> None:
         """End the request's transfer and lease on every rank. Idempotent. Returns when its blocks are quiet."""
@@ -138,9 +136,7 @@ class Daemons:
         return await next(asyncio.as_completed([closed(*each) for each in enumerate(self._clients)]))
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients))
-        for region in self._regions:
-            region.close()
+        await self._owned.aclose()
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -150,16 +146,3 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
         if isinstance(result, BaseException):
             raise result
     return [result for result in results if not isinstance(result, BaseException)]
-
-
-async def _quiet(receive: asyncio.Task[Received]) -> None:
-    """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
-    receive.cancel()
-    await asyncio.wait([receive])
-    try:
-        error = receive.exception()
-    except asyncio.CancelledError as cancelled:
-        error = cancelled
-    if isinstance(error, Unsettled | ReceiveCancelled):
-        with suppress(KvferryError):  # the client is closed: the engine stops
-            await error.quiesced()

@@ -13,7 +13,6 @@ from kvferry.digest import prompt_digest
 from kvferry.engine import Lease
 from kvferry.errors import Conflict, Deadline, Full, KvferryError, Malformed, Unavailable
 from kvferry.handoff import answer
-from kvferry.manifest import ModelInfo
 from kvferry.reference.cache import RankShard, axis_order
 from kvferry.reference.config import EngineConfig, ModelSource
 from kvferry.reference.daemons import Daemons, LoadFailed
@@ -52,10 +51,11 @@ class Engine:
             regions: list[tuple[str, int]] = []
             if self.config.daemons:
                 self._daemons = await Daemons.connect(self.config, self.epoch)
-                info = ModelInfo(name=self.source.name, fingerprint=self.source.fingerprint())
-                regions = await self._daemons.allocate(self.source.config, info)
                 self._spawn(self._watch(self._daemons.gone()))
-            await self._workers.start(self.source, regions)
+                regions = await self._daemons.allocate(self.source.config)
+            manifests = await self._workers.start(self.source, self.epoch, regions)
+            if self._daemons is not None:
+                await self._daemons.register(manifests)
         except BaseException:
             await self.stop()
             raise

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name everybody gives it
 
-from kvferry.reference.cache import CacheGeometry, RankShard
+from kvferry.reference.cache import AXES, CacheGeometry, RankShard
 from kvferry.reference.config import ModelConfig
 from kvferry.reference.weights import Weights
 
@@ -48,17 +48,10 @@ class LayerCache:
 
 
 def map_cache(region: Tensor, geometry: CacheGeometry) -> list[LayerCache]:
-    """Views of a uint8 region; nothing is copied."""
-    elements = region[: geometry.nbytes].view(getattr(torch, geometry.dtype))
-    views = [
-        elements.as_strided(
-            view.shape,
-            [stride // elements.element_size() for stride in view.strides],
-            elements.storage_offset() + view.offset // elements.element_size(),
-        )
-        for view in geometry.views()
-    ]
-    return [LayerCache(k, v) for k, v in zip(views[::2], views[1::2], strict=True)]
+    """Views of a uint8 region, by layer; nothing is copied."""
+    cache = region[: geometry.nbytes].view(getattr(torch, geometry.dtype)).view(*geometry.extents.values())
+    order = list(geometry.extents)
+    return [LayerCache(*layer) for layer in cache.permute([order.index(axis) for axis in AXES])]
 
 
 @dataclass(frozen=True, slots=True)

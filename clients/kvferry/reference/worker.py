@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from kvferry.errors import KvferryError
 from kvferry.memory import open_file_region
-from kvferry.reference.cache import CacheGeometry
+from kvferry.reference.cache import CacheGeometry, describe
 from kvferry.reference.model import Chunk, Decoder, map_cache
 from kvferry.reference.weights import weights_of
 from kvferry.reference.workers import Reply, Start, Step
@@ -32,7 +32,11 @@ class Worker:
                 timeout=timedelta(seconds=engine.step_timeout_s),
             )
         geometry = CacheGeometry.of(config, engine, start.rank)
-        self._caches = map_cache(_region(start, geometry.nbytes), geometry)
+        region = _region(start, geometry.nbytes)
+        self._caches = map_cache(region, geometry)
+        self.manifest = describe(
+            start.source, engine, start.rank, epoch=start.epoch, region=region, caches=self._caches
+        )
         self._decoder = Decoder(config, weights_of(start.source), start.rank, engine.tp)
 
     def step(self, step: Step) -> list[int]:
@@ -61,7 +65,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     try:
         if first := requests.readline():
             worker = Worker(Start.model_validate_json(first))
-            reply(Reply())
+            reply(Reply(manifest=worker.manifest.to_json()))
         for line in requests:
             reply(Reply(tokens=worker.step(Step.model_validate_json(line))))
     except ConnectionError:

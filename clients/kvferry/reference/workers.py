@@ -14,6 +14,7 @@ from contextlib import suppress
 from pydantic import BaseModel
 
 from kvferry.errors import Internal, KvferryError
+from kvferry.manifest import Manifest
 from kvferry.reference.config import EngineConfig, ModelSource
 
 _STOP_S = 5.0
@@ -29,6 +30,7 @@ class Start(BaseModel):
     source: ModelSource
     engine: EngineConfig
     rank: int
+    epoch: str
     rendezvous: str
     region: tuple[str, int] | None = None
 
@@ -44,11 +46,12 @@ class Step(BaseModel):
 
 
 class Reply(BaseModel):
-    """The start, or a step, is done. tokens: sampled, in the order of the sequences that sample; rank 0's only.
+    """The start, or a step, is done. manifest: of the rank's cache, after the start.
 
-    failed: why the worker ends, for people.
+    tokens: sampled, in the order of the sequences that sample; rank 0's only. failed: why the worker ends, for people.
     """
 
+    manifest: str = ""
     tokens: list[int] = []
     failed: str = ""
 
@@ -60,8 +63,8 @@ class _Worker:
         self.rank = rank
         self.process = process
 
-    async def ask(self, message: Start | Step, timeout_s: float) -> list[int]:
-        """The tokens of its reply. Raises KvferryError (`worker_failed`)."""
+    async def ask(self, message: Start | Step, timeout_s: float) -> Reply:
+        """Raises KvferryError (`worker_failed`)."""
         requests, replies = self.process.stdin, self.process.stdout
         assert requests is not None and replies is not None
         try:
@@ -76,7 +79,7 @@ class _Worker:
         reply = Reply.model_validate_json(line) if line else Reply(failed="it closed its pipe")
         if reply.failed:
             raise self._failed(reply.failed)
-        return reply.tokens
+        return reply
 
     def _failed(self, why: str) -> KvferryError:
         return Internal(
@@ -119,20 +122,26 @@ class Workers:
             ],
         )
 
-    async def start(self, source: ModelSource, regions: Sequence[tuple[str, int]]) -> None:
-        """`regions`: file and offset of each rank's daemon-owned memory; empty for private memory."""
+    async def start(self, source: ModelSource, epoch: str, regions: Sequence[tuple[str, int]]) -> list[Manifest]:
+        """`regions`: file and offset of each rank's daemon-owned memory; empty for private memory.
+
+        Returns what each rank has in its region.
+        """
         with tempfile.TemporaryDirectory(prefix="kvferry-ranks-") as folder:
             starts = [
-                Start(source=source, engine=self._engine, rank=rank, rendezvous=f"{folder}/rendezvous", region=region)
+                Start(
+                    source=source, engine=self._engine, rank=rank, epoch=epoch, rendezvous=f"{folder}/rendezvous",
+                    region=region,
+                )
                 for rank, region in enumerate(regions or [None] * len(self._workers))
-            ]
-            await self._ask(starts, self._engine.start_timeout_s)
+            ]  # fmt: skip
+            return [Manifest.from_json(each.manifest) for each in await self._ask(starts, self._engine.start_timeout_s)]
 
     async def step(self, step: Step) -> list[int]:
         """Run one step on all ranks; the sampled tokens. When it returns, every rank has written its KV."""
-        return (await self._ask([step] * len(self._workers), self._engine.step_timeout_s))[0]
+        return (await self._ask([step] * len(self._workers), self._engine.step_timeout_s))[0].tokens
 
-    async def _ask(self, messages: Iterable[Start | Step], timeout_s: float) -> list[list[int]]:
+    async def _ask(self, messages: Iterable[Start | Step], timeout_s: float) -> list[Reply]:
         """Each rank's reply. Raises KvferryError for the rank that died, else for the first that failed."""
         pairs = zip(self._workers, messages, strict=True)
         try:
