@@ -76,42 +76,28 @@ class Proxy:
         )
         self.daemons = Daemons(self.http, options.prefill + options.decode, token=options.daemon_token)
 
-    async def close(self) -> None:
-        await self.daemons.close()
-        await self.http.aclose()
-
     async def relay(self, request: Request) -> Response:
-        """Check a request; the returned response carries it through both legs."""
-        try:
-            self._authorize(request)
-            client_id = _client_id(request)
-            body = read_body(await _content(request, round(self.options.max_body_mb * 2**20)))
-            prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
-        except KvferryError as error:
-            log.info("refused %s: %s", request.url.path, error.code)
-            return refusal(error)
-        except ClientDisconnect:  # its body is incomplete, and no answer can reach it
-            return Response(status_code=499)
+        """Check a request; the returned response carries it through both legs. Raises KvferryError."""
+        self._authorize(request)
+        client_id = _client_id(request)
+        body = read_body(await _content(request, round(self.options.max_body_mb * 2**20)))
+        prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
         handover_id = _handover_id(client_id)
         headers = self._headers(request, handover_id)
         asked = Asked(request.url.path, body, headers, client_id or handover_id, handover_id)
         return Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons)
 
     async def models(self, request: Request) -> Response:
-        """/v1/models of the first decode engine that answers."""
-        try:
-            self._authorize(request)
-            headers = self._headers(request, _client_id(request) or _handover_id(""))
-        except KvferryError as error:
-            return refusal(error)
+        """/v1/models of the first decode engine that answers. Raises KvferryError."""
+        self._authorize(request)
+        headers = self._headers(request, _client_id(request) or _handover_id(""))
         for endpoint in self.decodes.turn():
             try:
                 async with leg("decode", endpoint, MODELS_TIMEOUT_S):
-                    answer = await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers))
-                    break
+                    return await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers))
             except KvferryError as error:
-                answer = refusal(error)
-        return answer
+                failed = error
+        raise failed
 
     async def health(self) -> Response:
         """200 when a prefill and a decode engine answer their /health. The body has the state of every engine."""
@@ -172,21 +158,29 @@ async def _content(request: Request, limit: int) -> bytes:
     return bytes(content)
 
 
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, KvferryError):
+        log.info("refused %s: %s", request.url.path, error.code)
+        return refusal(error)
+    return Response(status_code=499)  # ClientDisconnect: its body is incomplete, and no answer can reach it
+
+
 def build_app(options: Options) -> FastAPI:
     """The application; its lifespan owns the connection pool."""
     proxy = Proxy(options)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
+        async with proxy.http:
             yield
-        finally:
-            await proxy.close()
+            await proxy.daemons.close()
 
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
+    app.add_exception_handler(KvferryError, _refused)
+    app.add_exception_handler(ClientDisconnect, _refused)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.add_api_route(path, proxy.relay, methods=["POST"])
     app.add_api_route("/v1/models", proxy.models)
