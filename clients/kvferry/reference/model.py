@@ -85,19 +85,20 @@ class Decoder:
 
     def _read_layer(self, weights: Weights, layer: int) -> Layer:
         dim, shard = self.config.head_dim, self._shard
-        q = range(shard.heads.start * dim, shard.heads.stop * dim)
-        kv = range(shard.kv_heads.start * dim, shard.kv_heads.stop * dim)
+        q = slice(shard.heads.start * dim, shard.heads.stop * dim)
+        kv = slice(shard.kv_heads.start * dim, shard.kv_heads.stop * dim)
+        columns = slice(shard.columns.start, shard.columns.stop)
 
-        def read(name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
-            return weights.read(f"model.layers.{layer}.{name}.weight", rows, columns)
+        def read(name: str) -> Tensor:
+            return weights.read(f"model.layers.{layer}.{name}.weight")
 
         return Layer(
             attention_norm=read("input_layernorm"),
-            qkv=torch.cat([read(f"self_attn.{name}_proj", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]),
-            o=read("self_attn.o_proj", columns=q),
+            qkv=torch.cat([read(f"self_attn.{name}_proj")[rows] for name, rows in (("q", q), ("k", kv), ("v", kv))]),
+            o=read("self_attn.o_proj")[:, q].contiguous(),
             mlp_norm=read("post_attention_layernorm"),
-            gate_up=torch.cat([read(f"mlp.{name}_proj", shard.columns) for name in ("gate", "up")]),
-            down=read("mlp.down_proj", columns=shard.columns),
+            gate_up=torch.cat([read(f"mlp.{name}_proj")[columns] for name in ("gate", "up")]),
+            down=read("mlp.down_proj")[:, columns].contiguous(),
             window=self.config.window if self.config.sliding[layer] else None,
         )
 

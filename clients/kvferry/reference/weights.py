@@ -18,9 +18,9 @@ from kvferry.reference.config import ModelConfig, ModelSource, weight_files
 
 
 class Weights(Protocol):
-    """Rows and columns are half-open ranges of the stored [out, in] matrix; None is all of them."""
+    """Matrices are [out, in], as they are stored."""
 
-    def read(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor: ...
+    def read(self, name: str) -> torch.Tensor: ...
 
 
 def weights_of(source: ModelSource) -> Weights:
@@ -62,7 +62,7 @@ class SeededWeights:
         self._seed = seed
         self._dtype: torch.dtype = getattr(torch, config.dtype)
 
-    def read(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=self._dtype)
@@ -70,8 +70,7 @@ class SeededWeights:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         gain = self.GAINS.get(name.split(".")[-2], 1.0)
         spread = 1.0 if "embed" in name else gain / math.sqrt(shape[1])
-        tensor = torch.randn(shape, generator=generator) * spread
-        return _part(tensor, rows, columns).to(self._dtype)
+        return (torch.randn(shape, generator=generator) * spread).to(self._dtype)
 
 
 class CheckpointWeights:
@@ -95,9 +94,9 @@ class CheckpointWeights:
                     value=found.get(name), remedy="config.json and the weights must be those of one model",
                 )  # fmt: skip
 
-    def read(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         with safe_open(self._file_of[name], framework="pt") as file:
-            return _part(file.get_tensor(name), rows, columns).to(self._dtype)
+            return torch.as_tensor(file.get_tensor(name)).to(self._dtype)
 
 
 def write_checkpoint(source: ModelSource, folder: Path, *, shards: int = 1) -> None:
@@ -114,11 +113,3 @@ def write_checkpoint(source: ModelSource, folder: Path, *, shards: int = 1) -> N
         save_file({name: tensors[name] for name in tensors if file_of[name] == file}, folder / file)
     index = {"metadata": {}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _part(tensor: torch.Tensor, rows: range | None, columns: range | None) -> torch.Tensor:
-    if rows is not None:
-        tensor = tensor[rows.start : rows.stop]
-    if columns is not None:
-        tensor = tensor[:, columns.start : columns.stop]
-    return tensor.contiguous()

@@ -29,11 +29,10 @@ GONE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A request that is published. `held`: the scheduler waits for the end of its lease. `over`: it has ended."""
+    """A request that is published. order: of its publishes. over: set when the lease of the last one has ended."""
 
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    held: bool = False
-    over: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class End(enum.Enum):
@@ -128,16 +127,13 @@ class Session:
             await error.quiesced()
             raise
         finally:
-            kept.over = publish.last
-            self._report(publish.request_id, kept)
+            if publish.last:
+                kept.over.set()
 
     async def _hold(self, request_id: str) -> None:
         kept = self._kept[request_id]
-        kept.held = True
-        self._report(request_id, kept)
-
-    def _report(self, request_id: str, kept: Kept) -> None:
-        if kept.held and kept.over and self._kept.get(request_id) is kept:
+        await kept.over.wait()
+        if self._kept.get(request_id) is kept:  # not revoked meanwhile
             del self._kept[request_id]
             self._ends.put((request_id, End.SENT))
 
