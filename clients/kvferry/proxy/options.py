@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
+import httpx
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvferry import __version__
@@ -58,9 +58,9 @@ class Endpoint:
     @property
     def host_port(self) -> str:
         """As x-prefiller-host-port names it."""
-        parts = urlsplit(self.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        return f"{parts.netloc.rpartition(':')[0] if parts.port else parts.netloc}:{port}".lower()
+        url = httpx.URL(self.url)
+        netloc = url.netloc.decode()
+        return netloc if url.port else f"{netloc}:{443 if url.scheme == 'https' else 80}"
 
 
 def endpoint(text: str | Endpoint) -> Endpoint:
@@ -78,19 +78,14 @@ def endpoint(text: str | Endpoint) -> Endpoint:
 
 
 def _base_url(text: str) -> str:
-    url = text.strip().rstrip("/")
-    if "://" not in url:
-        url = f"http://{url}"
     try:
-        parts = urlsplit(url)
-        bad = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
-    except ValueError:
-        bad = True
-    if bad:
-        raise ValueError(f"{text!r} is not a URL such as http://10.0.0.7:8100")
-    if parts.path or parts.query or parts.username:
-        raise ValueError(f"{text!r} must be a base URL: scheme, host and port, without a path such as /v1")
-    return url
+        url = httpx.URL(text.strip() if "://" in text else f"http://{text.strip()}")
+        fine = url.scheme in ("http", "https") and url.host and url.port != 0
+    except httpx.InvalidURL:
+        fine = False
+    if not fine or url.path != "/" or url.query or url.userinfo:
+        raise ValueError(f"{text!r} is no base URL such as http://10.0.0.7:8100, without a path such as /v1")
+    return str(url).rstrip("/")
 
 
 Endpoints = tuple[Annotated[Endpoint, BeforeValidator(endpoint)], ...]

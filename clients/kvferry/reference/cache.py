@@ -91,14 +91,9 @@ class CacheGeometry:
 
 
 def describe(
-    source: ModelSource,
-    engine: EngineConfig,
-    rank: int,
-    *,
-    epoch: str,
-    region: torch.Tensor,
+    source: ModelSource, engine: EngineConfig, rank: int, *, epoch: str, region: torch.Tensor,
     caches: Sequence[LayerCache],
-) -> Manifest:
+) -> Manifest:  # fmt: skip
     """The manifest of one rank, whose layers' `caches` lie in `region`."""
     model, parallel = source.config, {"tp": engine.tp}
     info = ModelInfo(name=source.name, fingerprint=source.fingerprint())

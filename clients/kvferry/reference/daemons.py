@@ -114,10 +114,10 @@ class Daemons:
         """End the request's transfer and lease on every rank. Idempotent. Returns when its blocks are quiet."""
 
         async def abort(client: EngineClient) -> None:
-            try:
-                await client.abort(request_id)
-            except Unsettled as error:
-                with suppress(KvferryError):  # the client is closed: the engine stops
+            with suppress(KvferryError):  # the client is closed: the engine stops
+                try:
+                    await client.abort(request_id)
+                except Unsettled as error:
                     await error.quiesced()
 
         await _all(abort(client) for client in self._clients)

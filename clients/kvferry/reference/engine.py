@@ -6,7 +6,6 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 from kvferry.digest import prompt_digest
@@ -136,17 +135,14 @@ class Engine:
         """The client has left; `_live` frees what the request holds."""
         self.scheduler.cancel(request)
         if request.state is RequestState.LOADING and request.origin and self._daemons:
-            self._spawn(self._abort(self._daemons, request.origin.request_id))
-
-    async def _abort(self, daemons: Daemons, request_id: str) -> None:
-        with suppress(KvferryError):
-            await daemons.abort(request_id)
+            self._spawn(self._daemons.abort(request.origin.request_id))
 
     async def _run(self, workers: Workers) -> None:
         """One step at a time, for as long as there is something to do."""
         try:
             while not self.failed.done():
-                self.scheduler.admit()
+                for request in self.scheduler.admit():
+                    self._spawn(self._load(request))
                 step = self.scheduler.schedule()
                 if not step:
                     await self._wake.wait()
@@ -176,13 +172,10 @@ class Engine:
         request.outputs.put_nowait(Output(request, (request.generated[-1],), finish_reason))
 
     async def _live(self, request: Request) -> None:
-        """A request's life: admitted, loaded, run by `_run`, held for other engines; then its blocks go back."""
+        """A request's life: admitted, loaded and run by `_run`, held for other engines; then its blocks go back."""
         try:
             self.scheduler.add(request)
             self._wake.set()
-            await request.admitted.wait()
-            if self._daemons and request.origin and request.state is RequestState.LOADING:
-                await self._load(request, self._daemons)
             if self._daemons and request.hold:
                 await self._share(request, self._daemons)
             await request.left.wait()
@@ -191,9 +184,9 @@ class Engine:
         finally:
             self._requests.discard(request)
 
-    async def _load(self, request: Request, daemons: Daemons) -> None:
+    async def _load(self, request: Request) -> None:
         """Read the prompt's KV from the engine that prefilled it; after this the request runs, or has left."""
-        assert request.origin is not None
+        assert self._daemons is not None and request.origin is not None
         if request.cancelled:
             self.scheduler.loaded(request)
             return
@@ -203,7 +196,7 @@ class Engine:
         window_first = max(start, (reach - window) // size * size) if window else 0
         tables = self._tables(request, start, reach, window_first)
         try:
-            received = await daemons.receive(request.origin, tables, (start, reach))
+            received = await self._daemons.receive(request.origin, tables, (start, reach))
         except LoadFailed as error:
             if self.config.on_load_failure == "fail":
                 request.cancelled = True

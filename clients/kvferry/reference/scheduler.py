@@ -78,8 +78,6 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     cancelled: bool = False
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the request has blocks, or will not get any."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is more to publish, or nothing more will come; the publisher clears it."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -215,12 +213,13 @@ class Scheduler:
         assert request.state is RequestState.WAITING
         self._waiting.append(request)
 
-    def admit(self) -> None:
-        """Give blocks to waiting requests. One with an origin is then LOADING, until `loaded` is called.
+    def admit(self) -> list[Request]:
+        """Give blocks to waiting requests. Returns those with an origin: they are LOADING until `loaded` is called.
 
         The prefix cache never covers a whole prompt: its last block is computed, or received, so that there is a
         next token.
         """
+        loading = []
         while self._waiting and len(self._running) + self._num_loading < self._engine.max_requests:
             request = self._waiting[0]
             request.hashes = list(prefix_hashes(request.prompt, self._engine.block_size))
@@ -235,9 +234,10 @@ class Scheduler:
             if request.origin is not None:
                 request.state = RequestState.LOADING
                 self._num_loading += 1
+                loading.append(request)
             else:
                 self._run(request)
-            request.admitted.set()
+        return loading
 
     def loaded(self, request: Request) -> None:
         """The load has ended, well or not; `computed` counts what has arrived."""
@@ -302,7 +302,6 @@ class Scheduler:
         request.moved.set()
         if request in self._waiting:
             self._waiting.remove(request)
-            request.admitted.set()
             request.leave()
         elif request in self._running and not any(entry.request is request for entry in self._in_step):
             self._running.remove(request)

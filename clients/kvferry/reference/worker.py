@@ -24,13 +24,8 @@ class Worker:
     def __init__(self, start: Start) -> None:
         config, engine = start.source.config, start.engine
         if engine.tp > 1:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{start.rendezvous}",
-                rank=start.rank,
-                world_size=engine.tp,
-                timeout=timedelta(seconds=engine.step_timeout_s),
-            )
+            timeout, at = timedelta(seconds=engine.step_timeout_s), f"file://{start.rendezvous}"
+            dist.init_process_group("gloo", init_method=at, rank=start.rank, world_size=engine.tp, timeout=timeout)
         geometry = CacheGeometry.of(config, engine, start.rank)
         region = _region(start, geometry.nbytes)
         self._caches = map_cache(region, geometry)
