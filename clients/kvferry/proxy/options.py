@@ -80,7 +80,7 @@ def endpoint(text: str | Endpoint) -> Endpoint:
 def _base_url(text: str) -> str:
     try:
         url = httpx.URL(text.strip() if "://" in text else f"http://{text.strip()}")
-        fine = url.scheme in ("http", "https") and url.host and url.port != 0
+        fine = url.scheme in ("http", "https") and url.host and (url.port is None or 0 < url.port < 1 << 16)
     except httpx.InvalidURL:
         fine = False
     if not fine or url.path != "/" or url.query or url.userinfo:

@@ -44,14 +44,9 @@ STATUS = {
 """HTTP status by error code. All others are 502, and so is a failed load, unless another prompt's KV was asked for."""
 
 
-def status_of(error: KvferryError) -> int:
-    if isinstance(error, LoadFailed) and error.code != "other_prompt":
-        return 502
-    return STATUS.get(error.code, 502)
-
-
 def error_answer(error: KvferryError) -> JSONResponse:
-    status = status_of(error)
+    unloaded = isinstance(error, LoadFailed) and error.code != "other_prompt"
+    status = 502 if unloaded else STATUS.get(error.code, 502)
     return JSONResponse(openai_error(error, status), status, {"Retry-After": "1"} if status == 429 else None)
 
 

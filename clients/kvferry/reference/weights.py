@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -15,12 +15,6 @@ from safetensors.torch import save_file
 
 from kvferry.errors import Malformed
 from kvferry.reference.config import ModelConfig, ModelSource, weight_files
-
-
-class Weights(Protocol):
-    """Matrices are [out, in], as they are stored."""
-
-    def read(self, name: str) -> torch.Tensor: ...
 
 
 def weights_of(source: ModelSource) -> Weights:
@@ -63,6 +57,7 @@ class SeededWeights:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
 
     def read(self, name: str) -> torch.Tensor:
+        """Matrices are [out, in]."""
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=self._dtype)
@@ -97,6 +92,9 @@ class CheckpointWeights:
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self._file_of[name], framework="pt") as file:
             return torch.as_tensor(file.get_tensor(name)).to(self._dtype)
+
+
+Weights: TypeAlias = SeededWeights | CheckpointWeights
 
 
 def write_checkpoint(source: ModelSource, folder: Path, *, shards: int = 1) -> None:
