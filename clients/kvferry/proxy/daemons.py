@@ -56,9 +56,8 @@ class Daemons:
         try:
             result = await client.abort_request(request_id)
         except KvferryError as error:
-            if not error.code.startswith("unknown_"):
-                what = "request %s: not aborted at %s, its blocks are held until the lease's ttl: %s"
-                log.warning(what, request_id, client.url, error)
+            what = "request %s: not aborted at %s, its blocks are held until the lease's ttl: %s"
+            log.warning(what, request_id, client.url, error)
             return
         log.info(
             "request %s: aborted at %s: transfers=%d leases=%d",
@@ -67,7 +66,7 @@ class Daemons:
 
     def in_background(self, work: Coroutine[None, None, None]) -> None:
         """Run to its end though the client that caused it has left. `close` waits for it."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 

@@ -104,6 +104,7 @@ class Request:
             self.finish_reason = "length"
 
     def leave(self) -> None:
+        """No step touches the request any more."""
         self.left.set()
         self.moved.set()
 
@@ -131,7 +132,6 @@ class BlockPool:
     it, until it is needed for something else (least recently used first)."""
 
     def __init__(self, num_blocks: int, *, prefix_cache: bool = True) -> None:
-        self.num_blocks = num_blocks
         self._prefix_cache = prefix_cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._holders = [0] * num_blocks
@@ -163,7 +163,8 @@ class BlockPool:
         for _ in range(fresh):
             block, _ = self._free.popitem(last=False)
             assert self._holders[block] == 0
-            self._forget(block)
+            if (digest := self._hash_of.pop(block, None)) is not None:
+                del self._block_of[digest]
             self._holders[block] = 1
             blocks.append(block)
         return blocks
@@ -184,10 +185,6 @@ class BlockPool:
         if self._prefix_cache and digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
-
-    def _forget(self, block: int) -> None:
-        if (digest := self._hash_of.pop(block, None)) is not None:
-            del self._block_of[digest]
 
 
 class Scheduler:
