@@ -15,10 +15,18 @@ from kvferry.handoff import Handoff, answer
 from kvferry.manifest import Manifest
 from kvferry.reference.cache import VIEW_AXES, CacheGeometry, RankShard, describe
 from kvferry.reference.config import LAYOUTS, PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
-from kvferry.reference.model import Chunk, Decoder, map_cache
+from kvferry.reference.model import (
+    Chunk,
+    Decoder,
+    SeededWeights,
+    Weights,
+    map_cache,
+    shapes,
+    weights_of,
+    write_checkpoint,
+)
 from kvferry.reference.scheduler import BlockPool, Request, RequestState, Scheduler, prefix_hashes, step_input
 from kvferry.reference.tokenizer import ByteTokenizer, TextStream
-from kvferry.reference.weights import SeededWeights, Weights, shapes, weights_of, write_checkpoint
 from kvferry.reference.workers import Start, Step
 
 TINY = PRESETS["tiny"]

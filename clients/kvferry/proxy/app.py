@@ -18,8 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from kvferry.errors import Forbidden, KvferryError, Malformed, Unauthorized
 from kvferry.proxy.answer import HOP_BY_HOP, refusal, whole
-from kvferry.proxy.daemons import Daemons
-from kvferry.proxy.exchange import Asked, Exchange, leg
+from kvferry.proxy.exchange import Asked, Daemons, Exchange, leg
 from kvferry.proxy.legs import read_body
 from kvferry.proxy.options import Endpoint, Options
 

@@ -7,8 +7,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
@@ -64,29 +63,19 @@ def model_source(args: argparse.Namespace) -> ModelSource:
     return ModelSource(config, seed=args.seed, name=name)
 
 
-class Server(uvicorn.Server):
-    """uvicorn raises a signal again once it has served: that would end the driver before it has stopped its workers."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def finish(self, *_: object) -> None:
-        self.should_exit = True
-
-
-async def serve(args: argparse.Namespace, config: EngineConfig) -> int:
+async def serve(args: argparse.Namespace, how: EngineConfig) -> int:
     """Until a signal or until the engine fails. Returns the exit status."""
     source = model_source(args)
-    engine = Engine(source, config)
+    engine = Engine(source, how)
     listener = socket.create_server((args.host, args.port), backlog=256)
     try:
         await engine.start()
         app = build_app(engine, tokenizer_of(source))
-        server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=60))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, server.finish)
-        engine.failed.add_done_callback(server.finish)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=60)
+        server = uvicorn.Server(config)
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has served
+            signal.signal(number, lambda *_: None)
+        engine.failed.add_done_callback(lambda _: setattr(server, "should_exit", True))
         host, port = listener.getsockname()[:2]
         print(f"ready on http://{host}:{port}", flush=True)
         await server.serve(sockets=[listener])

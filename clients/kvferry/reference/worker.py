@@ -15,8 +15,7 @@ import torch.distributed as dist
 from kvferry.errors import KvferryError
 from kvferry.memory import open_file_region
 from kvferry.reference.cache import CacheGeometry, describe
-from kvferry.reference.model import Chunk, Decoder, map_cache
-from kvferry.reference.weights import weights_of
+from kvferry.reference.model import Chunk, Decoder, map_cache, weights_of
 from kvferry.reference.workers import Reply, Start, Step
 
 
