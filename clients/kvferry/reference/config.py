@@ -7,9 +7,17 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
-from pydantic_core import to_jsonable_python
 
 from kvferry.errors import KvferryError, Malformed
 
@@ -100,8 +108,8 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` reads back; other software reads all of it but `kvferry_dtype`."""
-        fields: dict[str, Any] = to_jsonable_python(self, by_alias=True, exclude={"sliding", "eos_token_ids"})
-        return fields | {
+        fields = TypeAdapter(ModelConfig).dump_python(self, by_alias=True, exclude={"sliding", "eos_token_ids"})
+        return dict(fields) | {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
             "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in self.sliding],
             "eos_token_id": list(self.eos_token_ids) or None,
