@@ -82,15 +82,16 @@ class Engine:
         """
         outputs: asyncio.Queue[Output | KvferryError] = asyncio.Queue()
         unfinished: set[Request] = set()
-        loop, limit_s = asyncio.get_running_loop(), self.config.request_timeout_s
-        deadline = loop.time() + limit_s
+        limit_s = self.config.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + limit_s
         try:
             for request in requests:
                 request.outputs = outputs
                 self._submit(request)
                 unfinished.add(request)
             while unfinished:
-                output = await asyncio.wait_for(outputs.get(), deadline - loop.time())
+                async with asyncio.timeout_at(deadline):  # wait_for would swallow a cancellation beside an output
+                    output = await outputs.get()
                 if isinstance(output, KvferryError):
                     raise output
                 if output.finish_reason is not None:

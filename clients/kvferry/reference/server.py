@@ -14,6 +14,7 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
 
 from kvferry.asgi import disconnected, openai_error
 from kvferry.digest import prompt_digest
@@ -190,7 +191,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
             return await _while_connected(http, answer.whole())
         events = answer.events()
         first = await _while_connected(http, anext(events))  # so that an early failure still has a status
-        return StreamingResponse(_sse(first, events), media_type="text/event-stream")
+        return _Stream(first, events)
 
     return app
 
@@ -260,12 +261,23 @@ async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _sse(first: Completion, events: AsyncGenerator[Completion, None]) -> AsyncIterator[str]:
+class _Stream(StreamingResponse):
+    """Closes its events whatever becomes of the client: one that is only dropped lives until it is collected."""
+
+    def __init__(self, first: Completion, events: AsyncGenerator[Completion, None]) -> None:
+        super().__init__(_lines(first, events), media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def _lines(first: Completion, events: AsyncGenerator[Completion, None]) -> AsyncIterator[str]:
     try:
         yield f"data: {first.model_dump_json()}\n\n"
-        async with aclosing(events):
-            async for event in events:
-                yield f"data: {event.model_dump_json()}\n\n"
+        async for event in events:
+            yield f"data: {event.model_dump_json()}\n\n"
     except KvferryError as error:
         yield f"data: {bytes(error_answer(error).body).decode()}\n\n"
     yield "data: [DONE]\n\n"
