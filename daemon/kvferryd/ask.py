@@ -1,4 +1,4 @@
-"""The commands that ask a daemon over REST, and how they write its answers."""
+"""The commands that ask a daemon over REST, and how its answers are printed."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from kvferry.errors import Malformed
 from kvferry.router import RouterClient
 from kvferry.schemas import PeerRequest, TransferRecord, TransferState
-from kvferryd.config import Reach
+from kvferryd.config import Config, bad_config
 
 DONE, NOT_YET = 0, 1
 PROGRESS_S = 5.0
 """A line of progress at least this often while draining."""
+UNBROKEN = 1 << 16
+"""Columns where the output is no terminal."""
 
 
-def client(reach: Reach, arguments: argparse.Namespace) -> RouterClient:
+def client(config: Config, arguments: argparse.Namespace) -> RouterClient:
     """The client of the daemon named by --daemon, else of this machine's."""
-    url = arguments.daemon or reach.url
+    url = arguments.daemon or config.url
     if "://" not in url:
         url = f"http://{url}"
-    tls = _tls(reach) if url.startswith("https:") else None
-    return RouterClient(url, token=_token(reach.token_file), tls=tls)
+    tls = _tls(config) if url.startswith("https:") else None
+    return RouterClient(url, token=_token(config.token_file), tls=tls)
 
 
 def _token(file: Path | None) -> str:
     if file is None:
         return ""
-    lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[0] if lines else ""
+    lines = map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())
+    return next(filter(None, lines), "")
 
 
-def _tls(reach: Reach) -> ssl.SSLContext | None:
-    """A daemon asks for a certificate of its own authority; ours is the one that this machine's daemon has."""
-    if reach.tls_cert is None or reach.tls_key is None or reach.tls_ca is None:
+def _tls(config: Config) -> ssl.SSLContext | None:
+    """A daemon asks its clients for a certificate; ours is that of this machine's daemon."""
+    if config.tls is None:
         return None
+    certificate, key, authority = config.tls
     try:
-        context = ssl.create_default_context(cafile=str(reach.tls_ca))
-        context.load_cert_chain(reach.tls_cert, reach.tls_key)
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, key)
     except (ssl.SSLError, OSError) as error:
-        raise Malformed(
-            "bad_config", f"the certificates cannot be used: {error}", field="tls_cert", value=reach.tls_cert,
-            remedy="tls_cert and tls_key are a pair, tls_ca is who signed the daemon's certificate",
-        ) from None  # fmt: skip
+        remedy = "tls_cert and tls_key are a pair, tls_ca the authority that signed the daemon's certificate"
+        why = f"the certificates cannot be used: {error}"
+        raise bad_config("tls_cert", certificate, why, remedy) from None
     return context
 
 
-async def status(reach: Reach, arguments: argparse.Namespace) -> int:
-    async with client(reach, arguments) as daemon:
+async def status(config: Config, arguments: argparse.Namespace) -> int:
+    async with client(config, arguments) as daemon:
         ready = await daemon.ready()
         info, engines, left = await asyncio.gather(daemon.info(), daemon.engines(), daemon.drain_status())
     if arguments.json:
         _json({"ready": ready, "info": info, "engines": engines, "drain": left})
         return DONE if ready.ready else NOT_YET
-    state = "ready" if ready.ready else "not ready"
-    print(f"kvferry {info.version} at {daemon.url}: {state}")
-    for reason in ready.reasons:
-        print(f"  {reason}")
+    print(f"kvferry {info.version} at {daemon.url}: {'ready' if ready.ready else 'not ready'}")
     rows = [
         ("device", info.device),
         ("peers reach", info.advertise),
@@ -74,7 +74,7 @@ async def status(reach: Reach, arguments: argparse.Namespace) -> int:
         ("up", duration(info.uptime_s * 1000)),
         ("left", f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}"),
     ]
-    print("\n".join(f"  {name:<14} {value}" for name, value in rows))
+    print("\n".join([f"  {reason}" for reason in ready.reasons] + [f"  {name:<14} {value}" for name, value in rows]))
     print(table(
         ("ENGINE", "RANK", "ATTACHED", "EPOCH", "GROUPS"),
         [
@@ -84,15 +84,13 @@ async def status(reach: Reach, arguments: argparse.Namespace) -> int:
         ],
         "no engine has attached",
     ))  # fmt: skip
-    for engine in engines:
-        for note in engine.notes:
-            print(f"note on {engine.engine_id}: {note}")
+    print("".join(f"note on {engine.engine_id}: {note}\n" for engine in engines for note in engine.notes), end="")
     return DONE if ready.ready else NOT_YET
 
 
-async def transfers(reach: Reach, arguments: argparse.Namespace) -> int:
+async def transfers(config: Config, arguments: argparse.Namespace) -> int:
     state = _state(arguments.state)
-    async with client(reach, arguments) as daemon:
+    async with client(config, arguments) as daemon:
         while True:
             records = await daemon.transfers(arguments.request_id, state)
             if arguments.json:
@@ -110,24 +108,19 @@ def _state(text: str | None) -> TransferState | None:
     try:
         return TransferState(text) if text else None
     except ValueError:
-        raise Malformed(
-            "bad_argument", "there is no such state", field="--state", value=text,
-            remedy=f"one of {', '.join(state.value for state in TransferState)}",
-        ) from None  # fmt: skip
+        raise _bad_argument("--state", text, f"one of {', '.join(TransferState)}") from None
 
 
-async def peers(reach: Reach, arguments: argparse.Namespace) -> int:
-    async with client(reach, arguments) as daemon:
+def _bad_argument(flag: str, value: object, remedy: str) -> Malformed:
+    return Malformed("bad_argument", f"{flag} cannot be understood", field=flag, value=value, remedy=remedy)
+
+
+async def peers(config: Config, arguments: argparse.Namespace) -> int:
+    async with client(config, arguments) as daemon:
         if arguments.forget:
             await daemon.forget_peer(arguments.forget)
         if arguments.prewarm:
-            engine_id, at, address = arguments.prewarm.rpartition("@")
-            if not at or not engine_id:
-                raise Malformed(
-                    "bad_argument", "no engine and address", field="--prewarm", value=arguments.prewarm,
-                    remedy="write ENGINE@HOST:PORT, the address of any rank's peer service",
-                )  # fmt: skip
-            await daemon.prewarm(_prewarm(engine_id, address))
+            await daemon.prewarm(_prewarm(arguments.prewarm))
         records = await daemon.peers()
     if arguments.json:
         _json({"peers": records})
@@ -143,19 +136,19 @@ async def peers(reach: Reach, arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _prewarm(engine_id: str, address: str) -> PeerRequest:
+def _prewarm(text: str) -> PeerRequest:
+    engine_id, _, address = text.rpartition("@")
     try:
         return PeerRequest(engine_id=engine_id, address=address)
     except ValueError:
-        raise Malformed(
-            "bad_argument", "that is no address", field="--prewarm", value=address, remedy="write HOST:PORT"
-        ) from None
+        remedy = "write ENGINE@HOST:PORT, the address of any rank's peer service"
+        raise _bad_argument("--prewarm", text, remedy) from None
 
 
-async def drain(reach: Reach, arguments: argparse.Namespace) -> int:
-    """The daemon holds each answer until nothing is left; a line says how it stands whenever that changed."""
+async def drain(config: Config, arguments: argparse.Namespace) -> int:
+    """The daemon holds each answer until nothing is left, at most PROGRESS_S; a line is printed at each change."""
     deadline, said = time.monotonic() + arguments.wait, ""
-    async with client(reach, arguments) as daemon:
+    async with client(config, arguments) as daemon:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             left = await daemon.drain(min(left_s, PROGRESS_S if said else 0.0))
@@ -170,15 +163,12 @@ async def drain(reach: Reach, arguments: argparse.Namespace) -> int:
                 break
             said = line
     if arguments.json:
-        _json(left.model_dump(mode="json"))
+        _json(left)
     return DONE if left.drained else NOT_YET
 
 
-COMMANDS: dict[str, Callable[[Reach, argparse.Namespace], Coroutine[object, object, int]]] = {
-    "status": status,
-    "transfers": transfers,
-    "peers": peers,
-    "drain": drain,
+COMMANDS: dict[str, Callable[[Config, argparse.Namespace], Coroutine[object, object, int]]] = {
+    command.__name__: command for command in (status, transfers, peers, drain)
 }
 
 
@@ -199,19 +189,27 @@ def transfer_table(records: Sequence[TransferRecord]) -> str:
 
 
 def _total_ms(record: TransferRecord) -> float:
-    """Until now, for one that is under way: a phase is counted at its end."""
+    """Of an unfinished transfer the time until now, as phases are counted at their end."""
     if record.state.ended:
         return record.phases_ms.get("total", 0.0)
     return max(0.0, (time.time() - record.created_at) * 1000)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], none: str) -> str:
-    """Columns as wide as their widest cell, two blanks between. Control characters of what is shown are not sent on."""
+    """Columns two blanks apart; in a pipe no cell is cut or broken. Control characters are shown as `?`."""
     if not rows:
         return none
-    lines = [list(heads), *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    from rich.console import Console  # 50 ms, which the probe of a pod can do without
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(*heads, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else UNBROKEN)
+    with console.capture() as shown:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in shown.get().splitlines())
 
 
 def printable(text: str) -> str:
@@ -246,9 +244,4 @@ def duration(ms: float) -> str:
 
 
 def _json(answer: object) -> None:
-    def plain(value: object) -> object:
-        if isinstance(value, BaseModel):
-            return value.model_dump(mode="json")
-        raise TypeError(type(value).__name__)
-
-    print(json.dumps(answer, default=plain, indent=2), flush=True)
+    print(json.dumps(TypeAdapter(Any).dump_python(answer, mode="json"), indent=2), flush=True)

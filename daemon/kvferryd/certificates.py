@@ -8,9 +8,8 @@ from pathlib import Path
 
 import grpc
 
-from kvferry.errors import Malformed
 from kvferryd import logs
-from kvferryd.config import Config
+from kvferryd.config import Config, bad_config
 
 log = logs.get(__name__)
 
@@ -42,20 +41,13 @@ class Certificates:
             self._seen = self._stamps()
             self._current = self._read()
         except OSError as error:
-            raise Malformed(
-                "bad_config",
-                f"the tls_* files cannot be used: {error}",
-                field="tls_cert",
-                value=certificate,
-                remedy="name a certificate, its own private key and the authority that signed it, all PEM",
-            ) from None
+            remedy = "name a certificate, its own private key and the authority that signed it, all PEM"
+            raise bad_config("tls_cert", certificate, f"the tls_* files cannot be used: {error}", remedy) from None
 
     @classmethod
     def of(cls, config: Config) -> Certificates | None:
         """None where the settings name no certificate."""
-        if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
-            return None
-        return cls(config.tls_cert, config.tls_key, config.tls_ca)
+        return cls(*config.tls) if config.tls else None
 
     def current(self) -> Identity:
         try:

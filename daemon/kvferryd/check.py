@@ -1,10 +1,10 @@
-"""What can be wrong with the blocks of a request, told before anything is accepted."""
+"""Checks of a request's fields and blocks, made before anything is accepted. Each raises KvferryError."""
 
 from __future__ import annotations
 
 from kvferry.errors import Malformed
-from kvferry.manifest import Manifest
-from kvferry.tables import Tables
+from kvferry.manifest import Group, Manifest
+from kvferry.tables import BlockTable, Tables
 from kvferryd.config import WAYS
 from kvferryd.plan.bind import destination_table_of, local_tokens, table_of
 
@@ -15,117 +15,80 @@ MAX_DIGEST = 64
 
 def check_request_id(request_id: str) -> None:
     if not 0 < len(request_id) <= 256:
-        raise Malformed(
-            "malformed_request_id",
-            "a request id has 1 to 256 characters",
-            field="request_id",
-            value=request_id,
-            remedy="use the router's X-Request-Id",
-        )
+        why, remedy = "a request id has 1 to 256 characters", "use the router's X-Request-Id"
+        raise Malformed("malformed_request_id", why, field="request_id", value=request_id, remedy=remedy)
 
 
 def check_seconds(field: str, seconds: float) -> None:
     """A time to live or a deadline; 0 stands for the default. NaN would upset the order of the event loop's timers."""
     if not 0 <= seconds <= MAX_SECONDS:
-        raise Malformed(
-            "malformed_seconds",
-            f"{field} is no time to wait",
-            field=field,
-            value=seconds,
-            remedy=f"0 for the default, or at most {MAX_SECONDS:g} seconds",
-        )
+        why, remedy = f"{field} is no time to wait", f"0 for the default, or at most {MAX_SECONDS:g} seconds"
+        raise Malformed("malformed_seconds", why, field=field, value=seconds, remedy=remedy)
 
 
 def check_digest(digest: bytes) -> None:
     """Of a prompt; empty where none is given."""
-    if len(digest) > MAX_DIGEST:
+    if (length := len(digest)) > MAX_DIGEST:
+        remedy = f"at most {MAX_DIGEST} bytes, for example a SHA-256 of the prompt's token ids"
         raise Malformed(
-            "malformed_digest",
-            f"a digest has {len(digest)} bytes",
-            field="digest",
-            value=f"{len(digest)} bytes",
-            remedy=f"at most {MAX_DIGEST} bytes, for example a SHA-256 of the prompt's token ids",
+            "malformed_digest", "the digest is too long", field="digest", value=f"{length} bytes", remedy=remedy
         )
 
 
 def check_way(way: str) -> None:
     """Empty stands for what is configured."""
     if way not in ("", *WAYS):
-        raise Malformed(
-            "malformed_way", "there is no such way", field="way", value=way, remedy=f"one of {', '.join(WAYS)}"
-        )
+        remedy = f"one of {', '.join(WAYS)}"
+        raise Malformed("malformed_way", "there is no such way", field="way", value=way, remedy=remedy)
 
 
 def check_source(manifest: Manifest, tables: Tables, num_tokens: int, metadata: bytes) -> None:
-    """The blocks of a publish hold all its tokens. Raises KvferryError."""
+    """The blocks of a publish hold all its tokens."""
     if num_tokens < 0:
+        remedy = "publish the tokens [0, num_tokens)"
         raise Malformed(
-            "malformed_tables",
-            "num_tokens is negative",
-            field="num_tokens",
-            value=num_tokens,
-            remedy="publish the tokens [0, num_tokens)",
+            "malformed_tables", "num_tokens is negative", field="num_tokens", value=num_tokens, remedy=remedy
         )
-    if len(metadata) > MAX_METADATA:
-        raise Malformed(
-            "metadata_too_large",
-            f"metadata has {len(metadata)} bytes",
-            field="metadata",
-            value=f"{len(metadata)} bytes",
-            remedy=f"at most {MAX_METADATA} bytes",
-        )
+    if (length := len(metadata)) > MAX_METADATA:
+        why, remedy = f"metadata has {length} bytes", f"at most {MAX_METADATA} bytes"
+        raise Malformed("metadata_too_large", why, field="metadata", value=f"{length} bytes", remedy=remedy)
     _check_names(manifest, tables)
     for group in manifest.groups:
         table = table_of(tables, group, "source")
-        held = table.first_token + len(table.block_ids) * group.block_size
-        needed = local_tokens(group.token_shard, num_tokens)
-        if group.kind == "paged" and held < needed:
-            raise Malformed(
-                "tables_too_short",
-                f"the table of group {group.name} holds local tokens [{table.first_token}, {held}) of {needed}",
-                field=f"tables.{group.name}.block_ids",
-                value=f"{len(table.block_ids)} blocks of {group.block_size}",
-                remedy="list every block of the request, or publish fewer tokens",
-            )
-        _check_length(group.name, len(table.block_ids), group.num_blocks)
+        _check_holds(group, table, num_tokens, "list every block of the request, or publish fewer tokens")
+        _check_length(group, table)
 
 
 def check_destination(manifest: Manifest, tables: Tables, tokens: tuple[int, int] | None) -> None:
-    """The reserved blocks can take the tokens, each block once. Raises KvferryError."""
+    """The reserved blocks can take the tokens, each block once."""
     _check_names(manifest, tables)
     for group in manifest.groups:
         table = destination_table_of(tables, group)
-        ids = table.block_ids
-        _check_length(group.name, len(ids), group.num_blocks)
-        held = table.first_token + len(ids) * group.block_size
-        if group.kind == "paged" and len(ids) and tokens and held < local_tokens(group.token_shard, tokens[1]):
-            raise Malformed(
-                "tables_too_short",
-                f"the table of group {group.name} holds local tokens [{table.first_token}, {held})",
-                field=f"tables.{group.name}.block_ids",
-                value=f"{len(ids)} blocks of {group.block_size}",
-                remedy=f"reserve blocks for all tokens up to {tokens[1]}",
-            )
+        _check_length(group, table)
+        if len(table.block_ids) and tokens:
+            _check_holds(group, table, tokens[1], f"reserve blocks for all tokens up to {tokens[1]}")
 
 
 def _check_names(manifest: Manifest, tables: Tables) -> None:
-    unknown = set(tables) - {group.name for group in manifest.groups}
-    if unknown:
-        raise Malformed(
-            "unknown_group",
-            f"the tables name groups that the manifest lacks: {sorted(unknown)}",
-            field="tables",
-            value=sorted(tables),
-            remedy=f"groups of this engine: {sorted(group.name for group in manifest.groups)}",
-        )
+    names = sorted(group.name for group in manifest.groups)
+    if unknown := sorted(set(tables) - set(names)):
+        why, remedy = f"the tables name groups that the manifest lacks: {unknown}", f"groups of this engine: {names}"
+        raise Malformed("unknown_group", why, field="tables", value=sorted(tables), remedy=remedy)
 
 
-def _check_length(name: str, length: int, num_blocks: int) -> None:
-    if length > num_blocks:
+def _check_holds(group: Group, table: BlockTable, num_tokens: int, remedy: str) -> None:
+    blocks, needed = len(table.block_ids), local_tokens(group.token_shard, num_tokens)
+    held = table.first_token + blocks * group.block_size
+    if group.kind == "paged" and held < needed:
         raise Malformed(
-            "tables_too_long",
-            f"the table of group {name} lists {length} blocks of a cache of {num_blocks}",
-            field=f"tables.{name}.block_ids",
-            value=length,
-            remedy="list the request's own blocks only",
-        )
+            "tables_too_short",
+            f"the table of group {group.name} holds local tokens [{table.first_token}, {held}) of {needed}",
+            field=f"tables.{group.name}.block_ids", value=f"{blocks} blocks of {group.block_size}", remedy=remedy,
+        )  # fmt: skip
+
+
+def _check_length(group: Group, table: BlockTable) -> None:
+    if (length := len(table.block_ids)) > group.num_blocks:
+        why = f"the table of group {group.name} lists {length} blocks of a cache of {group.num_blocks}"
+        field, remedy = f"tables.{group.name}.block_ids", "list the request's own blocks only"
+        raise Malformed("tables_too_long", why, field=field, value=length, remedy=remedy)

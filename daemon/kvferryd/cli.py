@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 from kvferry import __version__
 from kvferry.errors import KvferryError, Malformed, Unavailable
-from kvferryd import config as configuration
 
-OK, NOT_YET, FAILED = 0, 1, 2
+OK, FAILED = 0, 2
 INTERRUPTED = 130
 
 EPILOG = """\
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in FORWARDED:
-            return _forward(FORWARDED[arguments[0]], arguments)
+            forwarded = FORWARDED[arguments[0]]
+            return int(_needs(forwarded.module, forwarded.extra, arguments[0]).main(arguments[1:]))
         parsed = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = parsed.command
         return command(parsed)
@@ -68,12 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
 
-def _forward(command: Forwarded, arguments: list[str]) -> int:
-    module = _needs(command.module, command.extra, arguments[0])
-    status: int = module.main(arguments[1:])
-    return status
-
-
 def _needs(module: str, extra: str, command: str) -> ModuleType:
     """Import a module of ours; raises KvferryError naming the pip extra when what it builds on is not installed."""
     try:
@@ -81,14 +76,10 @@ def _needs(module: str, extra: str, command: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing.partition(".")[0] in ("kvferry", "kvferryd"):
-            raise Malformed(
-                "not_in_this_build", f"kvferry {command} is not part of this installation", field="module",
-                value=missing, remedy="install kvferry from a release or a whole checkout",
-            ) from error  # fmt: skip
-        raise Unavailable(
-            "missing_extra", f"kvferry {command} needs the package {missing}, which is not installed",
-            remedy=f"pip install 'kvferry[{extra}]'",
-        ) from error  # fmt: skip
+            why, remedy = f"kvferry {command} is not part of this installation", "install kvferry from a release"
+            raise Malformed("not_in_this_build", why, field="module", value=missing, remedy=remedy) from error
+        why = f"kvferry {command} needs the package {missing}, which is not installed"
+        raise Unavailable("missing_extra", why, remedy=f"pip install 'kvferry[{extra}]'") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,95 +90,97 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    serve = _command(
-        commands, "serve", "run the daemon", _serve,
+    def command(name: str, help: str, description: str, *examples: str) -> _Parser:
+        return commands.add_parser(
+            name, help=help, description=description, epilog="\n  ".join(("examples:", *examples)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+
+    def asking(name: str, help: str, description: str, *examples: str) -> _Parser:
+        asks = command(name, help, description, *examples)
+        asks.set_defaults(command=partial(_ask, name))
+        asks.add_argument("--daemon", metavar="URL", help="its REST address (default: that of this machine's daemon)")
+        asks.add_argument("--token-file", metavar="FILE", help="its bearer token, on the first line")
+        asks.add_argument("--config", metavar="FILE", help="the daemon's settings; KVFERRY_* variables count as well")
+        asks.add_argument("--json", action="store_true", help="what the daemon answered, for programs")
+        return asks
+
+    serve = command(
+        "serve", "run the daemon",
         "Runs the daemon beside one GPU, until SIGTERM; then it drains. Settings come from flags, KVFERRY_* variables"
         " and a TOML file, in this order.",
-        "examples:\n"
-        "  kvferry serve --device cpu --engine-socket /tmp/kvferry.sock\n"
-        "  kvferry serve --device cuda:0 --peer 0.0.0.0:7411 --advertise 10.0.0.7:7411 --allow-peers 10.0.0.0/16\n"
-        "  KVFERRY_DEVICE=cuda:0 kvferry serve --config /etc/kvferry.toml --check",
+        "kvferry serve --device cpu --engine-socket /tmp/kvferry.sock",
+        "kvferry serve --device cuda:0 --peer 0.0.0.0:7411 --advertise 10.0.0.7:7411 --allow-peers 10.0.0.0/16",
+        "KVFERRY_DEVICE=cuda:0 kvferry serve --config /etc/kvferry.toml --check",
     )  # fmt: skip
+    serve.settings = True
+    serve.set_defaults(command=_serve)
     serve.add_argument("--check", action="store_true", help="print every setting and where it comes from, and exit")
-    _add_flags(serve)
     for name, forwarded in FORWARDED.items():
         commands.add_parser(name, help=forwarded.help, add_help=False)
-
-    status = _command(
-        commands, "status", "is a daemon ready, and what is it", _ask("status"),
+    asking(
+        "status", "is a daemon ready, and what is it",
         "Shows a daemon and its engines. Exits 0 when it is ready, 1 when it is not, 2 when it does not answer.",
-        "examples:\n  kvferry status\n  kvferry status --daemon http://10.0.0.7:7410 --token-file token",
+        "kvferry status", "kvferry status --daemon http://10.0.0.7:7410 --token-file token",
     )  # fmt: skip
-    transfers = _command(
-        commands, "transfers", "what moves and what has moved", _ask("transfers"),
-        "Lists transfers, unfinished ones first.",
-        "examples:\n  kvferry transfers --watch\n  kvferry transfers --state failed --json",
+    transfers = asking(
+        "transfers", "what moves and what has moved", "Lists transfers, unfinished ones first.",
+        "kvferry transfers --watch", "kvferry transfers --state failed --json",
     )  # fmt: skip
     transfers.add_argument("--request-id", metavar="ID", help="only those of one request")
     transfers.add_argument("--state", metavar="STATE", help="only those in one state, for example reading or failed")
     transfers.add_argument(
         "--watch", nargs="?", const=2.0, type=_seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
     )
-    peers = _command(
-        commands, "peers", "with whom a handshake is done", _ask("peers"),
+    peers = asking(
+        "peers", "with whom a handshake is done",
         "Lists peers; with --prewarm shakes hands first, with --forget drops an engine first.",
-        "examples:\n  kvferry peers\n  kvferry peers --prewarm prefill-0@10.0.0.7:7411\n"
-        "  kvferry peers --forget prefill-0",
+        "kvferry peers", "kvferry peers --prewarm prefill-0@10.0.0.7:7411", "kvferry peers --forget prefill-0",
     )  # fmt: skip
     peers.add_argument("--prewarm", metavar="ENGINE@HOST:PORT", help="shake hands with every rank of that engine now")
     peers.add_argument("--forget", metavar="ENGINE", help="drop what is held of that engine's ranks")
-    drain = _command(
-        commands, "drain", "take no more work, wait until leases are read", _ask("drain"),
+    drain = asking(
+        "drain", "take no more work, wait until leases are read",
         "Tells a daemon to take no more work. Exits 0 only when nothing is left: no lease, no transfer; else 1.",
-        "examples:\n  kvferry drain                what is left now\n"
-        "  kvferry drain --wait 300     a pod's preStop hook: return when all is read, or after 300 seconds",
+        "kvferry drain                what is left now",
+        "kvferry drain --wait 300     a pod's preStop hook: return when all is read, or after 300 seconds",
     )  # fmt: skip
     drain.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
-    for asking in (status, transfers, peers, drain):
-        asking.add_argument("--daemon", metavar="URL", help="its REST address (default: that of this machine's daemon)")
-        asking.add_argument("--token-file", metavar="FILE", help="its bearer token, on the first line")
-        asking.add_argument("--config", metavar="FILE", help="the daemon's settings; KVFERRY_* variables count as well")
-        asking.add_argument("--json", action="store_true", help="what the daemon answered, for programs")
     return parser
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str,
-    run: Callable[[argparse.Namespace], int], description: str, epilog: str,
-) -> argparse.ArgumentParser:  # fmt: skip
-    parser = commands.add_parser(
-        name, help=help, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.set_defaults(command=run)
-    return parser
+class _Parser(argparse.ArgumentParser):
+    """Of one command. settings: it takes a flag for every setting, also in the spelling of the file.
+
+    They are added when they are needed, as pydantic is loaded for them.
+    """
+
+    settings = False
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        if self.settings:
+            _add_flags(self)
+            args = [
+                word.replace("_", "-", word.partition("=")[0].count("_")) if word[:2] == "--" else word for word in args
+            ]
+        return super().parse_known_args(args, namespace)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per setting; `parse_args` leaves what was not given at None, and everything else raw."""
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"TOML file of settings (environment: {configuration.PREFIX}CONFIG)"
-    )
-    group = parser.add_argument_group(
-        "settings", f"also in the file, and as {configuration.PREFIX}* variables; flags win"
-    )
-    defaults = configuration.Config()
-    for name, option in configuration.OPTIONS.items():
-        dash = f"--{name.replace('_', '-')}"
-        said = f"{option.help} (default: {option.kind.write(getattr(defaults, name)) or 'none'})".replace("%", "%%")
-        if option.kind is configuration.FLAG:
-            group.add_argument(dash, dest=name, action=argparse.BooleanOptionalAction, default=None, help=said)
-        elif option.kind.many:
-            group.add_argument(dash, dest=name, action="append", metavar=option.kind.metavar, help=said)
+    from kvferryd.config import OPTIONS, PREFIX, form, written
+
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file of settings (environment: {PREFIX}CONFIG)")
+    group = parser.add_argument_group("settings", f"also in the file, and as {PREFIX}* variables; flags win")
+    for name, field in OPTIONS.items():
+        flag, help = f"--{name.replace('_', '-')}", f"{field.description} (default: {written(field.default) or 'none'})"
+        if field.annotation is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
         else:
-            group.add_argument(dash, dest=name, metavar=option.kind.metavar, help=said)
-        if "_" in name:  # the spelling of the file works as a flag too
-            many = "append" if option.kind.many else "store"
-            if option.kind is configuration.FLAG:
-                parser.add_argument(f"--{name}", dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
-            else:
-                parser.add_argument(f"--{name}", dest=name, action=many, help=argparse.SUPPRESS)
+            action = "append" if isinstance(field.default, tuple | dict) else "store"
+            group.add_argument(flag, action=action, metavar=form(field).metavar, help=help)
 
 
 def _seconds(text: str) -> float:
@@ -198,31 +191,26 @@ def _seconds(text: str) -> float:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    loaded = configuration.resolve(vars(arguments))
-    config = loaded.config
+    from kvferryd.config import OPTIONS, misspelt, resolve, written
+
+    config, origins = resolve(vars(arguments))
     if arguments.check:
-        for name, option in configuration.OPTIONS.items():
-            print(f"{name:<18} {option.kind.write(getattr(config, name)) or '-':<32} {loaded.origins[name]}")
+        for name in OPTIONS:
+            print(f"{name:<18} {written(getattr(config, name)) or '-':<32} {origins[name]}")
         for warning in config.warnings():
             print(f"note: {warning}")
         return OK
-    logs = _needs("kvferryd.logs", "daemon", "serve")
+    logs, serve = (_needs(f"kvferryd.{module}", "daemon", "serve") for module in ("logs", "serve"))
     logs.configure(config)
-    log = logs.get(__name__)
-    for variable, meant in configuration.misspelt():
-        log.warning("nothing reads this variable", variable=variable, did_you_mean=meant)
-    serve = _needs("kvferryd.serve", "daemon", "serve")
-    status: int = serve.run(config)
-    return status
+    for variable, meant in misspelt():
+        logs.get(__name__).warning("nothing reads this variable", variable=variable, did_you_mean=meant)
+    return int(serve.run(config))
 
 
-def _ask(command: str) -> Callable[[argparse.Namespace], int]:
-    """A command that asks a daemon over REST; `kvferryd.ask` has one coroutine for each."""
+def _ask(command: str, arguments: argparse.Namespace) -> int:
+    """Ask a daemon over REST; `kvferryd.ask` has one coroutine for each command."""
+    from kvferryd import ask
+    from kvferryd.config import reach
 
-    def run(arguments: argparse.Namespace) -> int:
-        from kvferryd import ask
-
-        flags = {"token_file": arguments.token_file, "config": arguments.config}
-        return asyncio.run(ask.COMMANDS[command](configuration.reach(flags), arguments))
-
-    return run
+    flags = {"token_file": arguments.token_file, "config": arguments.config}
+    return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))

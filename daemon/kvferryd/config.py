@@ -1,170 +1,155 @@
 """The daemon's settings, and the only reader of the environment.
 
-One table, the fields of `Config`, drives the TOML file, the KVFERRY_* variables, the flags of `kvferry serve` and
-the table in docs/operations.md. Flags win over the environment, the environment over the file. The kinds of value
-are in `kvferryd.settings`.
+One model, `Config`, drives the TOML file, the KVFERRY_* variables, the flags of `kvferry serve` and the table in
+docs/operations.md. Flags win over the environment, the environment over the file. The types are in `kvferryd.settings`.
 """
 
-# ruff: noqa: RUF009 - `_option` is `dataclasses.field` with a word of help: it returns no shared value
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from kvferry.errors import Malformed
+from kvferry.schemas import Way
 from kvferryd import settings
-from kvferryd.settings import Kind, LogFormat, LogLevel, Wrong
+from kvferryd.settings import ADDRESS, Device, Dial, File, Form, Listen, Peers, Seconds, Socket, Ucx, Whole
 
 PREFIX = "KVFERRY_"
-LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
-
-T = TypeVar("T")
-ADDRESS, PLACE = settings.address(any_port=True), settings.address(any_port=False)
-FILE, SOCKET = settings.readable_file(), settings.socket_path()
-FLAG, PEERS, UCX = settings.flag(), settings.peers(), settings.ucx()
-WAYS = ("auto", "direct", "staged", "mapped")
-DEVICE, WAY = settings.device(), settings.one_of(*WAYS)
+WAYS: tuple[str, ...] = get_args(Way)
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What is said about a setting beside its default."""
-
-    kind: Kind
-    help: str
+def _about(default: Any, help: str, ge: float | None = None, le: float | None = None) -> Any:
+    """A setting's default, what it is for, and its limits."""
+    return Field(default, description=help, ge=ge, le=le)
 
 
-def _option(default: T, kind: Kind, help: str) -> T:
-    about = {"option": Option(kind, help)}
-    if isinstance(default, dict):
-        return cast(T, dataclasses.field(default_factory=default.copy, metadata=about))
-    return dataclasses.field(default=default, metadata=about)
+class Config(BaseModel):
+    """Every setting of a daemon, each checked; `load` checks them together. Units: `_s` seconds, `_mb` MiB."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True)
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Every setting of a daemon. `load` builds it checked; built directly, nothing is checked.
-
-    Names end in their unit: `_s` seconds, `_mb` MiB.
-    """
-
-    rest: str = _option("127.0.0.1:7410", ADDRESS, "where the REST API and the status page listen")
-    peer: str = _option("127.0.0.1:7411", ADDRESS, "where other daemons reach this one")
-    advertise: str = _option("", PLACE, "the address given to other daemons; default: that of peer")
-    engine_socket: Path = _option(Path("/run/kvferry/engine.sock"), SOCKET, "Unix socket for engines, mode 0600")
-    device: str = _option("cpu", DEVICE, "the GPU this daemon runs beside, or cpu for host memory")
-    roster: str | None = _option(
-        None, PLACE, "peer address of rank 0's daemon, which introduces the ranks to each other"
+    rest: Listen = _about("127.0.0.1:7410", "where the REST API and the status page listen")
+    peer: Listen = _about("127.0.0.1:7411", "where other daemons reach this one")
+    advertise: Dial = _about("", "the address given to other daemons; default: that of peer")
+    engine_socket: Socket = _about(Path("/run/kvferry/engine.sock"), "Unix socket for engines, mode 0600")
+    device: Device = _about("cpu", "the GPU this daemon runs beside, or cpu for host memory")
+    roster: Annotated[Dial | None, ADDRESS] = _about(
+        None, "peer address of rank 0's daemon, which introduces the ranks to each other"
     )
-    arena_mb: int = _option(
+    arena_mb: Whole = _about(
         512,
-        settings.whole(0),
         "staging arena of an engine, MiB; on a GPU made unless way is direct or mapped, on host memory only where "
         "staging is forced; 0: none",
+        ge=0,
     )
-    way: str = _option(
-        "auto", WAY, "how to move runs; auto: mapped if possible, else staged for short runs, direct for long"
-    )
-    programs: int = _option(
+    way: Way = _about("auto", "how to move runs; auto: mapped if possible, else staged for short runs, direct for long")
+    programs: Whole = _about(
         16,
-        settings.whole(1, 1024),
         "SMs that a mapped copy may take on the GPU; a staging slot's takes twice as many, for 0.1 ms",
+        ge=1,
+        le=1024,
     )
-    strict: bool = _option(False, FLAG, "register and export staging slots only: peers can read nothing else")
-    allow_peers: tuple[str, ...] = _option(LOOPBACK, PEERS, "addresses that may be dialled and may dial in")
-    token_file: Path | None = _option(None, FILE, "bearer tokens of the REST API, one a line; read again on change")
-    tls_cert: Path | None = _option(None, FILE, "certificate (chain), PEM; read again on change")
-    tls_key: Path | None = _option(None, FILE, "its private key, PEM")
-    tls_ca: Path | None = _option(None, FILE, "authority that peers' certificates must be signed by, PEM")
-    rest_tls: bool = _option(False, FLAG, "serve REST over mutual TLS with the tls_* files as well")
-    log_format: LogFormat = _option(LogFormat.TEXT, settings.member(LogFormat), "text for people, json for machines")
-    log_level: LogLevel = _option(LogLevel.INFO, settings.member(LogLevel), "the least serious line that is logged")
-    lease_ttl_s: float = _option(30.0, settings.number(0.1, 86400), "life of a lease without a live reader")
-    fence_timeout_s: float = _option(30.0, settings.number(0.1, 3600), "longest wait for the fence of a publish")
-    deadline_s: float = _option(60.0, settings.number(0.1, 3600), "life of a transfer whose order names no deadline")
-    max_transfers: int = _option(256, settings.whole(1), "unfinished transfers; more orders are answered 429")
-    max_leases: int = _option(4096, settings.whole(1), "live leases; more are refused")
-    history: int = _option(1000, settings.whole(0), "ended transfers that can still be looked up")
-    drain_timeout_s: float = _option(300.0, settings.number(0, 86400), "longest wait for leases to be read at exit")
-    require_rdma: bool = _option(False, FLAG, "without RDMA or NVLink, /readyz says no")
-    nixl_threads: int = _option(0, settings.whole(0, 64), "extra NIXL worker threads; 0: none")
-    ucx: Mapping[str, str] = _option({}, UCX, "extra UCX settings, without the prefix UCX_")
-    connect_timeout_s: float = _option(5.0, settings.number(0.1, 600), "longest wait for a peer to answer")
+    strict: bool = _about(False, "register and export staging slots only: peers can read nothing else")
+    allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
+    token_file: File = _about(None, "bearer tokens of the REST API, one a line; read again on change")
+    tls_cert: File = _about(None, "certificate (chain), PEM; read again on change")
+    tls_key: File = _about(None, "its private key, PEM")
+    tls_ca: File = _about(None, "authority that peers' certificates must be signed by, PEM")
+    rest_tls: bool = _about(False, "serve REST over mutual TLS with the tls_* files as well")
+    log_format: Literal["text", "json"] = _about("text", "text for people, json for machines")
+    log_level: Literal["debug", "info", "warning", "error"] = _about("info", "the least serious line that is logged")
+    lease_ttl_s: Seconds = _about(30.0, "life of a lease without a live reader", ge=0.1, le=86400)
+    fence_timeout_s: Seconds = _about(30.0, "longest wait for the fence of a publish", ge=0.1, le=3600)
+    deadline_s: Seconds = _about(60.0, "life of a transfer whose order names no deadline", ge=0.1, le=3600)
+    max_transfers: Whole = _about(256, "unfinished transfers; more orders are answered 429", ge=1)
+    max_leases: Whole = _about(4096, "live leases; more are refused", ge=1)
+    history: Whole = _about(1000, "ended transfers that can still be looked up", ge=0)
+    drain_timeout_s: Seconds = _about(300.0, "longest wait for leases to be read at exit", ge=0, le=86400)
+    require_rdma: bool = _about(False, "without RDMA or NVLink, /readyz says no")
+    nixl_threads: Whole = _about(0, "extra NIXL worker threads; 0: none", ge=0, le=64)
+    ucx: Ucx = _about({}, "extra UCX settings, without the prefix UCX_")
+    connect_timeout_s: Seconds = _about(5.0, "longest wait for a peer to answer", ge=0.1, le=600)
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: object) -> None:
         if not self.advertise:
-            object.__setattr__(self, "advertise", self.peer)
+            self.__dict__["advertise"] = self.peer
 
     @property
-    def tls(self) -> bool:
-        """Whether peers (and REST, with rest_tls) speak mutual TLS."""
-        return self.tls_cert is not None
+    def tls(self) -> tuple[Path, Path, Path] | None:
+        """Certificate, key and authority, where peers (and REST, with rest_tls) speak mutual TLS."""
+        files = self.tls_cert, self.tls_key, self.tls_ca
+        return files if all(files) else None  # type: ignore[return-value]
+
+    @property
+    def url(self) -> str:
+        """Where a command on this machine reaches the daemon over REST."""
+        host, port = settings.split_address(self.rest)
+        if settings.is_wildcard(self.rest):
+            host = "127.0.0.1"
+        return f"http{'s' if self.rest_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def warnings(self) -> Iterator[str]:
         """What is allowed but should be known, one sentence each."""
         if not settings.is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
-            yield f"REST listens on {self.rest} and asks nobody for a token: set token_file or rest_tls"
+            yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
         if not settings.is_loopback(self.peer) and not self.tls:
             yield f"peers speak to {self.peer} without TLS: set tls_cert, tls_key and tls_ca"
 
 
-OPTIONS: Mapping[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(Config)}
+OPTIONS: Mapping[str, FieldInfo] = Config.model_fields
 
 
-@dataclass(frozen=True, slots=True)
-class BadSetting:
-    """One wrong setting. `origin`: `file FILE`, `environment KVFERRY_X` or `flag --x`."""
+def written(value: object) -> str:
+    """A value as it would be written in a variable; empty for none."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={entry}" for key, entry in value.items())
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "" if value is None else str(value)
 
-    field: str
-    value: object
-    origin: str
-    wrong: str
-    remedy: str
 
-    def __str__(self) -> str:
-        return f"{self.field} = {self.value!r} ({self.origin}) {self.wrong} -> {self.remedy}"
+def form(field: FieldInfo) -> Form:
+    """What to write for a setting."""
+    for each in field.metadata:
+        if isinstance(each, Form):
+            return each
+    if words := get_args(field.annotation):
+        return Form(f"{', '.join(words[:-1])} or {words[-1]}", "|".join(words))
+    if field.annotation is bool:
+        return Form("true or false", "")
+    limits = {key: getattr(each, key) for each in field.metadata for key in ("ge", "le") if hasattr(each, key)}
+    text = "from {ge} to {le}".format(**limits) if "le" in limits else "{ge} or more".format(**limits)
+    return Form(f"a whole number, {text}", "N") if field.annotation is int else Form(f"seconds, {text}", "SECONDS")
 
 
 class ConfigError(Malformed):
     """`bad_config`: every wrong setting at once, in `settings`; field, value and remedy are those of a single one."""
 
-    def __init__(self, wrong: list[BadSetting]) -> None:
+    def __init__(self, wrong: Sequence[Malformed]) -> None:
         self.settings = tuple(wrong)
+        only = wrong[0]
         if len(wrong) == 1:
-            only = wrong[0]
-            super().__init__(
-                "bad_config", f"{only.field} from {only.origin} {only.wrong}",
-                field=only.field, value=repr(only.value), remedy=only.remedy,
-            )  # fmt: skip
+            super().__init__(only.code, only.message, field=only.field, value=only.value, remedy=only.remedy)
         else:
             lines = "".join(f"\n  {setting}" for setting in wrong)
-            super().__init__("bad_config", f"{len(wrong)} settings are wrong:{lines}")
+            super().__init__(only.code, f"{len(wrong)} settings are wrong:{lines}")
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A checked configuration and, by field, where each value came from (`default` where nobody said)."""
-
-    config: Config
-    origins: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How to ask a daemon over REST: where, and with what to be let in."""
-
-    url: str
-    token_file: Path | None
-    tls_cert: Path | None
-    tls_key: Path | None
-    tls_ca: Path | None
+def bad_config(field: str, value: object, why: str, remedy: str) -> Malformed:
+    """One wrong setting."""
+    return Malformed("bad_config", why, field=field, value=value, remedy=remedy)
 
 
 def load(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Config:
@@ -172,73 +157,74 @@ def load(flags: Mapping[str, object] | None = None, environment: Mapping[str, st
 
     flags: raw values by field name, and `config` for the file. environment: the process's where absent.
     """
-    return resolve(flags, environment).config
+    return resolve(flags, environment)[0]
 
 
-def resolve(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
-    """`load`, with the origin of every value."""
-    wrong: list[BadSetting] = []
-    read = _read(OPTIONS.keys(), flags, environment, wrong)
-    origins = {name: origin for name, (_, origin) in read.items()}
-    config = _config(read)
-    wrong += [*_tls_together(config, origins), *_together(config, origins)]
-    if wrong:
-        raise ConfigError(wrong)
-    return Loaded(config, {name: origins.get(name, "default") for name in OPTIONS})
+def reach(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Config:
+    """How a command reaches the daemon of this machine: by the settings that the daemon itself was given.
+
+    Only those are read: a fault in another setting does not keep a command from asking. Raises ConfigError.
+    """
+    return resolve(flags, environment, {"rest", "rest_tls", "token_file", "tls_cert", "tls_key", "tls_ca"})[0]
 
 
-def _read(
-    names: Set[str], flags: Mapping[str, object] | None, environment: Mapping[str, str] | None, wrong: list[BadSetting]
-) -> dict[str, tuple[object, str]]:
-    """(value, origin) of those settings that were given. Faults are added to `wrong`."""
-    read: dict[str, tuple[object, str]] = {}
-    for name, raw, origin in _raw_settings(flags or {}, os.environ if environment is None else environment, wrong):
+def resolve(
+    flags: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
+    only: Set[str] = frozenset(),
+) -> tuple[Config, Mapping[str, str]]:
+    """`load`, and where every value came from: `file FILE`, `environment KVFERRY_X`, `flag --x` or `default`.
+
+    only: the settings that are read; all where it is empty.
+    """
+    flags, environment = flags or {}, os.environ if environment is None else environment
+    wrong: list[Malformed] = []
+    values: dict[str, object] = {}
+    origins = dict.fromkeys(OPTIONS, "default")
+
+    def found(name: str, value: object, why: str, remedy: str) -> None:
+        wrong.append(bad_config(name, repr(value), f"{name} from {origins[name]} {why}", remedy))
+
+    if chosen := flags.get("config") or environment.get(f"{PREFIX}CONFIG"):
+        origins["config"] = "flag --config" if flags.get("config") else f"environment {PREFIX}CONFIG"
         try:
-            if name in names:
-                read[name] = OPTIONS[name].kind.read(raw), origin
-        except Wrong as reason:
-            wrong.append(BadSetting(name, raw, origin, str(reason), f"write {OPTIONS[name].kind.form}"))
-    return read
-
-
-def _config(read: Mapping[str, tuple[object, str]]) -> Config:
-    """What was read, over the defaults."""
-    return Config(**{name: value for name, (value, _) in read.items()})  # type: ignore[arg-type]  # kinds read types
-
-
-def _raw_settings(
-    flags: Mapping[str, object], environment: Mapping[str, str], wrong: list[BadSetting]
-) -> Iterator[tuple[str, object, str]]:
-    """(name, raw value, origin), the winner only. Faults of the file itself are added to `wrong`."""
-    chosen = flags.get("config") or environment.get(f"{PREFIX}CONFIG")
-    origin = "flag --config" if flags.get("config") else f"environment {PREFIX}CONFIG"
-    listed = _read_file(Path(str(chosen)), origin, wrong) if chosen else {}
+            values = tomllib.loads(Path(str(chosen)).read_text(encoding="utf-8"))
+        except OSError as error:
+            found("config", chosen, f"cannot be read: {error.strerror}", "name a TOML file")
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            remedy = 'write TOML, for example arena_mb = 512 or way = "auto"'
+            found("config", chosen, f"is not TOML: {error}", remedy)
+        origins |= dict.fromkeys(values, f"file {chosen}")
     for name in OPTIONS:
         variable = f"{PREFIX}{name.upper()}"
         if flags.get(name) is not None:
-            yield name, flags[name], f"flag --{name.replace('_', '-')}"
+            values[name], origins[name] = flags[name], f"flag --{name.replace('_', '-')}"
         elif environment.get(variable):  # an empty variable is how Kubernetes and shells say unset
-            yield name, environment[variable], f"environment {variable}"
-        elif name in listed:
-            yield name, listed[name], f"file {chosen}"
-
-
-def _read_file(path: Path, origin: str, wrong: list[BadSetting]) -> dict[str, object]:
+            values[name], origins[name] = environment[variable], f"environment {variable}"
+    values = {name: value for name, value in values.items() if not only or name in only}
     try:
-        listed = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        wrong.append(BadSetting("config", str(path), origin, f"cannot be read: {error.strerror}", "name a TOML file"))
-        return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        remedy = 'write TOML, for example arena_mb = 512 or way = "auto"'
-        wrong.append(BadSetting("config", str(path), origin, f"is not TOML: {error}", remedy))
-        return {}
-    for name in listed.keys() - OPTIONS.keys():
-        remedy = (
-            f"did you mean {nearest(name)}?" if nearest(name) else "remove it; docs/operations.md lists all settings"
-        )
-        wrong.append(BadSetting(name, listed[name], f"file {path}", "is not a setting", remedy))
-    return listed
+        Config.model_validate(values)
+    except ValidationError as error:
+        for fault in error.errors():
+            name = str(fault["loc"][0])
+            if name in values:  # the first fault of each
+                found(name, values.pop(name), *_phrase(name, fault))
+    config = Config.model_validate(values)
+    for name, why, remedy in _together(config, origins):
+        if name not in {each.field for each in wrong}:
+            found(name, getattr(config, name), why, remedy)
+    if wrong:
+        raise ConfigError(wrong)
+    return config, origins
+
+
+def _phrase(name: str, fault: Mapping[str, Any]) -> tuple[str, str]:
+    """(what is wrong, what to do) of what pydantic has found."""
+    if fault["type"] == "extra_forbidden":
+        meant = f"did you mean {nearest(name)}?" if nearest(name) else ""
+        return "is not a setting", meant or "remove it; docs/operations.md lists all settings"
+    why = str(fault.get("ctx", {}).get("error", re.sub(r"^(Input|String) ", "", fault["msg"])))
+    return "is none of the choices" if fault["type"] == "literal_error" else why, f"write {form(OPTIONS[name]).text}"
 
 
 def nearest(name: str) -> str:
@@ -246,25 +232,21 @@ def nearest(name: str) -> str:
     return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), OPTIONS, n=1)), "")
 
 
-def _tls_together(config: Config, origins: Mapping[str, str]) -> Iterator[BadSetting]:
+def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Rules between settings: (field, what is wrong, what to do)."""
     for name in ("tls_cert", "tls_key", "tls_ca"):
-        if getattr(config, name) is None and any((config.tls_cert, config.tls_key, config.tls_ca)):
-            yield BadSetting(
-                name, None, "default", "is missing beside the other tls_* settings", "set all three or none"
-            )
+        if not getattr(config, name) and (config.tls_cert or config.tls_key or config.tls_ca):
+            yield name, "is missing beside the other tls_* settings", "set all three or none"
     if config.rest_tls and not config.tls:
-        origin = origins.get("rest_tls", "default")
-        yield BadSetting("rest_tls", True, origin, "has no certificate", "set tls_cert, tls_key and tls_ca")
-
-
-def _together(config: Config, origins: Mapping[str, str]) -> Iterator[BadSetting]:
-    """Rules between settings."""
-    if settings.is_wildcard(config.peer) and "advertise" not in origins:
-        yield BadSetting(
-            "advertise", config.advertise, "default",
-            f"is no address to dial, as peer = {config.peer} is every interface",
-            "set advertise to the HOST:PORT at which other daemons reach this one",
-        )  # fmt: skip
+        yield "rest_tls", "has no certificate", "set tls_cert, tls_key and tls_ca"
+    if not config.arena_mb and (config.strict or config.way == "staged"):
+        why = f"is too little: {'strict = true' if config.strict else 'way = staged'} needs a staging arena"
+        yield "arena_mb", why, "raise arena_mb, or set strict = false and way = auto, direct or mapped"
+    if config.strict and config.way in ("direct", "mapped"):
+        yield "way", "cannot be had with strict = true", "set way = auto or staged, or strict = false"
+    if settings.is_wildcard(config.peer) and origins["advertise"] == "default":
+        why = f"is no address to dial, as peer = {config.peer} is every interface"
+        yield "advertise", why, "set advertise to the HOST:PORT at which other daemons reach this one"
 
 
 def misspelt(environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
@@ -279,30 +261,10 @@ def misspelt(environment: Mapping[str, str] | None = None) -> Iterator[tuple[str
             yield variable, f"{PREFIX}{nearest(name).upper()}"
 
 
-def reach(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Reach:
-    """How a command reaches the daemon of this machine: by the settings that the daemon itself was given.
-
-    Only those are read, so that a fault in another setting keeps nobody from asking. Raises ConfigError.
-    """
-    wrong: list[BadSetting] = []
-    read = _read({"rest", "rest_tls", "token_file", "tls_cert", "tls_key", "tls_ca"}, flags, environment, wrong)
-    config = _config(read)
-    wrong += _tls_together(config, {name: origin for name, (_, origin) in read.items()})
-    if wrong:
-        raise ConfigError(wrong)
-    host, port = settings.split_address(config.rest)
-    if settings.is_wildcard(config.rest):
-        host = "127.0.0.1"
-    scheme = "https" if config.rest_tls else "http"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    return Reach(url, config.token_file, config.tls_cert, config.tls_key, config.tls_ca)
-
-
 def markdown_table() -> str:
     """The table of docs/operations.md."""
-    defaults = Config()
     rows = ["| setting | form | default | what |", "|---|---|---|---|"]
-    for name, option in OPTIONS.items():
-        default = "that of peer" if name == "advertise" else option.kind.write(getattr(defaults, name)) or "none"
-        rows.append(f"| `{name}` | {option.kind.form.replace('|', chr(92) + '|')} | {default} | {option.help} |")
+    for name, field in OPTIONS.items():
+        default = "that of peer" if name == "advertise" else written(field.default) or "none"
+        rows.append(f"| `{name}` | {form(field).text} | {default} | {field.description} |")
     return "\n".join(rows)

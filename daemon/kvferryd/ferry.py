@@ -1,4 +1,4 @@
-"""The daemon's core: what the REST API, the engine service and the peer service have in common."""
+"""The daemon's core, which the REST API, the engine service and the peer service share."""
 
 from __future__ import annotations
 
@@ -7,26 +7,13 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable, Sequence
 
 import structlog
 
-from kvferry import __version__
-from kvferry.errors import KvferryError, Malformed, NotFound
+from kvferry import __version__, schemas
+from kvferry.errors import KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.schemas import (
-    AbortResult,
-    DrainStatus,
-    EngineRecord,
-    Info,
-    LeaseRecord,
-    OrderBody,
-    PeerRecord,
-    PeerRequest,
-    Readiness,
-    TransferRecord,
-    TransferState,
-)
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.certificates import Certificates
@@ -36,7 +23,7 @@ from kvferryd.engine import Engine
 from kvferryd.engine.registry import Engines
 from kvferryd.leases.lease import Lease
 from kvferryd.memory import provider
-from kvferryd.metrics import Metrics, Stats
+from kvferryd.metrics import Metrics
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
 from kvferryd.peers.peer import PeerEngine
@@ -53,20 +40,20 @@ class Ferry:
     """Owns the engines, peers and transfers of one daemon."""
 
     def __init__(self, config: Config, metrics: Metrics) -> None:
-        _check_ways(config)
         self.config, self.metrics = config, metrics
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self.memory = provider(config)
-        self.registry = Engines(config, self.memory, self._on_lease_end, self._on_detach, self._before_retire)
         self.certificates = Certificates.of(config)
         self.peers_known = Peers(config, metrics, self.certificates)
         self.roster = Roster(config, self.peers_known.channels, Seed())
         self.jobs = Transfers(config, self.peers_known, metrics)
+        # What an engine that has left published may still be read; nothing more is read for it.
+        self.registry = Engines(config, self.memory, self._on_lease_end, self.jobs.abort_engine, self._before_retire)
 
     # ---- transfers ----
 
-    async def order(self, body: OrderBody, traceparent: str = "") -> tuple[TransferRecord, bool]:
+    async def order(self, body: schemas.OrderBody, traceparent: str = "") -> tuple[schemas.TransferRecord, bool]:
         """Take a router's order; (the record, whether it is new)."""
         try:
             wanted = body.destination
@@ -83,109 +70,95 @@ class Ferry:
             raise
         return transfer.record(), created
 
-    def transfer(self, transfer_id: str) -> TransferRecord:
+    def transfer(self, transfer_id: str) -> schemas.TransferRecord:
         return self.jobs.get(transfer_id).record()
 
-    async def wait_transfer(self, transfer_id: str, wait_s: float) -> TransferRecord:
+    async def wait_transfer(self, transfer_id: str, wait_s: float) -> schemas.TransferRecord:
         """The record at the end of the transfer, or after `wait_s`."""
         transfer = self.jobs.get(transfer_id)
         await self.jobs.wait(transfer, _over, wait_s)
         return transfer.record()
 
-    def transfers(self, request_id: str | None = None, state: TransferState | None = None) -> list[TransferRecord]:
+    def transfers(
+        self, request_id: str | None = None, state: schemas.TransferState | None = None
+    ) -> list[schemas.TransferRecord]:
         records = (transfer.record() for transfer in self.jobs if request_id in (None, transfer.request_id))
         return [record for record in records if state in (None, record.state)]
 
-    async def wait_request(self, request_id: str, wait_s: float) -> list[TransferRecord]:
-        """The records once the request's transfer has come and ended, or after `wait_s`."""
+    async def wait_request(self, request_id: str, wait_s: float) -> None:
+        """Until the request's transfer has come and ended, at most `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not (transfers := self.jobs.of_request(request_id)):
                     await self.jobs.wait_new()
                 await asyncio.gather(*(self.jobs.wait(transfer, _over, wait_s) for transfer in transfers))
-        return self.transfers(request_id)
 
-    async def abort_transfer(self, transfer_id: str) -> TransferRecord:
+    async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:
         transfer = self.jobs.get(transfer_id)
         if not transfer.over:
             self.jobs.abort(transfer.engine, transfer.request_id, "by DELETE /v1/transfers")
             await self.jobs.wait(transfer, lambda it: it.ended.is_set(), self.config.connect_timeout_s)
         return transfer.record()
 
-    async def abort_request(self, request_id: str) -> AbortResult:
+    async def abort_request(self, request_id: str) -> schemas.AbortResult:
         """End the request on both sides: here, on the other ranks, and where its KV comes from."""
         check_request_id(request_id)
-        ranks, sources = [], []
-        for transfer in self.jobs.of_request(request_id):
-            engine, order = transfer.engine, transfer.order
-            ranks += self._tell_ranks(engine, request_id)
-            if order is not None:
-                sources.append(self._tell(order.address, order.engine_id, request_id, fan_out=True))
-        for engine in self.registry:
-            if engine.leases.get(request_id) is not None:
-                ranks += self._tell_ranks(engine, request_id)
-        ended = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
-        # The readers first: to one that hears of its lease's end before, the transfer has failed.
-        replies = [*await asyncio.gather(*ranks), *await asyncio.gather(*sources)]
-        return AbortResult(
-            transfers_ended=sum(t for t, _ in ended) + sum(reply.transfers_ended for reply in replies),
-            leases_ended=sum(leases for _, leases in ended) + sum(reply.leases_ended for reply in replies),
-        )
+        transfers = self.jobs.of_request(request_id)
+        reading = [transfer.engine for transfer in transfers]
+        holding = [engine for engine in self.registry if engine.leases.get(request_id) is not None]
+        orders = [transfer.order for transfer in transfers if transfer.order is not None]
+        here = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
+        # The readers first: a reader whose lease ends before its transfer is aborted reports a failed transfer.
+        ranks = await asyncio.gather(*(self.fan_out_abort(engine, request_id) for engine in {*reading, *holding}))
+        sources = [self._abort_at(order.address, order.engine_id, request_id, fan_out=True) for order in orders]
+        ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
+        return schemas.AbortResult(transfers_ended=ended, leases_ended=revoked)
 
     def abort_here(self, engine: Engine, request_id: str, why: str) -> tuple[int, int]:
         """(transfers, leases) ended on this rank."""
         ended = self.jobs.abort(engine, request_id, why)
         return int(ended), int(engine.leases.revoke(request_id, f"aborted: {why}"))
 
-    def _tell_ranks(self, engine: Engine, request_id: str) -> list[Coroutine[None, None, peer_pb2.AbortReply]]:
-        """The daemons of the engine's other ranks."""
-        return [
-            self._tell(address, engine.engine_id, request_id, fan_out=False)
-            for rank, address in engine.members.items()
-            if rank != engine.rank
-        ]
+    async def fan_out_abort(self, engine: Engine, request_id: str) -> tuple[int, int]:
+        """(transfers, leases) ended by the daemons of the engine's other ranks."""
+        others = [address for rank, address in engine.members.items() if rank != engine.rank]
+        return _total(await asyncio.gather(*(self._abort_at(each, engine.engine_id, request_id) for each in others)))
 
-    async def _tell(self, address: str, engine_id: str, request_id: str, *, fan_out: bool) -> peer_pb2.AbortReply:
-        """Best effort: a peer that does not hear of it has its own deadlines."""
+    async def _abort_at(
+        self, address: str, engine_id: str, request_id: str, *, fan_out: bool = False
+    ) -> tuple[int, int]:
+        """Best effort: a peer that is not reached has its own deadlines."""
         request = peer_pb2.AbortRequest(
             engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router"
         )
         try:
             async with self.peers_known.channels.calling(address) as stub:
-                return await stub.Abort(request, timeout=self.config.connect_timeout_s)
+                reply = await stub.Abort(request, timeout=self.config.connect_timeout_s)
         except KvferryError as error:
             log.warning("abort not delivered", address=address, request_id=request_id, error=str(error))
-            return peer_pb2.AbortReply()
-
-    async def fan_out_abort(self, engine: Engine, request_id: str) -> tuple[int, int]:
-        replies = await asyncio.gather(*self._tell_ranks(engine, request_id))
-        return sum(reply.transfers_ended for reply in replies), sum(reply.leases_ended for reply in replies)
+            return 0, 0
+        return reply.transfers_ended, reply.leases_ended
 
     # ---- leases, engines, peers ----
 
-    def leases(self) -> list[LeaseRecord]:
+    def leases(self) -> list[schemas.LeaseRecord]:
         return [lease.record() for engine in self.registry for lease in engine.leases]
 
-    async def revoke_lease(self, request_id: str) -> LeaseRecord:
+    def revoke_lease(self, request_id: str) -> schemas.LeaseRecord:
         for engine in self.registry:
             lease = engine.leases.get(request_id)
             if lease is not None:
                 engine.leases.revoke(request_id, "by DELETE /v1/leases")
                 return lease.record()
-        raise NotFound(
-            "unknown_lease",
-            f"no lease of request {request_id} is held here",
-            field="request_id",
-            value=request_id,
-            remedy="GET /v1/leases lists them",
-        )
+        why, remedy = f"no lease of request {request_id} is held here", "GET /v1/leases lists them"
+        raise NotFound("unknown_lease", why, field="request_id", value=request_id, remedy=remedy)
 
-    def engines(self) -> list[EngineRecord]:
+    def engines(self) -> list[schemas.EngineRecord]:
         records = []
         for session in self.registry.sessions:
             engine = session.engine
             records.append(
-                EngineRecord(
+                schemas.EngineRecord(
                     **session.rank._asdict(),
                     attached=session.attached,
                     members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
@@ -195,48 +168,37 @@ class Ferry:
             )
         return records
 
-    def peers(self) -> list[PeerRecord]:
+    def peers(self) -> list[schemas.PeerRecord]:
         return _peer_records(self.peers_known)
 
-    async def prewarm(self, body: PeerRequest) -> list[PeerRecord]:
+    async def prewarm(self, body: schemas.PeerRequest) -> list[schemas.PeerRecord]:
         """Shake hands now, so that the first transfer need not."""
         engine = self.registry.get(body.destination)
         return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
 
-    async def forget_peer(self, engine_id: str) -> list[PeerRecord]:
+    def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
         if not found:
-            raise NotFound(
-                "unknown_peer",
-                f"no handshake with engine {engine_id} is kept",
-                field="engine_id",
-                value=engine_id,
-                remedy="GET /v1/peers lists them",
-            )
+            why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them"
+            raise NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
         for _, peer in found:
             self.peers_known.forget(peer)
         return _peer_records(peer for _, peer in found)
 
     # ---- the daemon itself ----
 
-    def info(self) -> Info:
-        config = self.config
-        return Info(
+    def info(self) -> schemas.Info:
+        shown = {"device", "rest", "peer", "advertise", "engine_socket", "way", "strict"}
+        return schemas.Info(
+            **self.config.model_dump(mode="json", include=shown),
             version=__version__,
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
             instance=self.instance,
-            device=config.device,
-            rest=config.rest,
-            peer=config.peer,
-            advertise=config.advertise,
-            engine_socket=str(config.engine_socket),
-            way=config.way,
-            strict=config.strict,
             transports=sorted({path.transport for path in PathName}),
             uptime_s=time.monotonic() - self._began,
         )
 
-    def readiness(self) -> Readiness:
+    def readiness(self) -> schemas.Readiness:
         reasons = []
         if self.jobs.draining:
             reasons.append("draining")
@@ -250,59 +212,63 @@ class Ferry:
         ]
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
-        return Readiness(ready=not reasons, reasons=reasons)
+        return schemas.Readiness(ready=not reasons, reasons=reasons)
 
-    def stats(self) -> Stats:
+    def scrape(self, accept: str = "") -> tuple[bytes, str]:
+        """(body, content type) of /metrics; gauges are as things stand now."""
+        leases = [lease for engine in self.registry for lease in engine.leases]
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
         arenas = [engine.arena for engine in self.registry if engine.arena is not None]
-        states = Counter(transfer.state for transfer in self.jobs)
-        return Stats(
-            transfers=states,
-            leases=Counter(lease.state for engine in self.registry for lease in engine.leases),
-            live_readers=sum(lease.live_readers for engine in self.registry for lease in engine.leases),
-            owned_nbytes=sum(region.span.nbytes for region in regions if region.owned),
-            adopted_nbytes=sum(region.span.nbytes for region in regions if not region.owned),
-            quarantined_nbytes=sum(transfer.quarantined_nbytes for transfer in self.jobs),
-            staging_nbytes=sum(arena.span.nbytes for arena in arenas),
-            staging_used_nbytes=sum(arena.used_nbytes for arena in arenas),
-            queue_depth=states[TransferState.WAITING] + sum(arena.waiting for arena in arenas),
-            peers=sum(len(peer.ranks) for peer in self.peers_known),
-            engines_attached=sum(session.attached for session in self.registry.sessions),
-            draining=self.jobs.draining,
-        )
+        states, lease_states = Counter(each.state for each in self.jobs), Counter(lease.state for lease in leases)
+        metrics = self.metrics
+        for state in schemas.TransferState:
+            metrics.transfers.labels(state.value).set(states[state])
+        for lease_state in schemas.LeaseState:
+            metrics.leases.labels(lease_state.value).set(lease_states[lease_state])
+        for owned, name in ((True, "owned"), (False, "adopted")):
+            metrics.regions.labels(name).set(sum(each.span.nbytes for each in regions if each.owned is owned))
+        metrics.live_readers.set(sum(lease.live_readers for lease in leases))
+        metrics.quarantined.set(sum(transfer.quarantined_nbytes for transfer in self.jobs))
+        metrics.staging.set(sum(arena.span.nbytes for arena in arenas))
+        metrics.staging_used.set(sum(arena.used_nbytes for arena in arenas))
+        waiting = states[schemas.TransferState.WAITING]  # for the router's order or the engine's reservation
+        metrics.queue_depth.set(waiting + sum(arena.waiting for arena in arenas))
+        metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
+        metrics.engines_attached.set(sum(session.attached for session in self.registry.sessions))
+        metrics.draining.set(self.jobs.draining)
+        metrics.ready.set(self.readiness().ready)
+        return metrics.exposition(accept)
 
-    def drain_status(self) -> DrainStatus:
+    def drain_status(self) -> schemas.DrainStatus:
         leases = sum(len(engine.leases) for engine in self.registry)
         transfers = sum(not _finished(transfer) for transfer in self.jobs)
-        return DrainStatus(
-            draining=self.jobs.draining,
-            leases=leases,
-            transfers=transfers,
-            drained=self.jobs.draining and not leases and not transfers,
-        )
+        draining = self.jobs.draining
+        drained = draining and not leases and not transfers
+        return schemas.DrainStatus(draining=draining, leases=leases, transfers=transfers, drained=drained)
 
-    async def drain(self, wait_s: float) -> DrainStatus:
+    async def drain(self, wait_s: float) -> schemas.DrainStatus:
         """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`."""
         if not self.jobs.draining:
             self.jobs.draining = True
             for session in self.registry.sessions:
                 session.tell(engine_pb2.Event(draining=engine_pb2.Draining()))
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while not self.drain_status().drained and (left := deadline - asyncio.get_running_loop().time()) > 0:
-            pending = [
-                asyncio.ensure_future(_until(lease.changing)) for engine in self.registry for lease in engine.leases
-            ]
-            pending += [
-                asyncio.ensure_future(_until(transfer.quiet if transfer.ended.is_set() else transfer.ended))
-                for transfer in self.jobs
-                if not _finished(transfer)
-            ]
-            try:
-                await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for waiter in pending:
-                    waiter.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self.drain_status().drained:
+                    await self._one_ends()
         return self.drain_status()
+
+    async def _one_ends(self) -> None:
+        """Until a lease changes, or a transfer ends or is quiet."""
+        leases = [lease.changing for engine in self.registry for lease in engine.leases]
+        unfinished = [transfer for transfer in self.jobs if not _finished(transfer)]
+        transfers = [each.quiet if each.ended.is_set() else each.ended for each in unfinished]
+        waiting = [asyncio.ensure_future(event.wait()) for event in (*leases, *transfers)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
 
     async def close(self) -> None:
         """End everything, in the order in which it depends on each other."""
@@ -314,10 +280,6 @@ class Ferry:
 
     # ---- engines come and go ----
 
-    def _on_detach(self, engine: Engine, why: str) -> None:
-        """Nothing more is read for it; what it published may still be."""
-        self.jobs.abort_engine(engine, why)
-
     def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
         problem = problem_to_proto(lease.problem) if lease.problem else None
         ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value, problem=problem)
@@ -327,39 +289,15 @@ class Ferry:
     def _note_lease_end(self, lease: Lease) -> None:
         self.metrics.lease_ended(lease.state)
         log.info(
-            "lease ended",
-            request_id=lease.request_id,
-            engine_id=lease.engine_id,
-            state=lease.state.value,
-            tokens=lease.num_tokens,
-            reason=lease.reason,
-        )
+            "lease ended", request_id=lease.request_id, engine_id=lease.engine_id, state=lease.state.value,
+            tokens=lease.num_tokens, reason=lease.reason,
+        )  # fmt: skip
 
     async def _before_retire(self, engine: Engine, why: str) -> None:
         self.jobs.abort_engine(engine, why)
         await self.roster.leave(engine)
         await self.jobs.leave(engine)
         await self.peers_known.forget_engine(engine)
-
-
-def _check_ways(config: Config) -> None:
-    """Refuse at the start what contradicts itself, rather than do something else."""
-    if not config.arena_mb and (config.strict or config.way == "staged"):
-        raise Malformed(
-            "bad_config",
-            f"{'strict = true' if config.strict else 'way = staged'} needs a staging arena",
-            field="arena_mb",
-            value=config.arena_mb,
-            remedy="raise arena_mb, or set strict = false and way = auto, direct or mapped",
-        )
-    if config.strict and config.way in ("direct", "mapped"):
-        raise Malformed(
-            "bad_config",
-            f"strict = true leaves nothing to be read {config.way}",
-            field="way",
-            value=config.way,
-            remedy="set way = auto or staged, or strict = false",
-        )
 
 
 def _over(transfer: Transfer) -> bool:
@@ -371,13 +309,14 @@ def _finished(transfer: Transfer) -> bool:
     return transfer.ended.is_set() and transfer.quiet.is_set()
 
 
-async def _until(event: asyncio.Event) -> None:
-    await event.wait()
+def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Of (transfers, leases)."""
+    return sum(transfers for transfers, _ in ended), sum(leases for _, leases in ended)
 
 
-def _peer_records(peers: Iterable[PeerEngine]) -> list[PeerRecord]:
+def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
     return [
-        PeerRecord(
+        schemas.PeerRecord(
             engine_id=peer.engine_id,
             rank=rank.rank,
             address=rank.address,

@@ -15,10 +15,6 @@ import structlog
 from structlog.typing import Processor
 
 from kvferryd.config import Config
-from kvferryd.settings import LogFormat
-
-SILENT = ("uvicorn.access",)
-"""REST requests have a line of their own, at debug: `kvferryd.api.rest.gate`."""
 
 
 def configure(config: Config, stream: TextIO | None = None) -> None:
@@ -32,7 +28,7 @@ def configure(config: Config, stream: TextIO | None = None) -> None:
         structlog.processors.StackInfoRenderer(),
     ]
     last: list[Processor]
-    if config.log_format is LogFormat.JSON:
+    if config.log_format == "json":
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
         last = [
@@ -67,8 +63,7 @@ def configure(config: Config, stream: TextIO | None = None) -> None:
         theirs.propagate = True
         theirs.setLevel(logging.NOTSET)
     logging.getLogger("kvferryd").setLevel(config.log_level.upper())
-    for name in SILENT:
-        logging.getLogger(name).disabled = True
+    logging.getLogger("uvicorn.access").disabled = True  # requests have a line of their own: `kvferryd.api.rest.gate`
 
 
 def get(name: str) -> structlog.stdlib.BoundLogger:

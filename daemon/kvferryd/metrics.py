@@ -1,13 +1,12 @@
 """What Prometheus reads at /metrics. Every name starts with kvferry_; docs/operations.md has the table.
 
-Counters and histograms are fed by the core as things end; gauges are sampled from `Stats` at scrape time.
+Counters and histograms count things as they end; gauges are set by the core before each scrape.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -20,26 +19,6 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
 """64 KiB to 64 GiB, by four."""
 OTHER, NONE = "other", "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """How things stand at this moment, for the gauges. Sizes in bytes."""
-
-    transfers: Mapping[TransferState, int] = field(default_factory=dict)
-    leases: Mapping[LeaseState, int] = field(default_factory=dict)
-    live_readers: int = 0
-    owned_nbytes: int = 0
-    adopted_nbytes: int = 0
-    quarantined_nbytes: int = 0
-    staging_nbytes: int = 0
-    staging_used_nbytes: int = 0
-    queue_depth: int = 0
-    """Transfers in state waiting (the router's order or the engine's reservation is still to come), and waits for a
-    slot of the staging arena."""
-    peers: int = 0
-    engines_attached: int = 0
-    draining: bool = False
 
 
 class Few:
@@ -65,46 +44,47 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._peer, self._path, self._transport = Few(64), Few(4), Few(8)
-        self._phase, self._code, self._outcome = Few(16), Few(64), Few(32)
+        self._peer, self._code = Few(64), Few(64)
         by_read = ("path", "transport", "peer_engine")
 
         build = Info("kvferry_build", "version of the daemon", registry=self.registry)
         build.info({"version": __version__, "python": platform.python_version()})
-        self.ended = self._counter("transfers_ended", "this rank's share of transfers by its end", "state", *by_read)
-        self.failures = self._counter("transfer_failures", "failed transfers by code", "code", "peer_engine")
-        self.read = self._counter("read_bytes", "bytes of done transfers", *by_read)
-        self.descriptors = self._counter("descriptors", "NIXL descriptors of done transfers", *by_read)
-        self.leases_ended = self._counter("leases_ended", "leases by how they ended", "state")
-        self.handshakes = self._counter("handshakes", "handshakes with peers by outcome", "outcome")
-        self.refused = self._counter("orders_refused", "orders that were not taken, by code", "code")
-        self.phases = self._histogram(
-            "transfer_phase_seconds", "time of transfers in each phase", SECONDS, "phase", "path"
+        counter = partial(Counter, namespace="kvferry", registry=self.registry)
+        gauge = partial(Gauge, namespace="kvferry", registry=self.registry)
+        histogram = partial(Histogram, namespace="kvferry", registry=self.registry)
+        self.ended = counter("transfers_ended", "this rank's share of transfers by its end", ["state", *by_read])
+        self.failures = counter("transfer_failures", "failed transfers by code", ["code", "peer_engine"])
+        self.read = counter("read_bytes", "bytes of done transfers", by_read)
+        self.descriptors = counter("descriptors", "NIXL descriptors of done transfers", by_read)
+        self.leases_ended = counter("leases_ended", "leases by how they ended", ["state"])
+        self.handshakes = counter("handshakes", "handshakes with peers by outcome", ["outcome"])
+        self.refused = counter("orders_refused", "orders that were not taken, by code", ["code"])
+        self.phases = histogram(
+            "transfer_phase_seconds", "time of transfers in each phase", ["phase", "path"], buckets=SECONDS
         )
-        self.sizes = self._histogram("transfer_bytes", "size of done transfers", BYTES, "path")
-        self.handshake_times = self._histogram("handshake_seconds", "time of handshakes", SECONDS, "outcome")
+        self.sizes = histogram("transfer_bytes", "size of done transfers", ["path"], buckets=BYTES)
+        self.handshake_times = histogram("handshake_seconds", "time of handshakes", ["outcome"], buckets=SECONDS)
 
-        self.transfers = self._gauge("transfers", "transfers held now, the history included", "state")
-        self.leases = self._gauge("leases", "leases held now", "state")
-        self.live_readers = self._gauge("live_readers", "peers that read from a lease now")
-        self.regions = self._gauge("region_bytes", "registered cache memory", "ownership")
-        self.quarantined = self._gauge("quarantined_bytes", "blocks that a read given up on may still write")
-        self.staging = self._gauge("staging_bytes", "size of the staging arena")
-        self.staging_used = self._gauge("staging_used_bytes", "staging slots in use")
-        self.queue_depth = self._gauge(
+        self.transfers = gauge("transfers", "transfers held now, the history included", ["state"])
+        self.leases = gauge("leases", "leases held now", ["state"])
+        self.live_readers = gauge("live_readers", "peers that read from a lease now")
+        self.regions = gauge("region_bytes", "registered cache memory", ["ownership"])
+        self.quarantined = gauge("quarantined_bytes", "blocks that a read given up on may still write")
+        self.staging = gauge("staging_bytes", "size of the staging arena")
+        self.staging_used = gauge("staging_used_bytes", "staging slots in use")
+        self.queue_depth = gauge(
             "queue_depth", "waiting transfers (order or reservation to come) and waits for a staging slot"
         )
-        self.peers = self._gauge("peers", "peers with a finished handshake")
-        self.engines_attached = self._gauge("engines_attached", "engine ranks with an open session")
-        self.draining = self._gauge("draining", "1 while the daemon takes no new transfers")
-        self.ready = self._gauge("ready", "what /readyz says: 1 for ready")
+        self.peers = gauge("peers", "peers with a finished handshake")
+        self.engines_attached = gauge("engines_attached", "engine ranks with an open session")
+        self.draining = gauge("draining", "1 while the daemon takes no new transfers")
+        self.ready = gauge("ready", "1 while /readyz answers 200")
 
     def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
         """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""
-        state = share.state.value
-        path, peer = self._path(share.path), self._peer(peer_engine)
-        by_read = (path, self._transport(share.transport), peer)
-        self.ended.labels(state, *by_read).inc()
+        path, peer = share.path or NONE, self._peer(peer_engine)
+        by_read = (path, share.transport or NONE, peer)
+        self.ended.labels(share.state.value, *by_read).inc()
         if share.state is TransferState.DONE:
             self.read.labels(*by_read).inc(share.bytes)
             self.descriptors.labels(*by_read).inc(share.descriptors)
@@ -112,48 +92,24 @@ class Metrics:
         if share.error is not None:
             self.failures.labels(self._code(share.error.code), peer).inc()
         for phase, milliseconds in share.phases_ms.items():
-            self.phases.labels(self._phase(phase), path).observe(milliseconds / 1000)
+            self.phases.labels(phase, path).observe(milliseconds / 1000)
 
     def lease_ended(self, state: LeaseState) -> None:
         self.leases_ended.labels(state.value).inc()
 
     def handshake(self, outcome: str, seconds: float) -> None:
         """outcome: `ok`, or the code of the error."""
-        outcome = self._outcome(outcome)
+        outcome = self._code(outcome)
         self.handshakes.labels(outcome).inc()
         self.handshake_times.labels(outcome).observe(seconds)
 
     def order_refused(self, code: str) -> None:
         self.refused.labels(self._code(code)).inc()
 
-    def exposition(self, stats: Stats, *, ready: bool, accept: str = "") -> tuple[bytes, str]:
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) in the format that the scraper's Accept header asks for."""
-        for transfer_state in TransferState:
-            self.transfers.labels(transfer_state.value).set(stats.transfers.get(transfer_state, 0))
-        for lease_state in LeaseState:
-            self.leases.labels(lease_state.value).set(stats.leases.get(lease_state, 0))
-        self.live_readers.set(stats.live_readers)
-        self.regions.labels("owned").set(stats.owned_nbytes)
-        self.regions.labels("adopted").set(stats.adopted_nbytes)
-        self.quarantined.set(stats.quarantined_nbytes)
-        self.staging.set(stats.staging_nbytes)
-        self.staging_used.set(stats.staging_used_nbytes)
-        self.queue_depth.set(stats.queue_depth)
-        self.peers.set(stats.peers)
-        self.engines_attached.set(stats.engines_attached)
-        self.draining.set(stats.draining)
-        self.ready.set(ready)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
-
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"kvferry_{name}", help, labels, registry=self.registry)
-
-    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
-        return Gauge(f"kvferry_{name}", help, labels, registry=self.registry)
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"kvferry_{name}", help, labels, buckets=buckets, registry=self.registry)
 
 
 def markdown_table() -> str:

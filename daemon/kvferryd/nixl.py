@@ -39,13 +39,8 @@ def load() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise Unavailable(
-        "nixl_missing",
-        "NIXL is not installed",
-        field="nixl",
-        value=", ".join(BUILDS),
-        remedy='pip install "kvferry[daemon]"',
-    )
+    value, remedy = ", ".join(BUILDS), 'pip install "kvferry[daemon]"'
+    raise Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=value, remedy=remedy)
 
 
 def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
@@ -84,7 +79,7 @@ def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
 
 
 def _driver_version() -> int:
-    """1000 times the major and 10 times the minor number of CUDA that the driver knows; 0 where there is no driver."""
+    """The CUDA version that the driver supports, 1000 x major + 10 x minor; 0 where there is no driver."""
     try:
         library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -18,17 +19,16 @@ import grpc
 import uvicorn
 
 from kvferry import __version__
-from kvferry.errors import KvferryError, Malformed
+from kvferry.errors import KvferryError
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
-from kvferryd import garbage, logs
+from kvferryd import logs
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
-from kvferryd.api.rest.app import create_app
-from kvferryd.api.rest.server import rest_server
-from kvferryd.config import Config
+from kvferryd.api.rest.server import RestServer
+from kvferryd.config import Config, bad_config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
@@ -56,11 +56,14 @@ def run(config: Config) -> int:
     _raise_descriptor_limit()
     if config.device != "cpu":
         log.info("loading torch and Triton: some seconds")
-        with contextlib.suppress(KvferryError):  # engines are told when they register, and read directly
+        with contextlib.suppress(KvferryError):  # engines get a note when they register, and read directly
             load()
             if config.way != "direct":  # then UCX opens and closes what it reads for every run, which is slow even so
                 keep_no_mappings()
-    garbage.spare()
+    # A full collection walks through every object of every module and stops the process meanwhile: 113 ms with torch
+    # imported. So what is alive now is taken out of later ones; what of it dies in a cycle stays.
+    gc.collect()
+    gc.freeze()
     for warning in config.warnings():
         log.warning(warning)
     return asyncio.run(_serve(config))
@@ -96,37 +99,23 @@ async def _serve(config: Config) -> int:
     for number in SIGNALS:  # not loop.add_signal_handler: the loop puts the default, death, back when it closes
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(signalled))
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(_ignore_signals)  # a late one must not make a death of a clean stop
-        metrics = Metrics()
-        ferry = Ferry(config, metrics)
+        stack.callback(_ignore_signals)  # a late signal must not kill a process that stops cleanly
+        ferry = Ferry(config, Metrics())
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
-        rest = rest_server(create_app(ferry, metrics), config, ferry.certificates)
-        rest.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are ours
-        serving = asyncio.create_task(_serve_rest(rest))
+        rest = RestServer(ferry)
+        serving = asyncio.create_task(rest.serve())
         stack.push_async_callback(_stop_rest, rest, serving)
         log.info(
-            "serving",
-            version=__version__,
-            rest=config.rest,
-            peer=config.peer,
-            advertise=config.advertise,
-            engine_socket=str(config.engine_socket),
-            device=config.device,
-            pid=os.getpid(),
-        )
+            "serving", version=__version__, rest=config.rest, peer=config.peer, advertise=config.advertise,
+            engine_socket=str(config.engine_socket), device=config.device, pid=os.getpid(),
+        )  # fmt: skip
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             stopped.cancel()
-            raise Malformed(
-                "bad_config",
-                f"REST cannot listen on {config.rest}",
-                field="rest",
-                value=config.rest,
-                remedy="another process has the port, or the address is not this host's",
-            )
+            raise _cannot_listen("rest", config.rest)
         await _drain(ferry, now)
     log.info("stopped")
     return 0
@@ -149,16 +138,15 @@ async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
         log.warning("not drained", leases=status.leases, transfers=status.transfers)
 
 
-async def _serve_rest(rest: uvicorn.Server) -> None:
-    """Ends where it cannot listen."""
-    with contextlib.suppress(OSError):
-        await rest.serve()
-
-
 async def _stop_rest(rest: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     rest.should_exit = True
-    with contextlib.suppress(asyncio.CancelledError):
+    with contextlib.suppress(asyncio.CancelledError, OSError):
         await serving
+
+
+def _cannot_listen(field: str, address: str) -> KvferryError:
+    remedy = "another process has the port, or the address is not this host's"
+    return bad_config(field, address, f"nothing can listen on {address}", remedy)
 
 
 @contextlib.asynccontextmanager
@@ -172,13 +160,7 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
         else:
             server.add_insecure_port(config.peer)
     except RuntimeError:
-        raise Malformed(
-            "bad_config",
-            f"the peer service cannot listen on {config.peer}",
-            field="peer",
-            value=config.peer,
-            remedy="another process has the port, or the address is not this host's",
-        ) from None
+        raise _cannot_listen("peer", config.peer) from None
     await server.start()
     try:
         yield
@@ -211,43 +193,29 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
 
 def _claim(path: Path) -> None:
     """Remove a socket that a killed daemon left. Raises KvferryError when anything else is there."""
+
+    def refused(why: str, remedy: str) -> KvferryError:
+        return bad_config("engine_socket", path, why, remedy)
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Malformed(
-            "bad_config",
-            f"the folder of engine_socket cannot be made: {error.strerror}",
-            field="engine_socket",
-            value=path,
-            remedy="name a socket in a folder this user may write to",
-        ) from None
+        why = f"the folder of engine_socket cannot be made: {error.strerror}"
+        raise refused(why, "name a socket in a folder this user may write to") from None
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise Malformed(
-            "bad_config",
-            "what is at engine_socket is no socket",
-            field="engine_socket",
-            value=path,
-            remedy="name a path where nothing is",
-        )
+        raise refused("what is at engine_socket is no socket", "name a path where nothing is")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1)
         try:
             probe.connect(str(path))
+            why = "another daemon serves this engine socket"
         except (ConnectionRefusedError, FileNotFoundError):  # only these mean that nobody listens
             path.unlink(missing_ok=True)
             return
         except OSError as error:
             why = f"the socket at engine_socket may be in use: {error.strerror or error}"
-        else:
-            why = "another daemon serves this engine socket"
-    raise Malformed(
-        "bad_config",
-        why,
-        field="engine_socket",
-        value=path,
-        remedy="one daemon per GPU, each with its own engine_socket",
-    )
+    raise refused(why, "one daemon per GPU, each with its own engine_socket")

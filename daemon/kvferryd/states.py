@@ -49,7 +49,3 @@ class Machine(Generic[State]):
         if to not in self._table[self.state]:
             raise IllegalMove(f"{type(to).__name__}: {self.state.value} -> {to.value}")
         self.state = to
-
-    @property
-    def ended(self) -> bool:
-        return not self._table[self.state]

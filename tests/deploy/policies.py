@@ -16,9 +16,9 @@ from rendered import Cluster, Engine, Resource, argument, container_port, matche
 import kvferry
 from kvferry.errors import KvferryError
 from kvferry.proxy import options as proxy_options
-from kvferryd.config import OPTIONS, PREFIX
+from kvferryd.config import OPTIONS, PREFIX, Config
 from kvferryd.peers import allow
-from kvferryd.settings import Wrong, is_wildcard
+from kvferryd.settings import is_wildcard
 
 
 def _vllm_options() -> Any:
@@ -347,7 +347,7 @@ def bytes_go_by_rdma_or_not_at_all(cluster: Cluster) -> Iterator[str]:
 
 
 def _ucx(daemon: Resource) -> Any:
-    return OPTIONS["ucx"].kind.read(variable(daemon, "KVFERRY_UCX") or {})
+    return Config(ucx=variable(daemon, "KVFERRY_UCX") or {}).ucx
 
 
 # ---- ranks ----
@@ -422,7 +422,7 @@ def ranks_of_two_nodes_meet_at_the_name_of_pod_0(cluster: Cluster) -> Iterator[s
 def _dialled(daemon: Resource, address: str) -> Iterator[str]:
     """Whether a daemon with these settings would dial such an address, by its own rule."""
     told = address.replace(POD_IP, "10.1.2.3").replace(POD_NAME, "some-pod-0").replace(POD_NAMESPACE, "kvferry")
-    allowed: Any = OPTIONS["allow_peers"].kind.read(variable(daemon, "KVFERRY_ALLOW_PEERS"))
+    allowed = Config(allow_peers=variable(daemon, "KVFERRY_ALLOW_PEERS")).allow_peers
     try:
         allow.check(told, allowed)
     except KvferryError as error:
@@ -754,8 +754,8 @@ def every_setting_is_one_that_the_daemon_reads(cluster: Cluster) -> Iterator[str
                 yield f"{engine.name}: {one['name']} is no setting"
                 continue
             try:
-                OPTIONS[setting].kind.read(value.replace(POD_NAMESPACE, "kvferry")) if value else None
-            except Wrong as wrong:
+                Config(**{setting: value.replace(POD_NAMESPACE, "kvferry")}) if value else None
+            except ValueError as wrong:
                 yield f"{engine.name}: {one['name']} = {value} {wrong}"
 
 

@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from kvferryd.api.rest.app import create_app
-from kvferryd.api.rest.gate import MAX_BODY
-from kvferryd.api.rest.tokens import TokenFile
+from kvferryd.api.rest.gate import MAX_BODY, TokenFile
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
@@ -27,7 +26,7 @@ ORDER = {"request_id": "r1", "source": {"engine_id": "prefill", "address": "127.
 async def daemon(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     metrics = Metrics()
     ferry = Ferry(Config(**settings), metrics)
-    app = httpx.ASGITransport(create_app(ferry, metrics))
+    app = httpx.ASGITransport(create_app(ferry))
     try:
         async with httpx.AsyncClient(transport=app, base_url="http://daemon") as client:
             yield client

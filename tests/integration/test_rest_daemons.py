@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -18,8 +17,7 @@ from kvferry.engine import EngineClient
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.schemas import TransferRecord
 from kvferry.tables import BlockTable
-from kvferryd.api.rest.app import create_app
-from kvferryd.api.rest.server import rest_server
+from kvferryd.api.rest.server import RestServer
 from kvferryd.cli import main
 from kvferryd.config import Config
 from kvferryd.demo.fleet import DaemonService, Fleet
@@ -198,8 +196,7 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
 @asynccontextmanager
 async def served(ferry: Ferry) -> AsyncIterator[int]:
     """The application on a real socket in this loop; gives its port."""
-    server = rest_server(create_app(ferry, ferry.metrics), ferry.config, ferry.certificates)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    server = RestServer(ferry)
     serving = asyncio.create_task(server.serve())
     try:
         async with asyncio.timeout(10):

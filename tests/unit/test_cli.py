@@ -12,13 +12,14 @@ import pytest
 from kvferry.schemas import ErrorBody, SourceBody, TransferRecord, TransferState
 from kvferryd import ask, cli
 from kvferryd.cli import FORWARDED, main
+from kvferryd.config import OPTIONS
 
 OWN = ("serve", "status", "transfers", "peers", "drain")
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*cli.configuration.OPTIONS, "config"):
+    for name in (*OPTIONS, "config"):
         monkeypatch.delenv(f"KVFERRY_{name.upper()}", raising=False)
     return
 
@@ -70,7 +71,7 @@ def test_check_prints_every_setting_and_its_origin(capsys: pytest.CaptureFixture
     assert [line.split() for line in said.splitlines() if line.startswith("arena_mb")] == [
         ["arena_mb", "9", "flag", "--arena-mb"]
     ]
-    assert "note: REST listens on 0.0.0.0:7410 and asks nobody for a token" in said
+    assert "note: REST listens on 0.0.0.0:7410 and takes requests without a token" in said
 
 
 @pytest.mark.parametrize("command", ["status", "transfers", "peers", "drain"])
@@ -140,6 +141,11 @@ def test_transfers_are_a_table_with_the_unfinished_first() -> None:
     ]
     assert "deadline: too late" in lines[2]
     assert "\x1b" not in lines[2]
+
+
+def test_in_a_pipe_no_cell_is_cut_or_broken() -> None:
+    lines = ask.table(("ID", "ERROR"), [("a", "why " * 100), ("[b]", "")], "none").splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [["ID", "ERROR"], ["a", ("why " * 100).strip()], ["[b]"]]
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB")])

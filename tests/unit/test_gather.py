@@ -13,7 +13,7 @@ from test_arena import Gate, Memory
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.v1 import layout_pb2, peer_pb2
-from kvferryd import beside
+from kvferryd import aio
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
 from kvferryd.leases.gather import Gather, Gatherer
@@ -161,7 +161,7 @@ async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
 async def test_a_large_table_is_bound_beside_the_loop(
     arena: Arena, readers: Readers, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "FEW", 0)
+    monkeypatch.setattr(aio, "FEW", 0)
     reader = readers(arena)
     reader.gather.begin(lease)
     reader.says(want=[0])

@@ -12,7 +12,6 @@ import structlog
 
 from kvferryd import logs
 from kvferryd.config import Config
-from kvferryd.settings import LogFormat, LogLevel
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def configured(**settings: object) -> io.StringIO:
 
 
 def test_json_lines_carry_what_is_bound() -> None:
-    stream = configured(log_format=LogFormat.JSON)
+    stream = configured(log_format="json")
     with logs.bound(request_id="r1", engine_id=""):
         logs.get("kvferryd.x").info("transfer ended", state="done")
     line = json.loads(stream.getvalue())
@@ -41,7 +40,7 @@ def test_json_lines_carry_what_is_bound() -> None:
 
 
 def test_lines_below_the_level_are_not_written_and_libraries_only_warn() -> None:
-    stream = configured(log_level=LogLevel.WARNING)
+    stream = configured(log_level="warning")
     logs.get("kvferryd.x").info("quiet")
     logging.getLogger("uvicorn.error").info("quiet")
     logging.getLogger("uvicorn.access").warning("quiet")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
-from kvferryd.metrics import Few, Metrics, Stats, markdown_table
+from kvferryd.config import Config
+from kvferryd.ferry import Ferry
+from kvferryd.metrics import Few, Metrics, markdown_table
+
+pytestmark = pytest.mark.anyio
 
 
-def text(metrics: Metrics, stats: Stats | None = None) -> str:
-    return metrics.exposition(stats or Stats(), ready=True)[0].decode()
+def text(metrics: Metrics) -> str:
+    return metrics.exposition()[0].decode()
 
 
 def share(state: TransferState, error: ErrorBody | None = None) -> RankTransfer:
@@ -37,17 +43,18 @@ def test_a_failed_transfer_is_counted_by_code_and_its_bytes_are_not() -> None:
     assert "kvferry_read_bytes_total{" not in said
 
 
-def test_gauges_are_sampled_and_every_state_is_there() -> None:
-    stats = Stats(leases={LeaseState.PUBLISHED: 4}, owned_nbytes=7, draining=True)
-    said = text(Metrics(), stats)
-    for line in (
-        'kvferry_leases{state="published"} 4.0',
-        'kvferry_leases{state="revoked"} 0.0',
-        'kvferry_region_bytes{ownership="owned"} 7.0',
-        "kvferry_draining 1.0",
-        "kvferry_ready 1.0",
-    ):
-        assert line in said.splitlines()
+async def test_gauges_are_set_at_each_scrape_and_every_state_is_there() -> None:
+    ferry = Ferry(Config(), Metrics())
+    lines = ferry.scrape()[0].decode().splitlines()
+    for state in (*TransferState, *LeaseState):
+        kind = "transfers" if isinstance(state, TransferState) else "leases"
+        assert f'kvferry_{kind}{{state="{state.value}"}} 0.0' in lines
+    for ownership in ("owned", "adopted"):
+        assert f'kvferry_region_bytes{{ownership="{ownership}"}} 0.0' in lines
+    assert {"kvferry_draining 0.0", "kvferry_ready 0.0"} <= set(lines)
+    await ferry.drain(0)
+    assert "kvferry_draining 1.0" in ferry.scrape()[0].decode().splitlines()
+    await ferry.close()
 
 
 def test_two_daemons_fit_into_one_process() -> None:

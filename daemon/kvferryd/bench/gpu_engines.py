@@ -18,10 +18,10 @@ from kvferry.engine import EngineClient
 from kvferry.errors import Internal, KvferryError
 from kvferry.memory import cuda, cuda_memory
 from kvferry.schemas import SourceBody
+from kvferryd.aio import together
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
 from kvferryd.memory.host import HostProvider
-from kvferryd.together import together
 
 CONNECT_S, READY_S = 10.0, 60.0
 SOURCE, READER = "bench-source", "bench-reader"

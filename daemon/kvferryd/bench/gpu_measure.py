@@ -13,10 +13,10 @@ from kvferry.errors import Malformed
 from kvferry.router import RouterClient
 from kvferry.schemas import TransferRecord
 from kvferry.tables import BlockTable
+from kvferryd.aio import together
 from kvferryd.bench.gpu_cases import POISON, Case
 from kvferryd.bench.gpu_engines import Engine, cpu_s
 from kvferryd.bench.gpu_table import Row
-from kvferryd.together import together
 
 AUTO = "auto"
 

@@ -20,11 +20,11 @@ from typing import TypeVar
 
 from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.memory import cuda
+from kvferryd.aio import settle
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import Copier, NotPrepared
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import read
-from kvferryd.settle import settle
 
 T = TypeVar("T")
 IN_FLIGHT = 2

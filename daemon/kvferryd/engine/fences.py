@@ -18,7 +18,7 @@ import numpy as np
 from kvferry.errors import Conflict, Malformed
 from kvferry.memory.fences import NBYTES, WORDS, Fence
 from kvferry.memory.handover import check_sealed
-from kvferryd.settle import settle
+from kvferryd.aio import settle
 
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 PATIENCE = 1 / 16

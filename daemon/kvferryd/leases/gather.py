@@ -18,7 +18,7 @@ from kvferry.manifest import Manifest
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
-from kvferryd.beside import beside
+from kvferryd.aio import beside
 from kvferryd.copy import Chunk
 from kvferryd.leases.lease import Lease
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use

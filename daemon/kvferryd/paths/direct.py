@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferryd.beside import beside
+from kvferryd.aio import beside
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import layout_pb2, peer_pb2
-from kvferryd.beside import beside
+from kvferryd.aio import beside, together
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
 from kvferryd.paths.chunk_stream import ChunkStream
@@ -33,7 +33,6 @@ from kvferryd.peers.staging import pair
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.copies import over
 from kvferryd.staging.share import Wanted
-from kvferryd.together import together
 from kvferryd.transport import Agent, Read
 
 if TYPE_CHECKING:

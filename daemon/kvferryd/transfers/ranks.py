@@ -10,10 +10,10 @@ from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavail
 from kvferry.schemas import ErrorBody, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
+from kvferryd.aio import together
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.peers.channels import Channel, Channels, asking
-from kvferryd.together import together
 from kvferryd.transfers.transfer import Transfer, error_body
 
 STALE_ATTEMPT = "stale_attempt"

@@ -13,6 +13,7 @@ from kvferry.schemas import ErrorBody, RankTransfer, TransferRecord, TransferSta
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs, paths
+from kvferryd.aio import together
 from kvferryd.engine import Engine
 from kvferryd.paths import Flight, Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
@@ -20,7 +21,6 @@ from kvferryd.peers.peers import Peers
 from kvferryd.plan import bind
 from kvferryd.staging.share import Wanted, shapes
 from kvferryd.states import TRANSFER, Machine
-from kvferryd.together import together
 from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.source import SourceReader, close_all, readers_of

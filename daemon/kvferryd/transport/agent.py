@@ -22,8 +22,8 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferryd import logs
+from kvferryd.aio import settle
 from kvferryd.nixl import make_agent
-from kvferryd.settle import settle
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Span, TransportError, typed
 from kvferryd.transport.reads import Reads, post

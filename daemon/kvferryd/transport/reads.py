@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from kvferryd import logs
-from kvferryd.settle import settle
+from kvferryd.aio import settle
 from kvferryd.transport.read import Read, TransportError, typed
 
 log = logs.get(__name__)

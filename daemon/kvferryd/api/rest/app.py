@@ -1,25 +1,23 @@
-"""The application: the routers, and around them the gate that every request passes."""
+"""The application: the routes, and around them the gate that every request passes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
-from kvferryd.api.rest import drain, engines, explain, health, leases, page, peers, requests, transfers
-from kvferryd.api.rest.gate import Authenticated, BoundedBody, Observed
+from kvferryd.api.rest import explain, routes
+from kvferryd.api.rest.gate import Gate, TokenFile
 from kvferryd.api.rest.openapi import TAGS, document
 from kvferryd.api.rest.problems import http_problem, kvferry_problem, validation_problem
-from kvferryd.api.rest.tokens import TokenFile
-from kvferryd.api.rest.waiting import ClientGone, nobody_listens
-from kvferryd.metrics import Metrics
+from kvferryd.ferry import Ferry
 
-if TYPE_CHECKING:
-    from kvferryd.ferry import Ferry
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left; seen in our own log only."""
 
 
 class RestApp(FastAPI):
@@ -31,9 +29,9 @@ class RestApp(FastAPI):
         return self.openapi_schema
 
 
-def create_app(ferry: Ferry, metrics: Metrics) -> FastAPI:
-    """The REST service of one daemon. It holds no state of its own: `ferry` answers, `metrics` counts."""
-    config = ferry.config
+def create_app(ferry: Ferry) -> FastAPI:
+    """The REST service of one daemon. It holds no state of its own: `ferry` answers."""
+    token_file = ferry.config.token_file
     app = RestApp(
         title="kvferry",
         version=__version__,
@@ -43,27 +41,18 @@ def create_app(ferry: Ferry, metrics: Metrics) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.authenticated = config.token_file is not None
-    routers = [
-        transfers.routes(ferry),
-        requests.routes(ferry),
-        leases.routes(ferry),
-        peers.routes(ferry),
-        engines.routes(ferry),
-        explain.routes(),
-        drain.routes(ferry),
-        health.routes(ferry, metrics),
-        page.routes(),
-    ]
+    app.state.authenticated = token_file is not None
+    routers = (routes.transfers(ferry), routes.held(ferry), explain.routes(), routes.daemon(ferry))
     for router in routers:
         app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
     app.add_exception_handler(KvferryError, kvferry_problem)
     app.add_exception_handler(RequestValidationError, validation_problem)
-    app.add_exception_handler(HTTPException, http_problem(routers))
-    app.add_exception_handler(ClientGone, nobody_listens)
-    # The last one added meets a request first.
-    app.add_middleware(BoundedBody)
-    if config.token_file is not None:
-        app.add_middleware(Authenticated, tokens=TokenFile(config.token_file))
-    app.add_middleware(Observed)
+    app.add_exception_handler(HTTPException, http_problem)
+    app.add_exception_handler(routes.ClientGone, _client_gone)
+    app.add_middleware(Gate, tokens=TokenFile(token_file) if token_file else None)
     return app
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

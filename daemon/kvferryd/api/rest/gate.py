@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: a name and a log line, a token, a bounded body.
+"""What is done with every request before its route: it gets a name and a log line, its token and body are checked.
 
 Plain ASGI: Starlette's BaseHTTPMiddleware hides from a long poll that its client has left.
 """
@@ -6,10 +6,11 @@ Plain ASGI: Starlette's BaseHTTPMiddleware hides from a long poll that its clien
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
 import time
 import uuid
-from http import HTTPStatus
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvferry.errors import Forbidden, Full, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd import logs
 from kvferryd.api.rest.problems import problem
-from kvferryd.api.rest.tokens import TokenFile
 
 log = logs.get(__name__)
 
@@ -30,16 +30,15 @@ OPEN = frozenset({"/healthz", "/readyz", "/"})
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class Observed:
-    """Names the request (X-Request-Id, traceparent), logs it at debug, and turns what nobody caught into a 500."""
+class Gate:
+    """Names the request (X-Request-Id, traceparent), logs it at debug, refuses what may not enter, and answers
+    an unexpected exception with 500."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
+        self._app, self._tokens = app, tokens
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         name = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
@@ -56,10 +55,13 @@ class Observed:
         self._in_flight += 1
         with logs.bound(x_request_id=name, trace_id=trace[1] if trace else ""):
             try:
-                if self._in_flight > MAX_IN_FLIGHT:
-                    full = Full("full", f"{MAX_IN_FLIGHT} requests are being answered", remedy="ask again later")
-                    return await problem(full)(scope, receive, named)
-                await self._app(scope, receive, named)
+                received = await self._enter(scope, headers, receive)
+                await self._app(scope, received, named)
+            except KvferryError as fault:
+                # The rest of a body that is refused is never read: the connection ends with the answer.
+                await problem(fault, {"connection": "close"})(scope, receive, named)
+            except _Left:
+                pass
             except Exception:
                 log.exception("request failed", method=scope["method"], path=scope["path"])
                 if status:
@@ -71,128 +73,99 @@ class Observed:
                 took_ms = round((time.perf_counter() - started) * 1000, 1)
                 log.debug("request", method=scope["method"], path=scope["path"], status=status, took_ms=took_ms)
 
+    async def _enter(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
+        """Check the request; returns the `receive` of its route, whose body has been read already. Raises KvferryError.
 
-class Authenticated:
-    """Lets a request in that carries a token."""
-
-    def __init__(self, app: ASGIApp, tokens: TokenFile) -> None:
-        self._app = app
-        self._tokens = tokens
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        Before it sends JSON or a DELETE to another origin a browser asks in advance (CORS preflight), which is not
+        answered here. It does send a POST without a body: so the Origin of a request that changes something must be
+        our own.
+        """
+        if self._in_flight > MAX_IN_FLIGHT:
+            raise Full("full", f"{MAX_IN_FLIGHT} requests are being answered", remedy="ask again later")
+        if self._tokens is not None and scope["path"] not in OPEN:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._tokens.accepts(token.strip()):
-                fault = Unauthorized(
-                    "unauthorized", "this daemon asks for a bearer token",
-                    field="authorization", value=scheme, remedy="send Authorization: Bearer TOKEN",
-                )  # fmt: skip
-                return await problem(fault)(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
-class BoundedBody:
-    """Reads a body of at most MAX_BODY bytes, JSON by its type, before the route runs.
-
-    Before it sends JSON or a DELETE to another origin a browser asks in advance (CORS preflight), which is not answered
-    here. It does send a POST without a body: so the Origin of a request that changes something must be our own.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        try:
-            _same_origin(headers)
-            body = await _read(headers, receive)
-            _json_by_type(headers, body)
-        except _BodyRefused as fault:
-            return await problem(fault, fault.status, {"connection": "close"})(scope, receive, send)
-        except KvferryError as fault:
-            # The rest of a body that is too large is never read: the connection ends with the answer.
-            return await problem(fault, headers={"connection": "close"})(scope, receive, send)
-        except _Left:
-            return None
+                why, remedy = "this daemon asks for a bearer token", "send Authorization: Bearer TOKEN"
+                raise Unauthorized("unauthorized", why, field="authorization", value=scheme, remedy=remedy)
+        if scope["method"] in ("GET", "HEAD"):
+            return receive
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
+            why, remedy = "a page of another origin may not change anything here", "call the API from a program"
+            raise Forbidden("cross_origin", why, field="origin", value=origin, remedy=remedy)
+        body = await _read(headers, receive)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if body and kind != "application/json":
+            why, remedy = "the body is not declared as JSON", "send Content-Type: application/json"
+            raise Malformed("unsupported_media_type", why, field="content-type", value=kind, remedy=remedy)
         given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replayed() -> Message:
             return given.pop() if given else await receive()
 
-        return await self._app(scope, replayed, send)
+        return replayed
 
 
 class _Left(Exception):
-    pass
-
-
-class _BodyRefused(Malformed):
-    """HTTP has a status of its own for it."""
-
-    def __init__(
-        self, status: HTTPStatus, code: str, message: str, *, field: str, value: str = "", remedy: str
-    ) -> None:
-        super().__init__(code, message, field=field, value=value, remedy=remedy)
-        self.status = status
+    """The client closed the connection before its request had arrived."""
 
 
 async def _read(headers: Headers, receive: Receive) -> bytes:
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > MAX_BODY:
         raise _too_large(declared)
-    parts, size = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise _Left
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > MAX_BODY:
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY:
                     raise _too_large(f"more than {MAX_BODY} bytes")
                 if not message.get("more_body", False):
-                    return b"".join(parts)
+                    return bytes(body)
     except TimeoutError:
-        raise _BodyRefused(
-            HTTPStatus.REQUEST_TIMEOUT,
-            "body_timeout",
-            f"the body did not arrive within {BODY_TIMEOUT_S:g} s",
-            field="body",
-            remedy="send it at once",
-        ) from None
+        why = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise Malformed("body_timeout", why, field="body", remedy="send it at once") from None
 
 
 def _too_large(size: str) -> KvferryError:
-    return _BodyRefused(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        "body_too_large",
-        "the body is too large",
-        field="content-length",
-        value=size,
-        remedy=f"send at most {MAX_BODY} bytes",
-    )
+    remedy = f"send at most {MAX_BODY} bytes"
+    return Malformed("body_too_large", "the body is too large", field="content-length", value=size, remedy=remedy)
 
 
-def _json_by_type(headers: Headers, body: bytes) -> None:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if body and kind != "application/json":
-        raise _BodyRefused(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            "unsupported_media_type",
-            "the body is not declared as JSON",
-            field="content-type",
-            value=kind,
-            remedy="send Content-Type: application/json",
-        )
+class TokenFile:
+    """Bearer tokens, one a line, so that a new one can be let in before the old one goes.
 
+    The file is looked at on every request and read when it changed. While it cannot be read every request is refused.
+    """
 
-def _same_origin(headers: Headers) -> None:
-    origin = headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
-        raise Forbidden(
-            "cross_origin", "a page of another origin may not change anything here", field="origin", value=origin,
-            remedy="call the API from a program",
-        )  # fmt: skip
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, ...] | None = ()
+        """mtime, size and inode; None once it could not be read."""
+        self._tokens: list[bytes] = []
+
+    def accepts(self, token: str) -> bool:
+        """Whether it is one of the tokens, in a time that does not depend on how much of it is right."""
+        given = token.encode("utf-8", "surrogateescape")
+        found = False
+        for held in self._current():
+            found |= hmac.compare_digest(held, given)
+        return found
+
+    def _current(self) -> list[bytes]:
+        try:
+            status = self._path.stat()
+            seen = (status.st_mtime_ns, status.st_size, status.st_ino)
+            if seen != self._seen:
+                self._tokens = [line.strip() for line in self._path.read_bytes().splitlines() if line.strip()]
+                self._seen = seen
+        except OSError as error:
+            if self._seen is not None:
+                reason = error.strerror
+                log.error("no token file, every request is refused", path=str(self._path), reason=reason)
+            self._seen, self._tokens = None, []
+        return self._tokens

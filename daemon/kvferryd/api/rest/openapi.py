@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond the schemas: tags, examples, and errors as problem+json."""
+"""What /openapi.json has beyond the schemas: tags, examples, and errors as problem+json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHEN = {
     409: ("order_conflict", "another order was made under this request_id"),
     413: ("body_too_large", "the body has more than 4 MiB"),
     415: ("unsupported_media_type", "the body is not application/json"),
-    422: ("malformed_request", "the request says something that cannot be done"),
+    422: ("malformed_request", "the request is malformed, or cannot be done"),
     429: ("full", "no more can be taken now; Retry-After says when to ask again"),
     502: ("peer_unreachable", "the other daemon does not answer"),
     503: ("draining", "the daemon takes no more work"),
@@ -54,9 +54,8 @@ DRAIN: dict[str, Example] = {"hold the answer": {"value": {"wait_s": 60}}}
 
 
 def _cache(engine_id: str, block_size: int) -> dict[str, object]:
-    """One layer's keys, four heads of eight bfloat16: the smallest manifest that says something."""
-    token = 4 * 8 * 2
-    blocks = 64 // block_size
+    """One layer's keys, four heads of eight bfloat16: a small manifest."""
+    token, blocks = 4 * 8 * 2, 64 // block_size
     axes = [("block", blocks, block_size * token), ("slot", block_size, token), ("head", 4, 16), ("dim", 8, 2)]
     return {
         "engine_id": engine_id,
@@ -64,34 +63,20 @@ def _cache(engine_id: str, block_size: int) -> dict[str, object]:
         "model": {"name": "tiny", "fingerprint": "tiny-1"},
         "regions": [{"id": 0, "kind": "host", "nbytes": 64 * token}],
         "groups": [{"name": "full", "block_size": block_size, "num_blocks": blocks}],
-        "components": [
-            {
-                "group": "full",
-                "layer": 0,
-                "name": "k",
-                "dtype": "bfloat16",
-                "region": 0,
-                "offset": 0,
-                "axes": [{"name": name, "extent": extent, "stride": stride} for name, extent, stride in axes],
-            }
-        ],
-    }
+        "components": [{
+            "group": "full", "layer": 0, "name": "k", "dtype": "bfloat16", "region": 0, "offset": 0,
+            "axes": [{"name": name, "extent": extent, "stride": stride} for name, extent, stride in axes],
+        }],
+    }  # fmt: skip
 
 
 def _table(*block_ids: int) -> dict[str, object]:
     return {"full": {"block_ids": list(block_ids), "first_token": 0}}
 
 
-EXPLAIN: dict[str, Example] = {
-    "summary": {"value": {"sources": [_cache("prefill-0", 4)], "destination": _cache("decode-0", 8)}},
-    "every run": {
-        "value": {
-            "sources": [_cache("prefill-0", 4)],
-            "destination": _cache("decode-0", 8),
-            "tables": {"source": _table(5, 2), "destination": _table(3), "tokens": [0, 8]},
-        }
-    },
-}
+_PAIR = {"sources": [_cache("prefill-0", 4)], "destination": _cache("decode-0", 8)}
+_TABLES = {"source": _table(5, 2), "destination": _table(3), "tokens": [0, 8]}
+EXPLAIN: dict[str, Example] = {"summary": {"value": _PAIR}, "every run": {"value": {**_PAIR, "tables": _TABLES}}}
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -108,11 +93,9 @@ def _response(status: int) -> dict[str, Any]:
 
 def document(generated: dict[str, Any], *, authenticated: bool) -> dict[str, Any]:
     """The document FastAPI generates, with Problem among its schemas and, where asked for, the bearer token."""
-    components = generated.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
+    components = generated["components"]
     schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas.update(schema.pop("$defs", {}))
-    schemas["Problem"] = schema
+    components["schemas"] |= {**schema.pop("$defs"), "Problem": schema}
     if authenticated:
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         generated["security"] = [{"token": []}]

@@ -1,0 +1,64 @@
+"""What the event loop does with threads, with futures that others settle, and with several steps at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TypeVar
+
+from kvferry.errors import KvferryError
+
+T = TypeVar("T")
+
+FEW = 8192
+"""Blocks, segments or runs that are bound, cut or expanded on the loop: half a millisecond at most. More take several,
+which others would wait for; these are not worth the way to a thread and back."""
+
+
+def beside(rows: int, work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of `work` on so many rows of tables: by a thread, or done already where they are few."""
+    loop = asyncio.get_running_loop()
+    if rows > FEW:
+        return loop.run_in_executor(None, work)
+    worked: asyncio.Future[T] = loop.create_future()
+    try:
+        worked.set_result(work())
+    except Exception as error:  # noqa: BLE001  raised where the result is awaited, as from a thread
+        worked.set_exception(error)
+    return worked
+
+
+def settle(future: asyncio.Future[T], result: T | None = None, *, error: KvferryError | None = None) -> None:
+    """Settle `future`: at once on its own loop, soon from any thread; nothing if it is settled, or its loop closed."""
+    loop = future.get_loop()
+    if asyncio._get_running_loop() is loop:
+        _settle(future, result, error)
+    elif not loop.is_closed():
+        loop.call_soon_threadsafe(_settle, future, result, error)
+
+
+def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+        future.exception()  # retrieved: its waiter may have been cancelled
+    else:
+        future.set_result(result)  # type: ignore[arg-type]
+
+
+async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
+    """All at once; the first failure ends the others, and is raised when they have ended."""
+    # Not a TaskGroup: before Python 3.13 one whose child failed leaves the task's count of cancellations raised
+    # (cpython gh-116720), and a deadline that passes later looks like an abort.
+    every = list(steps)
+    if len(every) == 1:
+        await every[0]
+        return
+    tasks = [asyncio.create_task(step) for step in every]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,231 @@
+"""The REST API's resources: paths, statuses, and their text in /openapi.json. `kvferryd.ferry` does the work."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import Coroutine
+from importlib import resources
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Body, Header, Query, Request, Response
+from pydantic import AfterValidator
+
+from kvferry import schemas
+from kvferry.errors import Malformed
+from kvferryd import logs
+from kvferryd.api.rest.gate import TRACEPARENT
+from kvferryd.api.rest.openapi import DRAIN, ORDERS, PREWARM, problems
+from kvferryd.ferry import Ferry
+
+T = TypeVar("T")
+LONGEST_WAIT_S = 60.0
+
+Wait = Annotated[
+    float,
+    Query(
+        ge=0,
+        allow_inf_nan=False,
+        description=f"long poll: seconds to wait for the end, {LONGEST_WAIT_S:g} at most (more is taken as that)",
+    ),
+    AfterValidator(lambda wait_s: min(wait_s, LONGEST_WAIT_S)),
+]
+Name = Annotated[str, Query(min_length=1, max_length=256)]
+
+
+class ClientGone(Exception):
+    """The client closed the connection while its answer was being waited for."""
+
+
+async def while_connected(request: Request, work: Coroutine[object, object, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes the connection; raises ClientGone then."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def transfers(ferry: Ferry) -> APIRouter:
+    """/v1/transfers: order, look up, wait for, abort."""
+    router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
+    same: dict[int | str, dict[str, Any]] = {
+        200: {"model": schemas.Ordered, "description": "the same order was made before: this is its transfer"}
+    }
+
+    @router.post("", status_code=202, responses={**same, **problems(403, 404, 409, 413, 415, 429, 503)})
+    async def order(
+        response: Response,
+        body: Annotated[schemas.OrderBody, Body(openapi_examples=ORDERS)],
+        traceparent: Annotated[str, Header(description="W3C trace context, joined by the daemon's span")] = "",
+    ) -> schemas.Ordered:
+        """Order a transfer. Idempotent: the same order again answers 200 with the same transfer."""
+        trace = traceparent if TRACEPARENT.fullmatch(traceparent) else ""
+        with logs.bound(request_id=body.request_id):
+            record, created = await ferry.order(body, trace)
+        response.status_code = 202 if created else 200
+        response.headers["location"] = f"/v1/transfers/{record.transfer_id}"
+        return schemas.Ordered(transfer_id=record.transfer_id, state=record.state)
+
+    @router.get("", responses=problems())
+    async def several(
+        request: Request, request_id: Name | None = None, state: schemas.TransferState | None = None, wait: Wait = 0.0
+    ) -> schemas.TransferList:
+        """The transfers this daemon knows. With `request_id` and `wait`: waits until that request's transfer
+        has come and ended."""
+        if wait and request_id is None:
+            why, remedy = "there is nothing to wait for", "name a request_id, or ask for one transfer by its id"
+            raise Malformed("malformed_request", why, field="wait", value=wait, remedy=remedy)
+        if wait and request_id is not None:
+            await while_connected(request, ferry.wait_request(request_id, wait))
+        return schemas.TransferList(transfers=ferry.transfers(request_id, state))
+
+    @router.get("/{transfer_id}", responses=problems(404))
+    async def one(request: Request, transfer_id: str, wait: Wait = 0.0) -> schemas.TransferRecord:
+        """A transfer as it is now, or with `wait` as it ended."""
+        if not wait:
+            return ferry.transfer(transfer_id)
+        return await while_connected(request, ferry.wait_transfer(transfer_id, wait))
+
+    @router.delete("/{transfer_id}", responses=problems(404))
+    async def abort(transfer_id: str) -> schemas.TransferRecord:
+        """Abort. A transfer that has ended stays as it ended, and the answer is the same however often asked."""
+        return await ferry.abort_transfer(transfer_id)
+
+    return router
+
+
+def held(ferry: Ferry) -> APIRouter:
+    """What the daemon holds: requests, leases, engines, peers."""
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/requests/{request_id:path}/abort", tags=["requests"], responses=problems())
+    async def abort(request_id: str) -> schemas.AbortResult:
+        """Abort the request's transfer and revoke its lease, whichever are here. Idempotent."""
+        return await ferry.abort_request(request_id)
+
+    @router.get("/leases", tags=["leases"])
+    async def leases() -> schemas.LeaseList:
+        """Leases, with their readers and the time they have left."""
+        return schemas.LeaseList(leases=ferry.leases())
+
+    @router.delete("/leases/{request_id:path}", tags=["leases"], responses=problems(404))
+    async def revoke(request_id: str) -> schemas.LeaseRecord:
+        """Revoke. Readers in the middle of a read fail at `verifying`. A lease that has ended stays as it ended."""
+        return ferry.revoke_lease(request_id)
+
+    @router.get("/engines", tags=["engines"])
+    async def engines() -> schemas.EngineList:
+        """Engine ranks beside this daemon: epochs, manifests, and what their operator should know."""
+        return schemas.EngineList(engines=ferry.engines())
+
+    @router.get("/peers", tags=["peers"])
+    async def peers() -> schemas.PeerList:
+        """Engine ranks elsewhere with which a handshake is done."""
+        return schemas.PeerList(peers=ferry.peers())
+
+    @router.post("/peers", tags=["peers"], responses=problems(403, 404, 413, 415, 502, 503, 504))
+    async def prewarm(
+        request: Request, body: Annotated[schemas.PeerRequest, Body(openapi_examples=PREWARM)]
+    ) -> schemas.PeerList:
+        """Shake hands with every rank of an engine now, so that the first transfer need not."""
+        return schemas.PeerList(peers=await while_connected(request, ferry.prewarm(body)))
+
+    @router.delete("/peers", tags=["peers"], responses=problems(404))
+    async def forget(engine_id: Name) -> schemas.PeerList:
+        """Forget every rank of an engine. The answer lists what was forgotten."""
+        return schemas.PeerList(peers=ferry.forget_peer(engine_id))
+
+    @router.delete("/peers/{engine_id:path}", tags=["peers"], responses=problems(404))
+    async def forget_by_path(engine_id: str) -> schemas.PeerList:
+        """The same, with the engine in the path."""
+        return schemas.PeerList(peers=ferry.forget_peer(engine_id))
+
+    return router
+
+
+def daemon(ferry: Ferry) -> APIRouter:
+    """Drain, probes, metrics, and the status page."""
+    router = APIRouter(tags=["daemon"])
+    not_yet: dict[int | str, dict[str, Any]] = {
+        503: {"model": schemas.Readiness, "description": "not ready, with every reason"}
+    }
+    html = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    page_headers = {
+        "content-security-policy": _policy(html),
+        "cache-control": "no-cache",
+        "x-content-type-options": "nosniff",
+    }
+
+    @router.get("/v1/drain")
+    async def status() -> schemas.DrainStatus:
+        """How far a drain is."""
+        return ferry.drain_status()
+
+    @router.post("/v1/drain", responses=problems(413, 415))
+    async def drain(
+        request: Request, body: Annotated[schemas.DrainRequest | None, Body(openapi_examples=DRAIN)] = None
+    ) -> schemas.DrainStatus:
+        """Take no new transfers; prefills under way may still publish.
+
+        With `wait_s`, answers when nothing is left or that time has passed.
+
+        A client that leaves ends the wait, not the drain.
+        """
+        return await while_connected(request, ferry.drain(body.wait_s if body else 0.0))
+
+    @router.get("/healthz")
+    async def healthz() -> schemas.Health:
+        """The process answers. Restart it when it does not."""
+        return schemas.Health()
+
+    @router.get("/readyz", responses=not_yet)
+    async def readyz(response: Response) -> schemas.Readiness:
+        """Whether to send work here, and every reason why not."""
+        readiness = ferry.readiness()
+        response.status_code = 200 if readiness.ready else 503
+        return readiness
+
+    @router.get("/v1/info")
+    async def info() -> schemas.Info:
+        """Version, addresses, device, and the transports in use."""
+        return ferry.info()
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def scrape(request: Request) -> Response:
+        """Prometheus metrics, in the format that Accept asks for."""
+        body, kind = ferry.scrape(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": kind})
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """One file that fetches the API. It holds no data, so it is sent without a token."""
+        return Response(html, headers=page_headers, media_type="text/html")
+
+    return router
+
+
+def _policy(html: str) -> str:
+    """Only this page's own script and style run, and they reach only this daemon."""
+
+    def digest(tag: str) -> str:
+        found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        assert found is not None
+        return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
