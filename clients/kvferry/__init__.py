@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from kvferry.errors import KvferryError
     from kvferry.manifest import Manifest, ManifestBuilder, ManifestError, ModelInfo, Shard, TokenShard
     from kvferry.memory import CudaRegion, SharedRegion, cuda_memory, memfd_region, torch_pool
-    from kvferry.problem import DaemonError
-    from kvferry.router import RouterClient
+    from kvferry.router import DaemonError, RouterClient
     from kvferry.schemas import LeaseState, OrderBody, SourceBody, TransferState
     from kvferry.tables import BlockTable
 
@@ -29,8 +28,7 @@ _HOMES = {
     "errors": ["KvferryError"],
     "manifest": ["Manifest", "ManifestBuilder", "ManifestError", "ModelInfo", "Shard", "TokenShard"],
     "memory": ["CudaRegion", "SharedRegion", "cuda_memory", "memfd_region", "torch_pool"],
-    "problem": ["DaemonError"],
-    "router": ["RouterClient"],
+    "router": ["DaemonError", "RouterClient"],
     "schemas": ["LeaseState", "OrderBody", "SourceBody", "TransferState"],
     "tables": ["BlockTable"],
 }

@@ -13,33 +13,35 @@ again by itself when its daemon has gone and another is there.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from kvferry.attachment import Attachment
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed
 from kvferry.errors import Conflict, Deadline, KvferryError, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
-from kvferry.memory.fences import Fence
-from kvferry.schemas import LeaseState, SourceBody
-from kvferry.session import CALL_S
-from kvferry.tables import Tables
+from kvferry.memory.fences import Fence, Fences
+from kvferry.rpc import UNREACHABLE
+from kvferry.schemas import LeaseState
+from kvferry.session import CALL_S, session_closed
 
 if TYPE_CHECKING:
     import torch
 
+P = ParamSpec("P")
 T = TypeVar("T")
 END_S = 5.0
-"""How long those who wait are given to hear that the session is closed."""
+"""How long `close` waits until every call that was under way has failed with `session_closed`."""
 AGAIN_S = 5.0
 """How long one attempt to attach again waits for a daemon."""
 REFUSED_S = 1.0
-"""How long after a refusal the next attempt begins. The first may be the last word of the daemon that is going."""
+"""The pause after a refusal. The first one may come from the daemon that is just ending."""
 
 
 class BlockingLease:
@@ -52,7 +54,7 @@ class BlockingLease:
 
 
 class Receipt(Future[Received]):
-    """What comes of a receive: Received, or what `EngineClient.receive` raises."""
+    """The outcome of a receive: Received, or what `EngineClient.receive` raises."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receive: Coroutine[Any, Any, Received]) -> None:
         super().__init__()
@@ -66,9 +68,9 @@ class Receipt(Future[Received]):
         self._task.add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Abort the transfer. The future ends when that has been tried, with TransferFailed in state `aborted`: its
-        blocks may be reused once `quiesced()` of that has returned. Never at once, so this returns False."""
-        with suppress(RuntimeError):  # the client is closed, and so is this
+        """Abort the transfer. The future ends later, with TransferFailed in state `aborted`: the blocks may be reused
+        once its `quiesced()` has returned. Returns False, as the future is not cancelled yet."""
+        with suppress(RuntimeError):  # the client is closed, and the future has ended
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         return False
 
@@ -82,21 +84,45 @@ class Receipt(Future[Received]):
         except asyncio.CancelledError:
             quiesced.set_result(None)
             self.set_exception(TransferFailed(aborted, "aborted", quiesced))
-        except BaseException as error:  # noqa: BLE001  for whoever asks for the result
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
             self.set_exception(error)
+
+
+def _parameters_of(
+    method: Callable[Concatenate[EngineClient, P], object],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[BlockingEngineClient, P], T]]:
+    """Gives the decorated method, which passes its arguments on to `method`, the parameters of that one."""
+
+    def named(function: Callable[..., T]) -> Callable[Concatenate[BlockingEngineClient, P], T]:
+        of, own = inspect.signature(method), inspect.signature(function)
+        function.__signature__ = of.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
+        return function
+
+    return named
+
+
+class _MemoryGone(Unavailable):
+    """No other daemon can be given the cache."""
 
 
 class BlockingEngineClient:
     """One engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
 
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
+    def __init__(self, socket: str, attach: Callable[..., Awaitable[EngineClient]]) -> None:
+        """attach: EngineClient.connect for this rank; it still takes timeout_s and resume."""
+        self._daemon, self._attach = f"the daemon on {socket}", attach
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry-client", daemon=True)
         self._thread.start()
         self._client: EngineClient | None = None
         self._staying: asyncio.Task[None] | None = None
         self._leases: dict[str, BlockingLease] = {}
+        # What the daemon was given, to be given to the next one too.
+        self._address = ""
+        self._allocated: list[SharedRegion | CudaRegion] = []
+        self._adopted: list[SharedRegion | CudaMemory | VmmMemory] = []
+        self._manifest: Manifest | None = None
+        self._fences_of: int | None = None
 
     @classmethod
     def connect(
@@ -113,10 +139,14 @@ class BlockingEngineClient:
     ) -> BlockingEngineClient:
         """As `EngineClient.connect`.
 
-        say: attach again whenever the session has ended, until `close`, and tell this function of it in words. Until
-        then calls fail; then `client` is another one, that knows nothing of what was published before.
+        say: attach again whenever the session has ended, until `close`, and report it in words to this function. Until
+        then calls fail; then `client` is another one, which knows nothing of what was published before.
         """
-        blocking = cls(Attachment(socket, engine_id, epoch, rank, world_size, call_timeout_s))
+        attach = partial(
+            EngineClient.connect, socket, engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size,
+            call_timeout_s=call_timeout_s,
+        )  # fmt: skip
+        blocking = cls(socket, attach)
         try:
             blocking.call(blocking._open(timeout_s, say), timeout_s + 1)
         except BaseException:
@@ -125,38 +155,69 @@ class BlockingEngineClient:
         return blocking
 
     async def _open(self, timeout_s: float, say: Callable[[str], None] | None) -> None:
-        self._client = client = await self._attachment.open(timeout_s)
+        self._client = client = await self._attach(timeout_s=timeout_s)
+        self._address = client.peer_address
         if say is not None:
             self._staying = asyncio.create_task(self._stay(client, say))
 
     async def _stay(self, client: EngineClient, say: Callable[[str], None]) -> None:
-        where = f"the daemon on {self._attachment.socket}"
         while True:
             await client.closed.wait()
-            say(f"{where} has gone: nothing is published or received until there is one again")
+            say(f"{self._daemon} has gone: nothing is published or received until there is one again")
             await client.over.wait()
             refusals: Counter[str] = Counter()
             while client.closed.is_set():
                 try:
-                    before, self._client = client, await self._attachment.again(client, AGAIN_S)
-                except KvferryError as error:
-                    if error.code == "memory_gone":
-                        say(str(error))
-                        return
-                    refusals[error.code] += 1
-                    if error.code != "unreachable":  # that one has waited
-                        if refusals[error.code] == 2:
-                            say(f"{where} does not take this engine back yet: {error}")
-                        await asyncio.sleep(REFUSED_S)  # another process can only be asked again
-                else:
-                    client = self._client
+                    before, client = client, await self._again(client)
+                    self._client = client
                     await before.close()
-            say(f"{where} is there again; what was published before is lost")
+                except _MemoryGone as error:
+                    say(str(error))
+                    return
+                except KvferryError as error:
+                    refusals[error.code] += 1
+                    if error.code != UNREACHABLE:  # which has taken AGAIN_S already
+                        if refusals[error.code] == 2:
+                            say(f"{self._daemon} does not take this engine back yet: {error}")
+                        await asyncio.sleep(REFUSED_S)  # nothing tells when the daemon would agree
+            say(f"{self._daemon} is there again; what was published before is lost")
+
+    async def _again(self, before: EngineClient) -> EngineClient:
+        """A session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
+        memory too."""
+        client = await self._attach(timeout_s=AGAIN_S, resume=before.session)
+        try:
+            if client.peer_address != self._address:
+                raise Conflict(
+                    "address_changed",
+                    "the daemon is back with another address than the one that readers are told",
+                    field="advertise",
+                    value=client.peer_address,
+                    remedy=f"let it advertise {self._address}, or start the engine again",
+                )
+            if not client.resumed:
+                for region in self._allocated:
+                    if isinstance(region, CudaRegion):
+                        message = "the cache lies in GPU memory of a daemon that has gone, which no other can be given"
+                        remedy = "start the engine again"
+                        raise _MemoryGone("memory_gone", message, field="region", value=region.id, remedy=remedy)
+                    self._adopted.append(region)
+                self._allocated.clear()
+            for memory in self._adopted:
+                await client.adopt(memory)
+            if self._fences_of is not None:
+                await client.open_fences(self._fences_of)
+            if self._manifest is not None:
+                await client.register(self._manifest)
+        except BaseException:
+            await client.close()
+            raise
+        return client
 
     @property
     def client(self) -> EngineClient:
         if self._client is None:
-            raise _closed()
+            raise session_closed()
         return self._client
 
     @property
@@ -174,24 +235,22 @@ class BlockingEngineClient:
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
         allocated = self.call(self.client.allocate(nbytes, region), None)
-        self._attachment.allocated.append(allocated)
+        self._allocated.append(allocated)
         return allocated
 
     def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         self.call(self.client.adopt(shared))
-        self._attachment.adopted.append(shared)
+        self._adopted.append(shared)
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:
         notes = self.call(self.client.register(manifest), None)
-        self._attachment.manifest = manifest
+        self._manifest = manifest
         return notes
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
-        if self.client.fences is None:
-            self.open_fences(device if isinstance(stream, int) else stream.device.index)
-        assert self.client.fences is not None
-        return self.client.fences.after(stream, device)
+        index = device if isinstance(stream, int) else stream.device.index
+        return (self.client.fences or self.open_fences(index)).after(stream, device)
 
     def written(self, stream: torch.cuda.Stream) -> Fence | None:
         """What to publish `after` for all that the stream was given until now; None when it had to be waited for."""
@@ -201,63 +260,34 @@ class BlockingEngineClient:
             stream.synchronize()
             return None
 
-    def open_fences(self, device: int = 0) -> None:
+    def open_fences(self, device: int = 0) -> Fences:
         """As `EngineClient.open_fences`."""
-        self.call(self.client.open_fences(device))
-        self._attachment.fences_of = device
+        fences = self.call(self.client.open_fences(device))
+        self._fences_of = device
+        return fences
 
-    def publish(
-        self,
-        request_id: str,
-        tables: Tables,
-        num_tokens: int,
-        *,
-        more: bool = False,
-        metadata: bytes = b"",
-        ttl_s: float = 0.0,
-        readers: int = 0,
-        after: Fence | None = None,
-        digest: bytes = b"",
-    ) -> BlockingLease:
+    @_parameters_of(EngineClient.publish)
+    def publish(self, *args: Any, **named: Any) -> BlockingLease:
         """As `EngineClient.publish`; `ended` of the lease is a future."""
-        lease = self.call(
-            self.client.publish(
-                request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, readers=readers, after=after,
-                digest=digest,
-            )
-        )  # fmt: skip
-        known = self._leases.get(request_id)
+        lease = self.call(self.client.publish(*args, **named))
+        known = self._leases.get(lease.request_id)
         if known is None or known.ended.done():
-            known = self._leases[request_id] = BlockingLease(lease, self.start(lease.ended()))
-            known.ended.add_done_callback(lambda _: self._leases.pop(request_id, None))
+            known = self._leases[lease.request_id] = BlockingLease(lease, self.start(lease.ended()))
+            known.ended.add_done_callback(lambda _: self._leases.pop(lease.request_id, None))
         return known
 
-    def receive(
-        self,
-        request_id: str,
-        tables: Tables,
-        tokens: tuple[int, int] | None = None,
-        *,
-        source: SourceBody | None = None,
-        deadline_s: float = 0.0,
-        priority: int = 0,
-        way: str = "",
-        digest: bytes = b"",
-        attempt: int = 0,
-    ) -> Receipt:
+    @_parameters_of(EngineClient.receive)
+    def receive(self, *args: Any, **named: Any) -> Receipt:
         """As `EngineClient.receive`, at once: the future has the outcome.
 
         Cancelling it aborts the transfer; another receive of the request begins when that one's blocks are safe.
         """
-        receive = self.client.receive(
-            request_id, tables, tokens, source=source, deadline_s=deadline_s, priority=priority, way=way,
-            digest=digest, attempt=attempt,
-        )  # fmt: skip
+        receive = self.client.receive(*args, **named)
         try:
             return Receipt(self._loop, receive)
         except RuntimeError:  # another thread has closed the client
             receive.close()
-            raise _closed() from None
+            raise session_closed() from None
 
     def abort(self, request_id: str) -> None:
         self.call(self.client.abort(request_id))
@@ -269,10 +299,12 @@ class BlockingEngineClient:
         try:
             self.call(self._end())
         finally:
-            self._stop()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CALL_S)
+            self._loop.close()
 
     async def _end(self) -> None:
-        """Close the client and let every call that waited tell its caller so."""
+        """Close the client and wait until every call has failed."""
         if self._staying is not None:
             self._staying.cancel()
             await asyncio.wait([self._staying])
@@ -282,11 +314,6 @@ class BlockingEngineClient:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             await asyncio.wait(others, timeout=END_S)
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_S)
-        self._loop.close()
 
     def __enter__(self) -> BlockingEngineClient:
         return self
@@ -300,7 +327,7 @@ class BlockingEngineClient:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # another thread has closed the client
             work.close()
-            raise _closed() from None
+            raise session_closed() from None
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = 2 * CALL_S) -> T:
         """The same, and wait for its result. timeout_s: None for work that has a deadline of its own. Raises
@@ -309,13 +336,8 @@ class BlockingEngineClient:
         try:
             return future.result(timeout_s)
         except CancelledError:
-            raise _closed() from None
+            raise session_closed() from None
         except TimeoutError:
             future.cancel()
-            raise Deadline(
-                "deadline", f"the daemon did not answer within {timeout_s:g} s", remedy="see the daemon's log"
-            ) from None
-
-
-def _closed() -> KvferryError:
-    return Unavailable("session_closed", "the session is closed", remedy="connect again")
+            message = f"the daemon did not answer within {timeout_s:g} s"
+            raise Deadline("deadline", message, remedy="see the daemon's log") from None

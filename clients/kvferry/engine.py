@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvferry import __version__
@@ -42,9 +43,9 @@ __all__ = ["EngineClient", "Lease", "ReceiveCancelled", "Received", "TransferFai
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
-"""How long after its deadline the daemon is given to say how a receive has ended."""
+"""How long after the deadline of a receive the daemon may take to report its end."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
-"""Bytes of new memory that are filled, mapped and registered in a second at least, and the longest that takes."""
+"""At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
 
 class EngineClient:
@@ -55,9 +56,9 @@ class EngineClient:
         self._session = Session(socket, self._hear, self._end, self._over, call_timeout_s)
         self._leases: dict[str, Lease] = {}
         self._receives: dict[str, Receiving] = {}
-        """By request: those under way, and those given up that are not quiet."""
+        """By request: under way, or given up and not quiet."""
         self._unquiet: dict[str, Receiving] = {}
-        """By transfer: those that have ended and are not quiet."""
+        """By transfer: ended and not quiet."""
         self._opening = asyncio.Lock()
         self.fences: Fences | None = None
         """Once `open_fences` has returned."""
@@ -67,9 +68,9 @@ class EngineClient:
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
         self.closed = self._session.closed
-        """Set when the session has ended, from either side: calls fail from now on."""
+        """Set when either side has ended the session: calls fail from then on."""
         self.over = self._session.over
-        """Set when after that nothing of the session is read or written any more; by `close`, in any case."""
+        """Set when, after that, nothing of the session is read or written any more; `close` sets it in any case."""
         self.draining = asyncio.Event()
         """Set when the daemon asks for no new work."""
 
@@ -95,27 +96,11 @@ class EngineClient:
         """
         client = cls(socket, epoch, call_timeout_s)
         attach = engine_pb2.AttachRequest(
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            client=f"kvferry/{__version__}",
-            engine_id=engine_id,
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-            resume=resume,
-        )
+            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
+            engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume,
+        )  # fmt: skip
         try:
-            async with asyncio.timeout(timeout_s):
-                attached = await client._session.attach(attach)
-        except TimeoutError:
-            await client.close()
-            raise Unavailable(
-                "unreachable",
-                f"no daemon answered on {socket} within {timeout_s:g} s",
-                field="socket",
-                value=socket,
-                remedy="start `kvferry serve`, or give the engine_socket it listens on",
-            ) from None
+            attached = await client._session.attach(attach, timeout_s)
         except BaseException:
             await client.close()
             raise
@@ -125,7 +110,7 @@ class EngineClient:
 
     @property
     def session(self) -> str:
-        """What the daemon knows this session by; for `resume`."""
+        """The daemon's name for this session, to be given to `connect` as `resume`."""
         return self._session.id
 
     async def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
@@ -133,22 +118,12 @@ class EngineClient:
 
         It is registered with NIXL once, by the daemon.
         """
-        memory = await self._session.call(
-            self._session.stub.Allocate,
-            engine_pb2.AllocateRequest(session=self._session.id, region=region, nbytes=nbytes),
-            _time_for(nbytes),
-        )
+        request = engine_pb2.AllocateRequest(session=self.session, region=region, nbytes=nbytes)
+        memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
         if memory.WhichOneof("kind") == "cuda":
             given = memory.cuda
-            return await asyncio.to_thread(
-                open_cuda_region,
-                given.handle,
-                given.offset,
-                memory.nbytes,
-                given.allocation_nbytes,
-                given.device_uuid,
-                region,
-            )
+            place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
+            return await asyncio.to_thread(open_cuda_region, *place, region)
         file = await self._session.fetch(memory.handed.ticket)
         try:
             opened = open_region(file, memory.nbytes, region, memory.handed.offset)
@@ -164,32 +139,29 @@ class EngineClient:
         """
         memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes)
         if isinstance(shared, CudaMemory):
-            exported = shared.exported
-            memory.cuda.CopyFrom(
-                engine_pb2.CudaAllocation(
-                    handle=exported.handle,
-                    offset=exported.offset,
-                    allocation_nbytes=exported.allocation_nbytes,
-                    device_uuid=exported.device_uuid,
+            memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(shared.exported)))
+        elif isinstance(shared, VmmMemory):
+            allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
+            try:
+                ticket = await self._session.hand_over(allocations.files)
+            finally:
+                allocations.close()
+            memory.vmm.CopyFrom(
+                engine_pb2.CudaAllocations(
+                    ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
                 )
             )
-        elif isinstance(shared, VmmMemory):
-            memory.vmm.CopyFrom(await self._hand_over_vmm(shared))
         else:
             ticket = await self._session.hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
-        await self._session.call(
-            self._session.stub.Adopt, engine_pb2.AdoptRequest(session=self._session.id, memory=memory)
-        )
+        request = engine_pb2.AdoptRequest(session=self.session, memory=memory)
+        await self._session.call(self._session.stub.Adopt, request)
 
     async def register(self, manifest: Manifest) -> tuple[str, ...]:
-        """Describe the cache. Returns what the daemon wants a person to know about it. Raises ManifestError."""
-        reply = await self._session.call(
-            self._session.stub.Register,
-            engine_pb2.RegisterRequest(session=self._session.id, manifest=manifest_to_proto(manifest)),
-            _time_for(sum(region.nbytes for region in manifest.regions)),
-        )
-        return tuple(reply.notes)
+        """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError."""
+        request = engine_pb2.RegisterRequest(session=self.session, manifest=manifest_to_proto(manifest))
+        timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
+        return tuple((await self._session.call(self._session.stub.Register, request, timeout_s)).notes)
 
     async def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """A point in a CUDA stream, behind the last write of KV: give it to `publish` as `after`, and wait for nothing.
@@ -197,10 +169,8 @@ class EngineClient:
         stream: torch's, or a cudaStream_t of this process's GPU number `device`. Raises KvferryError: `fence_on_host`,
         `stream_capturing`, `too_many_fences`, and what `hand_over` raises at the first time.
         """
-        if self.fences is None:
-            await self.open_fences(device if isinstance(stream, int) else stream.device.index)
-        assert self.fences is not None
-        return self.fences.after(stream, device)
+        index = device if isinstance(stream, int) else stream.device.index
+        return (self.fences or await self.open_fences(index)).after(stream, device)
 
     async def open_fences(self, device: int = 0) -> Fences:
         """Share the page that fences are made of with the daemon, and let this process's GPU number `device` write it.
@@ -208,39 +178,23 @@ class EngineClient:
         The first `fence` does so; do it before, as it takes milliseconds and may wait for work on the GPU. Idempotent.
         """
         if self.device == "cpu":
-            raise Malformed(
-                "fence_on_host",
-                "this engine's memory is host memory, which no stream writes",
-                field="stream",
-                value=self.device,
-                remedy="publish when the writes have returned, without `after`",
-            )
+            message = "this engine's memory is host memory, which no stream writes"
+            remedy = "publish when the writes have returned, without `after`"
+            raise Malformed("fence_on_host", message, field="stream", value=self.device, remedy=remedy)
         async with self._opening:
             if self.fences is None:
                 fences = Fences()
                 try:
                     await asyncio.to_thread(fences.register, cuda.device(f"cuda:{device}"))
                     ticket = await self._session.hand_over([fences.file])
-                    await self._session.call(
-                        self._session.stub.OpenFences,
-                        engine_pb2.OpenFencesRequest(session=self._session.id, ticket=ticket),
-                    )
+                    request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
+                    await self._session.call(self._session.stub.OpenFences, request)
                 except BaseException:
                     fences.close()
                     raise
                 fences.handed()
                 self.fences = fences
             return self.fences
-
-    async def _hand_over_vmm(self, shared: VmmMemory) -> engine_pb2.CudaAllocations:
-        allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
-        try:
-            ticket = await self._session.hand_over(allocations.files)
-        finally:
-            allocations.close()
-        return engine_pb2.CudaAllocations(
-            ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
-        )
 
     async def publish(
         self,
@@ -272,23 +226,20 @@ class EngineClient:
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
         try:
-            said = self._session.say(
-                publish=engine_pb2.PublishRequest(
-                    request_id=request_id,
-                    tables=tables_to_proto(tables),
-                    num_tokens=num_tokens,
-                    more=more,
-                    metadata=metadata,
-                    ttl_s=ttl_s,
-                    readers=readers,
-                    digest=digest,
-                    after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
-                )
-            )
+            request = engine_pb2.PublishRequest(
+                request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
+                metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
+                after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
+            )  # fmt: skip
+            said = self._session.say(publish=request)
             try:
                 await self._session.answer(said)
             except Unsettled as error:
-                raise self._withdrawn(request_id, error) from None
+                withdrawn = error
+                with suppress(KvferryError):  # revoked behind it on the stream, where there is one
+                    abort = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+                    withdrawn = Unsettled(error, abort.settled)
+                raise withdrawn from None
         except BaseException:
             if known is None and self._leases.get(request_id) is lease:
                 del self._leases[request_id]
@@ -296,14 +247,6 @@ class EngineClient:
         if lease._ended.done():
             return lease
         return self._leases.setdefault(request_id, lease)  # a publish beside this one may have been refused
-
-    def _withdrawn(self, request_id: str, error: Unsettled) -> Unsettled:
-        """A publish that was not answered, revoked behind it on the stream; where there is one, its end settles it."""
-        try:
-            said = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
-        except KvferryError:
-            return error
-        return Unsettled(error, said.settled)
 
     async def receive(
         self,
@@ -337,12 +280,10 @@ class EngineClient:
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
         if source is not None:
-            request.source.CopyFrom(
-                engine_pb2.Source(engine_id=source.engine_id, address=source.address, epoch=source.epoch or "")
-            )
+            request.source.CopyFrom(engine_pb2.Source(**source.model_dump()))
         await self._none_before(request_id)
-        said, loop = self._session.say(receive=request), asyncio.get_running_loop()
-        receiving = self._receives[request_id] = Receiving(loop.create_future(), loop.create_future())
+        said = self._session.say(receive=request)
+        receiving = self._receives[request_id] = Receiving()
         try:
             receiving.named((await self._session.answer(said)).receive.transfer_id)
             event = await self._end_of(receiving, deadline_s or self._deadline_s)
@@ -350,8 +291,9 @@ class EngineClient:
             leaving = self._give_up(request_id, receiving, said)
             with suppress(asyncio.CancelledError):  # impatience changes nothing for the blocks
                 await asyncio.wait([leaving], timeout=LEAVE_S)
-            if not (receiving.quiet.done() and receiving.quiet.exception() is None):
-                raise ReceiveCancelled(request_id, receiving.quiet) from None
+            cancelled = ReceiveCancelled(request_id, receiving.quiet)
+            if not cancelled.blocks_safe:
+                raise cancelled from None
             raise
         except Unsettled as error:
             self._give_up(request_id, receiving, said)
@@ -364,9 +306,8 @@ class EngineClient:
             self._unquiet[receiving.transfer_id] = receiving
         if event.state != "done":
             raise TransferFailed(problem_from_proto(event.problem), event.state, receiving.quiet)
-        return Received(
-            request_id, event.transfer_id, event.nbytes, (event.tokens.start, event.tokens.stop), event.metadata
-        )
+        moved = event.tokens.start, event.tokens.stop
+        return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
 
     async def _none_before(self, request_id: str) -> None:
         """Wait, for as long as a call may take, until a receive of the request that was given up is quiet."""
@@ -374,43 +315,39 @@ class EngineClient:
         if before is not None and before.leaving is not None:
             await asyncio.wait([before.leaving], timeout=self._session.call_timeout_s)
         if request_id in self._receives:
-            raise Conflict(
-                "receive_pending",
-                f"request {request_id} is being received already, or was and is not quiet",
-                field="request_id",
-                value=request_id,
-                remedy="wait for it, or abort it first",
-            )
+            message = f"request {request_id} is being received already, or was and is not quiet"
+            remedy = "wait for it, or abort it first"
+            raise Conflict("receive_pending", message, field="request_id", value=request_id, remedy=remedy)
 
     async def _end_of(self, receiving: Receiving, deadline_s: float) -> engine_pb2.TransferEnded:
-        while not (await asyncio.wait([receiving.ended], timeout=deadline_s))[0]:
-            # An order may have moved the deadline: the daemon keeps it, for as long as it is there to do so.
-            await self._session.answer(self._session.say(probe=engine_pb2.Probe()), GRACE_S)
-        return receiving.ended.result()
+        while receiving.end is None:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await receiving.ended.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
+            except TimeoutError:
+                # An order may have moved the deadline: the daemon keeps it, for as long as it is there to do so.
+                await self._session.answer(self._session.say(probe=engine_pb2.Probe()), GRACE_S)
+        if isinstance(receiving.end, KvferryError):
+            raise receiving.end
+        return receiving.end
 
     def _give_up(self, request_id: str, receiving: Receiving, said: Said) -> asyncio.Task[None]:
-        """End the transfer of a receive whose caller does not wait. Until it is quiet the request is not received
-        again."""
+        """Abort the transfer of a receive whose caller has stopped waiting. Until it is quiet, the request cannot be
+        received again."""
 
         async def left() -> None:
-            try:
-                # An abort before that would find nothing.
-                answer = await asyncio.shield(said.answer)
+            with suppress(KvferryError):  # the session has ended, which will settle `quiet`
+                answer = await asyncio.shield(said.answer)  # an abort before that would find nothing
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return
                 receiving.named(answer.receive.transfer_id)
-                if not receiving.ended.done():
+                if receiving.end is None:
                     self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
-            except KvferryError:  # the session has ended, which settles it in time
-                pass
             await asyncio.wait([receiving.quiet])
 
-        def gone(_: object) -> None:
-            del self._receives[request_id]
-
         receiving.leaving = asyncio.create_task(left())
-        receiving.leaving.add_done_callback(gone)
+        receiving.leaving.add_done_callback(lambda _: self._receives.pop(request_id))
         return receiving.leaving
 
     async def abort(self, request_id: str) -> None:
@@ -438,15 +375,11 @@ class EngineClient:
 
     def _hear(self, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):
-            case "transfer_ended":
-                receiving = self._receives.get(event.transfer_ended.request_id)
+            case "transfer_ended" | "blocks_safe" as kind:
+                told: engine_pb2.TransferEnded | engine_pb2.BlocksSafe = getattr(event, kind)
+                receiving = self._unquiet.pop(told.transfer_id, None) or self._receives.get(told.request_id)
                 if receiving is not None:
-                    receiving.hear(event.transfer_ended)
-            case "blocks_safe":
-                safe = event.blocks_safe
-                receiving = self._unquiet.pop(safe.transfer_id, None) or self._receives.get(safe.request_id)
-                if receiving is not None:
-                    receiving.safe(safe.transfer_id)
+                    receiving.hear(told)
             case "lease_ended":
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():
@@ -458,19 +391,17 @@ class EngineClient:
                 self.draining.set()
 
     def _end(self, why: KvferryError) -> None:
-        """There is no session any more: what is under way has failed. Its blocks, and those of leases, are in doubt."""
+        """The session has ended: receives under way have failed. Their blocks, and those of leases, are in doubt."""
         for receiving in self._receives.values():
-            refuse(receiving.ended, Unsettled(why, receiving.quiet))
+            receiving.over(Unsettled(why, receiving.quiet))
 
     def _over(self, unknown: KvferryError | None) -> None:
-        """Nothing of the session is read or written any more, or that will never be known."""
+        """Nothing of the session is read or written any more. unknown: why that will never be certain."""
         for receiving in (*self._receives.values(), *self._unquiet.values()):
             settle(receiving.quiet, unknown)
-        over = unknown or Unavailable(
-            "daemon_gone",
-            "the session has ended, and with it the lease: nobody reads it any more",
-            remedy="connect again, and publish anew what is still to be read",
-        )
+        message = "the session has ended, and with it the lease: nobody reads it any more"
+        remedy = "connect again, and publish anew what is still to be read"
+        over = unknown or Unavailable("daemon_gone", message, remedy=remedy)
         for lease in self._leases.values():
             refuse(lease._ended, over)
         self._leases.clear()

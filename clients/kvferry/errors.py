@@ -1,15 +1,14 @@
 """The errors of the project: a kind, a stable code, what was wrong, and what to do about it.
 
-The same fields travel as problem+json over REST, as a `Problem` message over gRPC, and as text on the command line. The
-kind of an error decides its status everywhere, and an error that arrives from another process has the class that it was
-raised with there.
+REST answers with these fields as problem+json, gRPC as a `Problem` message, the command line as text. The kind of an
+error decides its status. An error that arrives from another process has the class with which it was raised there.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -29,8 +28,11 @@ class Refusal:
         return f"{where}{self.code}: source has {self.source}, destination has {self.destination}"
 
 
+Refusals: TypeAlias = tuple[Refusal, ...]
+
+
 class Kind(enum.Enum):
-    """What sort of thing went wrong: its HTTP status, and the name of its gRPC status."""
+    """What sort of thing went wrong, with its HTTP status and the name of its gRPC status."""
 
     MALFORMED = 422, "INVALID_ARGUMENT"
     UNAUTHORIZED = 401, "UNAUTHENTICATED"
@@ -43,13 +45,8 @@ class Kind(enum.Enum):
     UNAVAILABLE = 503, "UNAVAILABLE"
     DEADLINE = 504, "DEADLINE_EXCEEDED"
 
-    @property
-    def http(self) -> int:
-        return self.value[0]
-
-    @property
-    def grpc(self) -> str:
-        return self.value[1]
+    def __init__(self, http: int, grpc: str) -> None:
+        self.http, self.grpc = http, grpc
 
     @classmethod
     def of_http(cls, status: int) -> Kind:
@@ -58,31 +55,33 @@ class Kind(enum.Enum):
         return next((kind for kind in cls if kind.http == status), default)
 
 
+class Details(TypedDict, total=False):
+    """What an error says beside its code and message."""
+
+    field: str
+    value: object
+    remedy: str
+    refusals: Refusals
+
+
 class KvferryError(Exception):
-    """What every door of kvferry answers with; what is raised is one of the kinds below.
+    """Any error of kvferry. Only the subclasses below are raised.
 
     kind: decides the status. code: stable, snake_case, for programs. message: one sentence for people. field and
-    value: what was wrong, where one field was. remedy: what to do. refusals: the reasons, when a pair was refused.
+    value: the one field that was wrong, if it was one. remedy: what to do. refusals: why a pair was refused.
     """
 
     kind: Kind = Kind.INTERNAL
 
     def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        field: str = "",
-        value: object = "",
-        remedy: str = "",
-        refusals: tuple[Refusal, ...] = (),
+        self, code: str, message: str, *, field: str = "", value: object = "", remedy: str = "", refusals: Refusals = ()
     ) -> None:
         super().__init__(_text(message))
         self.code = code
         self.message = _text(message)
         self.field = _text(field)
-        self.value = _shorten(value)
-        self.remedy = remedy
+        self.value = shorten(value)
+        self.remedy = _text(remedy)
         self.refusals = refusals
 
     def __str__(self) -> str:
@@ -107,13 +106,13 @@ class Unauthorized(KvferryError):
 
 
 class Forbidden(KvferryError):
-    """The caller may not do that."""
+    """The caller is not allowed to do that."""
 
     kind = Kind.FORBIDDEN
 
 
 class NotFound(KvferryError):
-    """What was named is not here."""
+    """There is nothing here with the given name or id."""
 
     kind = Kind.NOT_FOUND
 
@@ -125,7 +124,7 @@ class Conflict(KvferryError):
 
 
 class Full(KvferryError):
-    """A limit is reached: later, or with less, it may be possible."""
+    """A limit is reached: it may be possible later, or with less."""
 
     kind = Kind.FULL
 
@@ -137,13 +136,13 @@ class Internal(KvferryError):
 
 
 class PeerFailed(KvferryError):
-    """Another process that is needed did not do its part."""
+    """Another process that is needed failed or cannot be reached."""
 
     kind = Kind.PEER_FAILED
 
 
 class Unavailable(KvferryError):
-    """This process cannot do it yet, or not any more."""
+    """It cannot be done yet, or not any more."""
 
     kind = Kind.UNAVAILABLE
 
@@ -154,42 +153,32 @@ class Deadline(KvferryError):
     kind = Kind.DEADLINE
 
 
-CLASSES: dict[Kind, type[KvferryError]] = {
-    each.kind: each
-    for each in (
-        Malformed, Unauthorized, Forbidden, NotFound, Conflict, Full, Internal, PeerFailed, Unavailable, Deadline
-    )
-}  # fmt: skip
-"""What an error that arrives from another process becomes, by its kind."""
+CLASSES = {each.kind: each for each in KvferryError.__subclasses__()}
+"""The class of an error that arrives from another process, by its kind."""
 
 
 class Caused(KvferryError):
-    """One error told as another: all but its class is that of `cause`."""
+    """An error in which only the class differs from `cause`."""
 
     def __init__(self, cause: KvferryError) -> None:
-        super().__init__(
-            cause.code,
-            cause.message,
-            field=cause.field,
-            value=cause.value,
-            remedy=cause.remedy,
-            refusals=cause.refusals,
-        )
+        details = Details(field=cause.field, value=cause.value, remedy=cause.remedy, refusals=cause.refusals)
+        super().__init__(cause.code, cause.message, **details)
         self.kind = cause.kind
 
 
 def first_breach(error: ValidationError, root: str, code: str, remedy: str) -> Malformed:
-    """The first thing that is wrong with an object called `root`."""
+    """The first fault that pydantic found in an object called `root`."""
     first = error.errors(include_url=False)[0]
     field = ".".join([root, *(str(part) for part in first["loc"])])
     return Malformed(code, f"{field}: {first['msg']}", field=field, value=first.get("input", ""), remedy=remedy)
 
 
 def _text(value: str) -> str:
-    """Text that any encoding takes: a value from a JSON body may hold lone surrogates, told as `\\ud800`."""
+    """Text that any encoding takes: a value from a JSON body may hold lone surrogates, written here as `\\ud800`."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _shorten(value: object, limit: int = 200) -> str:
+def shorten(value: object, limit: int = 200) -> str:
+    """At most `limit` characters of it, as text that any encoding takes."""
     text = _text(str(value))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

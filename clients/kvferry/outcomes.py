@@ -1,16 +1,17 @@
-"""How publishes and receives end, as an engine is told."""
+"""How publishes and receives end."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.errors import Caused, KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.v1 import engine_pb2
 
-EARLY = 16
-"""Ends kept of a request whose own transfer is not known yet; more are those of transfers long over."""
+EARLY = 32
+"""Events kept of a request whose own transfer is not known yet; those before them are of transfers long over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Received:
 
 
 class _InDoubt:
-    """What ends a call although its blocks may still be read or written."""
+    """An end of a call after which its blocks may still be read or written."""
 
     _quiesced: asyncio.Future[None]
 
@@ -35,10 +36,10 @@ class _InDoubt:
         return self._quiesced.done() and self._quiesced.exception() is None
 
     async def quiesced(self) -> None:
-        """Wait until nothing reads or writes the blocks any more: the daemon says so, or it is known to be dead.
+        """Wait until nothing reads or writes the blocks any more: the daemon has confirmed it, or is known to be dead.
 
-        For as long as the daemon says nothing. Raises KvferryError (`session_closed`) when the client is closed first:
-        then it is never known.
+        There is no deadline. Raises KvferryError (`session_closed`) when the client is closed first: then it will never
+        be known.
         """
         await asyncio.shield(self._quiesced)
 
@@ -80,46 +81,45 @@ class Lease:
     async def ended(self) -> LeaseState:
         """RELEASED (all expected readers have read), EXPIRED or REVOKED.
 
-        Raises KvferryError when the lease is over in another way: `fence_timeout` when the fence of a publish was not
-        reached; `daemon_gone` when the session has ended and the daemon is dead, or has said that nothing of that
-        session is read any more. After `session_closed` it is not known.
+        Raises KvferryError when the lease ended in another way: `fence_timeout` when the fence of a publish was not
+        reached; `daemon_gone` when the session has ended and the daemon is dead, or has confirmed that nothing of that
+        session is read any more; `session_closed` when the client was closed: the blocks may still be read.
         """
         return await asyncio.shield(self._ended)
 
 
-@dataclass(slots=True, eq=False)
 class Receiving:
-    """A receive under way. Its end is that of its own transfer: one before it, of the same request, may end late."""
+    """A receive under way. Only events of its own transfer count: an earlier one of the same request may end late."""
 
-    ended: asyncio.Future[engine_pb2.TransferEnded]
-    quiet: asyncio.Future[None]
-    transfer_id: str = ""
-    leaving: asyncio.Task[None] | None = None
-    """The end of a receive that was given up."""
-    _early: dict[str, tuple[engine_pb2.TransferEnded, bool]] = field(default_factory=dict)
-    """What ended before the daemon's reply said which transfer is meant, and whether its blocks are safe by now."""
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended = asyncio.Event()
+        self.end: engine_pb2.TransferEnded | KvferryError | None = None
+        """Once `ended` is set: what the daemon said, or why it never will."""
+        self.quiet: asyncio.Future[None] = loop.create_future()
+        self.transfer_id = ""
+        self.leaving: asyncio.Task[None] | None = None
+        """The end of a receive that was given up."""
+        self._early: deque[engine_pb2.TransferEnded | engine_pb2.BlocksSafe] = deque(maxlen=EARLY)
 
     def named(self, transfer_id: str) -> None:
+        """The daemon's reply has come and says which transfer is meant."""
         self.transfer_id = transfer_id
-        ended, safe = self._early.get(transfer_id, (None, False))
-        self._early.clear()
-        if ended is not None:
-            self.hear(ended)
-            if safe:
-                self.safe(transfer_id)
+        while self._early:
+            self.hear(self._early.popleft())
 
-    def hear(self, event: engine_pb2.TransferEnded) -> None:
+    def over(self, end: engine_pb2.TransferEnded | KvferryError) -> None:
+        """How it has ended; only the first counts."""
+        self.end = self.end or end
+        self.ended.set()
+
+    def hear(self, event: engine_pb2.TransferEnded | engine_pb2.BlocksSafe) -> None:
         if not self.transfer_id:
-            self._early[event.transfer_id] = event, event.blocks_safe
-            if len(self._early) > EARLY:
-                del self._early[next(iter(self._early))]
-        elif self.transfer_id == event.transfer_id and not self.ended.done():
-            self.ended.set_result(event)
-            if event.blocks_safe:
-                self.safe(event.transfer_id)
-
-    def safe(self, transfer_id: str) -> None:
-        if transfer_id in self._early:
-            self._early[transfer_id] = self._early[transfer_id][0], True
-        elif transfer_id == self.transfer_id and not self.quiet.done():
-            self.quiet.set_result(None)
+            self._early.append(event)
+        elif event.transfer_id == self.transfer_id:
+            if isinstance(event, engine_pb2.TransferEnded):
+                self.over(event)
+                if not event.blocks_safe:
+                    return
+            if not self.quiet.done():
+                self.quiet.set_result(None)

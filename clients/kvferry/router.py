@@ -8,45 +8,43 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ConfigDict
 
+from kvferry import schemas
+from kvferry.errors import Details, Kind, KvferryError, Refusal
 from kvferry.manifest import Manifest
-from kvferry.problem import DaemonError, malformed, problem, refused
-from kvferry.schemas import (
-    AbortResult,
-    DrainRequest,
-    DrainStatus,
-    EngineList,
-    EngineRecord,
-    ExplainRequest,
-    ExplainTables,
-    Health,
-    Info,
-    LeaseList,
-    LeaseRecord,
-    OrderBody,
-    Ordered,
-    PeerList,
-    PeerRecord,
-    PeerRequest,
-    Readiness,
-    TransferList,
-    TransferRecord,
-    TransferState,
-)
 
 __all__ = ["DaemonError", "Explanation", "RouterClient"]
 
 T = TypeVar("T", bound=BaseModel)
+_quoted = partial(quote, safe="")
 POLL_S = 30.0
 """One long poll. `RouterClient.wait` strings several together: proxies and load balancers cut longer silences."""
+
+
+class DaemonError(KvferryError):
+    """What a daemon answered, or that it did not.
+
+    status: the HTTP status, 0 when no answer came. retry_after_s: set when the daemon is full (429) or draining.
+    Codes of our own: `daemon_unreachable`, `daemon_timeout`, `malformed_answer`; all others are the daemon's.
+    """
+
+    def __init__(
+        self, code: str, message: str, *, status: int = 0, retry_after_s: float | None = None, **more: Unpack[Details]
+    ) -> None:
+        super().__init__(code, message, **more)
+        self.kind = Kind.of_http(status)
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class Explanation(BaseModel):
@@ -105,21 +103,21 @@ class RouterClient:
 
     # transfers
 
-    async def order(self, body: OrderBody, *, traceparent: str = "") -> Ordered:
+    async def order(self, body: schemas.OrderBody, *, traceparent: str = "") -> schemas.Ordered:
         """Order a transfer. The same order again answers with the same transfer.
 
         Raises `order_conflict` for another body under the same request_id, `full` (see `retry_after_s`),
         `address_not_allowed`, `draining`.
         """
         headers = {"traceparent": traceparent} if traceparent else {}
-        return await self._call("POST", "/v1/transfers", Ordered, body=body, headers=headers)
+        return await self._call("POST", "/v1/transfers", schemas.Ordered, body=body, headers=headers)
 
-    async def transfer(self, transfer_id: str, *, wait_s: float = 0.0) -> TransferRecord:
+    async def transfer(self, transfer_id: str, *, wait_s: float = 0.0) -> schemas.TransferRecord:
         """The record as it is now, or at its end if that comes within `wait_s`. Raises `unknown_transfer`."""
         path = f"/v1/transfers/{_quoted(transfer_id)}"
-        return await self._call("GET", path, TransferRecord, query=_wait(wait_s), wait_s=wait_s)
+        return await self._call("GET", path, schemas.TransferRecord, query=_wait(wait_s), wait_s=wait_s)
 
-    async def wait(self, transfer_id: str, *, timeout_s: float = 60.0) -> TransferRecord:
+    async def wait(self, transfer_id: str, *, timeout_s: float = 60.0) -> schemas.TransferRecord:
         """Long-poll until the transfer ended or `timeout_s` passed: look at `record.state.ended`."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -129,51 +127,48 @@ class RouterClient:
                 return record
 
     async def transfers(
-        self, request_id: str | None = None, state: TransferState | None = None, *, wait_s: float = 0.0
-    ) -> list[TransferRecord]:
+        self, request_id: str | None = None, state: schemas.TransferState | None = None, *, wait_s: float = 0.0
+    ) -> list[schemas.TransferRecord]:
         """All that match. With `request_id` and `wait_s`: waits for that request's transfer to come and end."""
-        query = _wait(wait_s)
-        if request_id is not None:
-            query["request_id"] = request_id
-        if state is not None:
-            query["state"] = state.value
-        return (await self._call("GET", "/v1/transfers", TransferList, query=query, wait_s=wait_s)).transfers
+        wanted = {"request_id": request_id, "state": state}
+        query = _wait(wait_s) | {name: value for name, value in wanted.items() if value is not None}
+        return (await self._call("GET", "/v1/transfers", schemas.TransferList, query=query, wait_s=wait_s)).transfers
 
-    async def abort_transfer(self, transfer_id: str) -> TransferRecord:
-        return await self._call("DELETE", f"/v1/transfers/{_quoted(transfer_id)}", TransferRecord)
+    async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:
+        return await self._call("DELETE", f"/v1/transfers/{_quoted(transfer_id)}", schemas.TransferRecord)
 
-    async def abort_request(self, request_id: str) -> AbortResult:
+    async def abort_request(self, request_id: str) -> schemas.AbortResult:
         """End whatever this daemon holds for the request: its transfer and its lease."""
-        return await self._call("POST", f"/v1/requests/{_quoted(request_id)}/abort", AbortResult)
+        return await self._call("POST", f"/v1/requests/{_quoted(request_id)}/abort", schemas.AbortResult)
 
     # leases, peers, engines
 
-    async def leases(self) -> list[LeaseRecord]:
-        return (await self._call("GET", "/v1/leases", LeaseList)).leases
+    async def leases(self) -> list[schemas.LeaseRecord]:
+        return (await self._call("GET", "/v1/leases", schemas.LeaseList)).leases
 
-    async def revoke_lease(self, request_id: str) -> LeaseRecord:
+    async def revoke_lease(self, request_id: str) -> schemas.LeaseRecord:
         """Raises `unknown_lease`."""
-        return await self._call("DELETE", f"/v1/leases/{_quoted(request_id)}", LeaseRecord)
+        return await self._call("DELETE", f"/v1/leases/{_quoted(request_id)}", schemas.LeaseRecord)
 
-    async def peers(self) -> list[PeerRecord]:
-        return (await self._call("GET", "/v1/peers", PeerList)).peers
+    async def peers(self) -> list[schemas.PeerRecord]:
+        return (await self._call("GET", "/v1/peers", schemas.PeerList)).peers
 
-    async def prewarm(self, body: PeerRequest, *, timeout_s: float = 30.0) -> list[PeerRecord]:
+    async def prewarm(self, body: schemas.PeerRequest, *, timeout_s: float = 30.0) -> list[schemas.PeerRecord]:
         """Shake hands with every rank of a source engine now: the first contact takes seconds."""
-        return (await self._call("POST", "/v1/peers", PeerList, body=body, wait_s=timeout_s)).peers
+        return (await self._call("POST", "/v1/peers", schemas.PeerList, body=body, wait_s=timeout_s)).peers
 
-    async def forget_peer(self, engine_id: str) -> list[PeerRecord]:
+    async def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         """Drop what is held of that engine's ranks. Returns the peers that were forgotten."""
-        return (await self._call("DELETE", "/v1/peers", PeerList, query={"engine_id": engine_id})).peers
+        return (await self._call("DELETE", "/v1/peers", schemas.PeerList, query={"engine_id": engine_id})).peers
 
-    async def engines(self) -> list[EngineRecord]:
-        return (await self._call("GET", "/v1/engines", EngineList)).engines
+    async def engines(self) -> list[schemas.EngineRecord]:
+        return (await self._call("GET", "/v1/engines", schemas.EngineList)).engines
 
     async def explain(
-        self, sources: Sequence[Manifest], destination: Manifest, tables: ExplainTables | None = None
+        self, sources: Sequence[Manifest], destination: Manifest, tables: schemas.ExplainTables | None = None
     ) -> Explanation:
         """What a transfer between these would do. A pair that is refused raises with `refusals`."""
-        body = ExplainRequest(
+        body = schemas.ExplainRequest(
             sources=[source.model_dump(mode="json") for source in sources],
             destination=destination.model_dump(mode="json"),
             tables=tables,
@@ -182,24 +177,26 @@ class RouterClient:
 
     # the daemon itself
 
-    async def drain(self, wait_s: float = 0.0) -> DrainStatus:
+    async def drain(self, wait_s: float = 0.0) -> schemas.DrainStatus:
         """Take no more orders and leases. Holds the answer until nothing is left, at most `wait_s`."""
-        return await self._call("POST", "/v1/drain", DrainStatus, body=DrainRequest(wait_s=wait_s), wait_s=wait_s)
+        return await self._call(
+            "POST", "/v1/drain", schemas.DrainStatus, body=schemas.DrainRequest(wait_s=wait_s), wait_s=wait_s
+        )
 
-    async def drain_status(self) -> DrainStatus:
-        return await self._call("GET", "/v1/drain", DrainStatus)
+    async def drain_status(self) -> schemas.DrainStatus:
+        return await self._call("GET", "/v1/drain", schemas.DrainStatus)
 
-    async def info(self) -> Info:
-        return await self._call("GET", "/v1/info", Info)
+    async def info(self) -> schemas.Info:
+        return await self._call("GET", "/v1/info", schemas.Info)
 
-    async def ready(self) -> Readiness:
+    async def ready(self) -> schemas.Readiness:
         """A daemon that is up but not ready answers with its reasons; one that is down raises."""
-        return await self._call("GET", "/readyz", Readiness, accept=503)
+        return await self._call("GET", "/readyz", schemas.Readiness, accept=503)
 
     async def healthy(self) -> bool:
         """Whether the process answers. Never raises."""
         try:
-            return (await self._call("GET", "/healthz", Health)).status == "ok"
+            return (await self._call("GET", "/healthz", schemas.Health)).status == "ok"
         except DaemonError:
             return False
 
@@ -226,16 +223,11 @@ class RouterClient:
         )
         response = await self._send(request, timeout_s)
         if not response.is_success and response.status_code != accept:
-            raise problem(response)
+            raise _problem(response)
         try:
-            parsed = json.loads(response.content)
-            if isinstance(parsed, dict) and parsed.get("refused"):
-                raise refused(response.status_code, parsed["refused"])
-            return answer.model_validate(parsed)
+            return answer.model_validate(json.loads(response.content))
         except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
-            if response.status_code == accept != 200:
-                raise problem(response) from None
-            raise malformed(response, error) from None
+            raise (_malformed(response, error) if response.is_success else _problem(response)) from None
 
     async def _send(self, request: httpx.Request, timeout_s: float) -> httpx.Response:
         try:
@@ -245,31 +237,57 @@ class RouterClient:
                 except httpx.RemoteProtocolError:
                     # The daemon closed an idle connection while the request was on its way.
                     return await self._http.send(request)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise self._unreachable(error) from error
-        except (httpx.TimeoutException, TimeoutError) as error:
-            raise DaemonError(
-                "daemon_timeout",
-                f"the daemon did not answer {request.method} {request.url.path} within {timeout_s:g} s",
-                field="url",
-                value=self.url,
-                remedy="look at its log, or give the call a longer timeout_s",
-            ) from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-
-    def _unreachable(self, error: Exception) -> DaemonError:
-        return DaemonError(
-            "daemon_unreachable",
-            f"no daemon answers at {self.url}: {str(error) or type(error).__name__}",
-            field="url",
-            value=self.url,
-            remedy="is `kvferry serve` running there, and is this its REST address (http://host:7410 by default)?",
-        )
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            late = isinstance(error, httpx.TimeoutException | TimeoutError)
+            if late and not isinstance(error, httpx.ConnectTimeout):
+                code, remedy = "daemon_timeout", "look at its log, or give the call a longer timeout_s"
+                message = f"the daemon did not answer {request.method} {request.url.path} within {timeout_s:g} s"
+            else:
+                code, message = (
+                    "daemon_unreachable",
+                    f"no daemon answers at {self.url}: {str(error) or type(error).__name__}",
+                )
+                remedy = "is `kvferry serve` running there, and is this its REST address (http://host:7410 by default)?"
+            raise DaemonError(code, message, field="url", value=self.url, remedy=remedy) from error
 
 
-def _quoted(part: str) -> str:
-    return quote(part, safe="")
+def _problem(response: httpx.Response) -> DaemonError:
+    """The error that a response of 400 and above stands for."""
+    try:
+        body = schemas.Problem.model_validate(json.loads(response.content))
+    except (ValueError, RecursionError) as error:
+        return _malformed(response, error)
+    return DaemonError(
+        body.code,
+        body.detail or body.title,
+        status=response.status_code,
+        retry_after_s=_retry_after(response),
+        field=body.field,
+        value=body.value,
+        remedy=body.remedy,
+        refusals=tuple(Refusal(**refusal.model_dump()) for refusal in body.refusals),
+    )
+
+
+def _malformed(response: httpx.Response, error: Exception) -> DaemonError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return DaemonError(
+        "malformed_answer",
+        f"{response.request.method} {response.request.url} answered {response.status_code} with something that is "
+        f"not kvferry's: {reason}",
+        status=response.status_code,
+        field="body",
+        value=response.content[:120].decode(errors="replace"),
+        remedy="is this the daemon's REST address, of a daemon that speaks /v1?",
+    )
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    try:
+        seconds = float(response.headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 def _wait(wait_s: float) -> dict[str, str]:

@@ -35,6 +35,15 @@ UNREACHABLE, SILENT = "unreachable", "deadline"
 STREAM_ENDS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 """gRPC's own words for a stream that the other side has ended or dropped, beside UNAVAILABLE: INTERNAL where we were
 writing just then."""
+_MEANINGS: dict[grpc.StatusCode, tuple[type[KvferryError], str, str, str]] = {
+    grpc.StatusCode.UNAVAILABLE: (
+        Unavailable, UNREACHABLE, "does not answer", "check that the daemon runs and that the address is right",
+    ),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (Deadline, SILENT, "did not answer in time", "see the daemon's log"),
+    grpc.StatusCode.UNIMPLEMENTED: (
+        Conflict, "protocol", "does not speak this protocol", "check that it is a kvferry peer port, and its version",
+    ),
+}  # fmt: skip
 
 
 def error_of(error: grpc.aio.AioRpcError, whom: str, ended: KvferryError | None = None) -> KvferryError:
@@ -45,25 +54,9 @@ def error_of(error: grpc.aio.AioRpcError, whom: str, ended: KvferryError | None 
     for key, value in error.trailing_metadata() or ():
         if key == PROBLEM_KEY and isinstance(value, bytes):
             return problem_from_proto(layout_pb2.Problem.FromString(value))
-    code = error.code()
-    if ended is not None and code in STREAM_ENDS:
+    status = error.code()
+    if ended is not None and status in STREAM_ENDS:
         return ended
-    if code == grpc.StatusCode.UNAVAILABLE:
-        return Unavailable(
-            UNREACHABLE,
-            f"{whom} does not answer: {error.details()}",
-            field="address",
-            value=whom,
-            remedy="check that the daemon runs and that the address is right",
-        )
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Deadline(SILENT, f"{whom} did not answer in time", field="address", value=whom)
-    if code == grpc.StatusCode.UNIMPLEMENTED:
-        return Conflict(
-            "protocol",
-            f"{whom} does not speak this protocol: {error.details()}",
-            field="protocol",
-            value=PROTOCOL_MAX,
-            remedy="check that the address is a kvferry peer port, and its version",
-        )
-    return PeerFailed("rpc_failed", f"{whom} answered {code.name}: {error.details()}", field="address", value=whom)
+    failed = PeerFailed, "rpc_failed", f"answered {status.name}", "see the daemon's log"
+    raised, code, what, remedy = _MEANINGS.get(status, failed)
+    return raised(code, f"{whom} {what}: {error.details()}", field="address", value=whom, remedy=remedy)

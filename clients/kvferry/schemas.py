@@ -1,4 +1,4 @@
-"""The REST bodies of section 9, shared by the daemon that answers and the client that asks.
+"""The REST bodies, shared by the daemon that answers and the client that asks.
 
 Times are milliseconds where the name ends in `_ms`, sizes are bytes. Unknown fields of a request are refused
 with their name; unknown fields of an answer are ignored, so that an old client reads a new daemon.
@@ -56,6 +56,13 @@ class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
+class RefusalBody(_Answer):
+    code: str
+    component: str
+    source: str
+    destination: str
+
+
 class Problem(_Answer):
     """RFC 9457 problem+json. `code` is stable; `field`, `value` and `remedy` say what to change."""
 
@@ -68,13 +75,6 @@ class Problem(_Answer):
     value: str = ""
     remedy: str = ""
     refusals: list[RefusalBody] = []
-
-
-class RefusalBody(_Answer):
-    code: str
-    component: str
-    source: str
-    destination: str
 
 
 class SourceBody(_Request):
@@ -227,18 +227,18 @@ class EngineList(_Answer):
     engines: list[EngineRecord]
 
 
-class ExplainRequest(_Request):
-    sources: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    destination: dict[str, Any]
-    tables: ExplainTables | None = None
-
-
 class ExplainTables(_Request):
     """`source`: by rank, then group (or by group for a single source); `destination`: by group; `tokens`: [A, B)."""
 
     source: dict[str, Any]
     destination: dict[str, Any]
     tokens: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+
+
+class ExplainRequest(_Request):
+    sources: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    destination: dict[str, Any]
+    tables: ExplainTables | None = None
 
 
 class DrainStatus(_Answer):
@@ -281,7 +281,3 @@ class Readiness(_Answer):
 
 class Health(_Answer):
     status: Literal["ok"] = "ok"
-
-
-Problem.model_rebuild()
-ExplainRequest.model_rebuild()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 CALL_S = 30.0
 """How long a call may take that does not wait for another party."""
 CLOSE_S = 2.0
-"""How long `close` waits for the daemon to take leave of it."""
+"""How long `close` waits for the daemon's answer."""
 ASK_S, AGAIN_S = 5.0, 0.2
 """How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
@@ -33,16 +33,16 @@ OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """A command on the stream. answer: fails when the session ends first. settled: whatever the command did is known or
-    over: it is answered, or nothing of the session is read or written any more."""
+    """A command on the stream. answer: fails when the session ends first. settled: done when the command is answered,
+    or when nothing of the session is read or written any more."""
 
     answer: asyncio.Future[engine_pb2.Answer]
     settled: asyncio.Future[None]
 
 
 class Session:
-    """`attach` begins it. It ends with the stream, from either side. That is not the end of what the daemon reads and
-    writes: `over` is. `close` it, whatever came of it."""
+    """`attach` opens the session, and either side ends it by ending the stream. The daemon may still read and write the
+    engine's blocks until `over` is set. Always `close` it."""
 
     def __init__(
         self,
@@ -52,14 +52,16 @@ class Session:
         on_over: Callable[[KvferryError | None], None],
         call_timeout_s: float = CALL_S,
     ) -> None:
-        """hear: called with every event but answers. on_end: once, with what calls raise from then on. on_over: once,
-        with None when nothing of the session is read or written any more, or with why that will never be known."""
+        """hear: called with every event except answers. on_end: called once, with the error that calls raise from then
+        on. on_over: called once; with None when nothing of the session is read or written any more, or with the reason
+        why that will never be known."""
+        self._whom = f"the daemon on {socket}"
         self._socket, self._hear, self._on_end, self._on_over = socket, hear, on_end, on_over
         self.call_timeout_s = call_timeout_s
         self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=OPTIONS)
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(self._channel)
         self.id = ""
-        """What calls beside the stream name it by."""
+        """Named in every call beside the stream."""
         self.closed = asyncio.Event()
         self.over = asyncio.Event()
         self._quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,40 +74,43 @@ class Session:
         self._confirming: asyncio.Task[None] | None = None
         self._closing = False
         self._ended: KvferryError | None = None
-        """Why there is no session any more."""
+        """Why the session ended."""
 
-    async def attach(self, attach: engine_pb2.AttachRequest) -> engine_pb2.Attached:
-        """Waits for the daemon to come up; the caller bounds the wait. Raises KvferryError with what it refuses."""
+    async def attach(self, attach: engine_pb2.AttachRequest, timeout_s: float) -> engine_pb2.Attached:
+        """Waits for the daemon to come up. Raises KvferryError: `unreachable`, or what the daemon refuses."""
         self._commands.put_nowait(engine_pb2.Command(attach=attach))
         stream = aiter(self.stub.Attach(self._to_say(), wait_for_ready=True))
         try:
-            attached = (await anext(stream)).attached
+            async with asyncio.timeout(timeout_s):
+                attached = (await anext(stream)).attached
+                self.id, self._instance = attached.session, attached.instance
+                self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
+                with contextlib.suppress(KvferryError):  # without it neither side can see that the other's process died
+                    await self.hand_over([])
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"the daemon on {self._socket}") from None
-        except StopAsyncIteration:
-            raise Unavailable("unreachable", f"the daemon on {self._socket} closed the session") from None
-        self.id, self._instance = attached.session, attached.instance
-        self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
-        with contextlib.suppress(KvferryError):  # then neither side knows when the other's process is dead
-            await self.hand_over([])
+            raise error_of(error, self._whom) from None
+        except (TimeoutError, StopAsyncIteration):
+            message = f"no daemon opened a session on {self._socket} within {timeout_s:g} s"
+            remedy = "start `kvferry serve`, or give the engine_socket it listens on"
+            raise Unavailable("unreachable", message, field="socket", value=self._socket, remedy=remedy) from None
         return attached
 
     async def call(self, method: Callable[..., Any], request: Message, timeout_s: float = 0.0) -> Any:
-        """A call beside the stream. timeout_s: longer than other calls take. Raises KvferryError."""
+        """A call beside the stream. timeout_s: added to `call_timeout_s`. Raises KvferryError."""
         if self._ended is not None:
             raise self._ended
         check_size(request, type(request).__name__)
         try:
             return await method(request, timeout=self.call_timeout_s + timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _closed() if self._closing else error_of(error, f"the daemon on {self._socket}") from None
+            raise session_closed() if self._closing else error_of(error, self._whom) from None
         except grpc.aio.UsageError:  # what a call on a closed channel raises
-            raise _closed() from None
+            raise session_closed() from None
         except asyncio.CancelledError:  # of this task, or of a call whose channel is closed under it
             task = asyncio.current_task()
             if not self._closing or (task is not None and task.cancelling()):
                 raise
-            raise _closed() from None
+            raise session_closed() from None
 
     async def command(self, **command: Message) -> engine_pb2.Answer:
         """`say` it and wait for its `answer`."""
@@ -113,7 +118,7 @@ class Session:
 
     def say(self, **command: Message) -> Said:
         """Put a command on the stream. Raises KvferryError: `message_too_large`; Unsettled when the session has ended,
-        for what was said before may not be over."""
+        because earlier commands may still have an effect."""
         if self._ended is not None:
             raise Unsettled(self._ended, self._quiet)
         number, loop = next(self._numbers), asyncio.get_running_loop()
@@ -131,7 +136,10 @@ class Session:
             async with asyncio.timeout(timeout_s):
                 answer = await asyncio.shield(said.answer)
         except TimeoutError:
-            raise Unsettled(late(self._socket, timeout_s), said.settled) from None
+            message = f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
+            remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
+            late = Deadline("deadline", message, field="call_timeout_s", value=timeout_s, remedy=remedy)
+            raise Unsettled(late, said.settled) from None
         except KvferryError as why:
             raise Unsettled(why, said.settled) from None
         if answer.HasField("problem"):
@@ -167,7 +175,7 @@ class Session:
         try:
             return await asyncio.shield(fetching)
         except asyncio.CancelledError:
-            fetching.add_done_callback(_close_unwanted)
+            fetching.add_done_callback(lambda done: None if done.exception() else os.close(done.result()))
             raise
 
     async def close(self) -> None:
@@ -183,8 +191,8 @@ class Session:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         await self._channel.close()
-        self._end(_closed())
-        self._settle(_closed())
+        self._end(session_closed())
+        self._settle(session_closed())
         if self._daemon is not None:
             self._daemon.close()
 
@@ -193,13 +201,8 @@ class Session:
             yield command
 
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
-        why: KvferryError = Unavailable(
-            "daemon_gone",
-            f"the daemon on {self._socket} ended the session",
-            field="socket",
-            value=self._socket,
-            remedy="connect again; what was in flight has not arrived",
-        )
+        message, remedy = f"{self._whom} ended the session", "connect again; what was in flight has not arrived"
+        why: KvferryError = Unavailable("daemon_gone", message, field="socket", value=self._socket, remedy=remedy)
         try:
             async for event in events:
                 if event.HasField("answer"):
@@ -210,9 +213,9 @@ class Session:
                 else:
                     self._hear(event)
         except grpc.aio.AioRpcError as error:
-            why = error_of(error, f"the daemon on {self._socket}", ended=why)
+            why = error_of(error, self._whom, ended=why)
         finally:
-            self._end(_closed() if self._closing else why)
+            self._end(session_closed() if self._closing else why)
 
     def _end(self, why: KvferryError) -> None:
         if self._ended is not None:
@@ -227,27 +230,24 @@ class Session:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
 
     async def _confirm(self) -> None:
-        """Until it is certain that the daemon reads and writes nothing of the session any more: it says so, or its
-        process is dead. One that is silent may go on at any time."""
+        """Wait until the daemon has confirmed that it reads and writes nothing of the session any more, or until its
+        process is dead. A silent daemon may go on at any time."""
         dead = asyncio.Event()
         if self._daemon is not None:
             self._daemon.watch(dead.set)
-        while not dead.is_set() and not await self._ended_there():
+        while not dead.is_set():
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                reply = await self.stub.End(engine_pb2.EndRequest(session=self.id), timeout=ASK_S)
+                # Another daemon takes the socket only when nobody serves it any more; where its predecessor's process
+                # is known its death is waited for all the same.
+                if self._daemon is None or reply.instance == self._instance:
+                    break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(dead.wait(), AGAIN_S)
         self._settle(None)
 
-    async def _ended_there(self) -> bool:
-        try:
-            reply = await self.stub.End(engine_pb2.EndRequest(session=self.id), timeout=ASK_S)
-        except grpc.aio.AioRpcError:
-            return False
-        # Another daemon takes the socket only when nobody serves it any more; where its predecessor's process is known
-        # its death is waited for all the same.
-        return self._daemon is None or bool(reply.instance == self._instance)
-
     def _settle(self, unknown: KvferryError | None) -> None:
-        """unknown: why it will never be known what became of what was said."""
+        """unknown: why the effect of the commands that were not answered will never be known."""
         if self.over.is_set():
             return
         self.over.set()
@@ -267,48 +267,29 @@ def check_size(message: Message, kind: str) -> None:
         body = getattr(message, kind, message)
         sizes = {field.name: _nbytes(value) for field, value in body.ListFields()}
         largest = max(sizes, key=lambda name: sizes[name])
-        raise Malformed(
-            "message_too_large",
-            f"a message of {nbytes} bytes was not sent: at most {MAX_MESSAGE} are",
-            field=f"{kind}.{largest}",
-            value=f"{sizes[largest]} bytes",
-            remedy="use larger blocks, or split the request",
-        )
+        field, value = f"{kind}.{largest}", f"{sizes[largest]} bytes"
+        why, remedy = f"a message may have {MAX_MESSAGE} bytes, not {nbytes}", "use larger blocks, or split the request"
+        raise Malformed("message_too_large", why, field=field, value=value, remedy=remedy)
 
 
 def _nbytes(value: Any) -> int:
     return value.ByteSize() if isinstance(value, Message) else len(value) if isinstance(value, bytes | str) else 8
 
 
-def late(socket: str, waited_s: float) -> KvferryError:
-    return Deadline(
-        "deadline",
-        f"the daemon on {socket} did not answer within {waited_s:g} s: the blocks are not known to be quiet",
-        field="call_timeout_s",
-        value=waited_s,
-        remedy="wait for quiesced() before reusing the blocks; see the daemon's log",
-    )
-
-
-def _close_unwanted(fetched: asyncio.Task[int]) -> None:
-    if fetched.exception() is None:
-        os.close(fetched.result())
-
-
 def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
-    """Whoever waits for it raises this; nobody may be waiting."""
+    """Fail the future, unless it is done. Nobody needs to wait for it."""
     if not waiting.done():
         waiting.set_exception(why)
-        waiting.exception()  # retrieved
+        waiting.exception()  # marks it as retrieved: asyncio logs nothing
 
 
 def settle(quiet: asyncio.Future[None], unknown: KvferryError | None) -> None:
-    """It is so, or will never be known. Nothing where it was settled before."""
+    """Unless it is done: fail the future with `unknown`, or resolve it where that is None."""
     if unknown is not None:
         refuse(quiet, unknown)
     elif not quiet.done():
         quiet.set_result(None)
 
 
-def _closed() -> KvferryError:
+def session_closed() -> KvferryError:
     return Unavailable("session_closed", "the session is closed", remedy="connect again")

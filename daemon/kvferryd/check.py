@@ -6,7 +6,7 @@ from kvferry.errors import Malformed
 from kvferry.manifest import Group, Manifest
 from kvferry.tables import BlockTable, Tables
 from kvferryd.config import WAYS
-from kvferryd.plan.bind import destination_table_of, local_tokens, table_of
+from kvferryd.plan.bind import check_holds, destination_table_of, local_tokens, table_of
 
 MAX_METADATA = 64 << 10
 MAX_SECONDS = 86400.0
@@ -55,7 +55,8 @@ def check_source(manifest: Manifest, tables: Tables, num_tokens: int, metadata: 
     _check_names(manifest, tables)
     for group in manifest.groups:
         table = table_of(tables, group, "source")
-        _check_holds(group, table, num_tokens, "list every block of the request, or publish fewer tokens")
+        if group.kind == "paged":
+            check_holds(table, group, table.first_token, local_tokens(group.token_shard, num_tokens), "source")
         _check_length(group, table)
 
 
@@ -65,8 +66,8 @@ def check_destination(manifest: Manifest, tables: Tables, tokens: tuple[int, int
     for group in manifest.groups:
         table = destination_table_of(tables, group)
         _check_length(group, table)
-        if len(table.block_ids) and tokens:
-            _check_holds(group, table, tokens[1], f"reserve blocks for all tokens up to {tokens[1]}")
+        if group.kind == "paged" and len(table.block_ids) and tokens:
+            check_holds(table, group, table.first_token, local_tokens(group.token_shard, tokens[1]), "destination")
 
 
 def _check_names(manifest: Manifest, tables: Tables) -> None:
@@ -74,17 +75,6 @@ def _check_names(manifest: Manifest, tables: Tables) -> None:
     if unknown := sorted(set(tables) - set(names)):
         why, remedy = f"the tables name groups that the manifest lacks: {unknown}", f"groups of this engine: {names}"
         raise Malformed("unknown_group", why, field="tables", value=sorted(tables), remedy=remedy)
-
-
-def _check_holds(group: Group, table: BlockTable, num_tokens: int, remedy: str) -> None:
-    blocks, needed = len(table.block_ids), local_tokens(group.token_shard, num_tokens)
-    held = table.first_token + blocks * group.block_size
-    if group.kind == "paged" and held < needed:
-        raise Malformed(
-            "tables_too_short",
-            f"the table of group {group.name} holds local tokens [{table.first_token}, {held}) of {needed}",
-            field=f"tables.{group.name}.block_ids", value=f"{blocks} blocks of {group.block_size}", remedy=remedy,
-        )  # fmt: skip
 
 
 def _check_length(group: Group, table: BlockTable) -> None:

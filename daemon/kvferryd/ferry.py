@@ -276,7 +276,6 @@ class Ferry:
         await self.roster.close()
         await self.registry.close()
         await self.peers_known.close()
-        self.memory.close()
 
     # ---- engines come and go ----
 

@@ -20,7 +20,7 @@ from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
 from kvferryd.copy import Batch, Chunk, cut, host, mapped, moves
 from kvferryd.copy.batch import Side, Table, packed
-from kvferryd.copy.cuda import Copier
+from kvferryd.copy.cuda import Copier, NotPrepared
 from kvferryd.plan import Bound, bind, plan
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -34,7 +34,7 @@ GUARD = 64
 
 @pytest.fixture(scope="module")
 def copier() -> Iterator[Copier]:
-    copier = Copier(GPU, programs=5)  # few, so that each goes round often
+    copier = Copier(GPU)
     yield copier
     copier.close()
 
@@ -94,11 +94,9 @@ class Ground:
         ends: dict[tuple[int, int], int] = defaultdict(int)
         own_ends: dict[int, int] = defaultdict(int)
         for move in self.moves:
-            key, own, pattern = (move.source_rank, move.source_region), move.destination_region, move.pattern
-            ends[key] = max(ends[key], end_of(move.source_segments, pattern.source_offsets, pattern.nbytes))
-            own_ends[own] = max(
-                own_ends[own], end_of(move.destination_segments, pattern.destination_offsets, pattern.nbytes)
-            )
+            key, own, batch = (move.source_rank, move.source_region), move.destination_region, move.batch
+            ends[key] = max(ends[key], end_of(batch.source, batch.nbytes))
+            own_ends[own] = max(own_ends[own], end_of(batch.destination, batch.nbytes))
         self.sources = {key: Twin.of(end, shift, seed=i) for i, (key, end) in enumerate(ends.items())}
         self.destinations = {region: Twin.of(end, own_shift) for region, end in own_ends.items()}
 
@@ -122,13 +120,15 @@ class Ground:
             twin.free()
 
 
-def end_of(segments: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], nbytes: int) -> int:
-    return int(segments.max() + offsets.max()) + nbytes
+def end_of(side: Side, nbytes: int) -> int:
+    return int(side.segments.max() + side.table.offsets.max()) + nbytes
 
 
-def on_both(copier: Copier, here: list[Batch], there: list[Batch], programs: int | None = None) -> None:
+def on_both(copier: Copier, here: list[Batch], there: list[Batch], programs: int = 5) -> None:
+    """By few programs, so that each goes round often."""
     host.copy(here)
     stream = GPU.stream()
+    copier.prepare(there)
     copier.copy(there, stream, programs)
     stream.synchronize()
     stream.close()
@@ -238,7 +238,7 @@ def test_runs_of_any_length(copier: Copier, nbytes: int) -> None:
     source = Twin.of(rows * segments * nbytes, seed=1)
     destination = Twin.of(rows * segments * nbytes)
     rng = np.random.default_rng(nbytes)
-    mixed = Table.of(rng.permutation(rows) * segments * nbytes)
+    mixed = Table(rng.permutation(rows) * segments * nbytes)
     starts, ends = np.arange(segments) * rows * nbytes, rng.permutation(segments) * nbytes
 
     def batches(side: Callable[[Twin], int]) -> list[Batch]:
@@ -255,7 +255,9 @@ def test_copies_under_way_on_several_streams_do_not_share_their_segments(copier:
     streams = [GPU.stream() for _ in range(3)]
     grounds = [Ground(bound_of(*pair(order=HND), (0, 384), seed=seed), 0, 0) for seed in range(12)]
     for i, ground in enumerate(grounds):
-        copier.copy(ground.mapped(THERE), streams[i % 3])
+        batches = ground.mapped(THERE)
+        copier.prepare(batches)
+        copier.copy(batches, streams[i % 3])
     for ground in grounds:
         host.copy(ground.mapped(HERE))
     for stream in streams:
@@ -269,8 +271,12 @@ def test_copies_under_way_on_several_streams_do_not_share_their_segments(copier:
 def test_a_prepared_copy_is_one_launch_and_a_copy_of_nothing_none(copier: Copier) -> None:
     ground = Ground(CASES["equal layouts, 8 KiB runs"], 0, 0)
     batches = ground.mapped(THERE)
-    copier.prepare(batches)
     stream = GPU.stream()
+    fresh = Copier(GPU)
+    with pytest.raises(NotPrepared):
+        fresh.copy(batches, stream)
+    fresh.close()
+    copier.prepare(batches)
     assert copier.copy(batches, stream) == 1
     assert copier.copy([], stream) == 0
     stream.synchronize()
@@ -287,6 +293,9 @@ def test_rows_of_old_plans_leave_the_gpu_and_a_closed_copier_leaves_nothing(monk
     copier = Copier(GPU)
     for name in list(CASES)[:6]:
         compare(copier, CASES[name])
-    assert copier._kept <= 4096 + max(table.offsets.nbytes for table in copier._tables) * 4
+    assert (
+        sum(table.offsets.nbytes for table in copier._tables)
+        <= 4096 + max(table.offsets.nbytes for table in copier._tables) * 4
+    )
     copier.close()
     assert abs(GPU.memory()[0] - before) <= 8 << 20

@@ -21,7 +21,8 @@ from kvferry.errors import KvferryError
 from kvferry.memory import CudaRegion, cuda, open_cuda_region, torch_pool
 from kvferry.memory.pools import segment_nbytes
 from kvferry.v1 import engine_pb2
-from kvferryd.memory.cuda import CudaProvider, OwnedRegion
+from kvferryd.memory import Region
+from kvferryd.memory.cuda import CudaProvider
 
 GPU = GPUS[-1]
 pytestmark = pytest.mark.gpu
@@ -116,7 +117,7 @@ def provider() -> CudaProvider:
 
 
 @pytest.fixture
-def region(provider: CudaProvider) -> Iterator[OwnedRegion]:
+def region(provider: CudaProvider) -> Iterator[Region]:
     region = provider.allocate(3 * MIB + 5)
     yield region
     region.close()
@@ -128,27 +129,27 @@ def mapped() -> dict[tuple[int, bytes], list[int]]:
     return {key: [*entry] for key, entry in cuda._mappings.items()}
 
 
-def test_a_region_is_zeroed_alone_in_whole_granules_and_exported(region: OwnedRegion) -> None:
+def test_a_region_is_zeroed_alone_in_whole_granules_and_exported(region: Region) -> None:
     assert region.owned and region.slow_source == ""
     assert (region.span.kind, region.span.device, region.span.nbytes) == ("cuda", GPU.index, 3 * MIB + 5)
-    assert not any(read(region.address, 3 * MIB + 5))
+    assert not any(read(region.span.address, 3 * MIB + 5))
     exported = region.exported(7)
     assert (exported.region, exported.nbytes, exported.cuda.offset) == (7, 3 * MIB + 5, 0)
     assert exported.cuda.allocation_nbytes == 4 * MIB
-    assert GPU.attributes(region.address).legacy_ipc
+    assert GPU.attributes(region.span.address).legacy_ipc
 
 
-def test_both_processes_see_what_the_other_writes(region: OwnedRegion) -> None:
-    write(region.address, b"from the daemon")
+def test_both_processes_see_what_the_other_writes(region: Region) -> None:
+    write(region.span.address, b"from the daemon")
     with other("engine") as engine:
         assert engine.ask(do="open", **told(region.exported(0))) == {"index": 0}
         assert bytes.fromhex(engine.ask(do="read", at=0, count=15)["bytes"]) == b"from the daemon"
         engine.ask(do="write", at=3 * MIB, value=9, count=5)
-        assert read(region.address + 3 * MIB, 5) == bytes([9] * 5)
+        assert read(region.span.address + 3 * MIB, 5) == bytes([9] * 5)
 
 
-def test_a_tensor_outlives_the_close_of_its_region(region: OwnedRegion) -> None:
-    write(region.address, bytes([5] * 100))
+def test_a_tensor_outlives_the_close_of_its_region(region: Region) -> None:
+    write(region.span.address, bytes([5] * 100))
     with other("engine") as engine:
         engine.ask(do="open", **told(region.exported(0)))
         assert engine.ask(do="close_then_sum", count=100) == {"sum": 500, "mappings": 1, "after": 0}
@@ -238,7 +239,7 @@ def test_an_importer_killed_in_the_middle_leaves_the_memory_to_its_owner(provide
         engine.ask(do="open", **told(region.exported(0)))
         engine.ask(do="write", at=0, value=4, count=MIB)
         engine.kill()
-    assert read(region.address, MIB) == bytes([4]) * MIB
+    assert read(region.span.address, MIB) == bytes([4]) * MIB
     region.close()
     assert abs(free() - before) <= SLACK
 
@@ -260,7 +261,7 @@ def test_any_thread_may_call(provider: CudaProvider) -> None:
 
     def work() -> None:
         region = provider.allocate(MIB)
-        outcome.append(read(region.address, 8))
+        outcome.append(read(region.span.address, 8))
         region.close()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -293,7 +294,7 @@ def test_torch_places_a_cache_inside_a_region(provider: CudaProvider) -> None:
         answer = engine.ask(do="pool", sizes=[30 * MIB, 500, 400], value=8)
         assert answer["inside"] == [True, True, True]
         assert answer["outside"] is False, "what is allocated after the pool lies elsewhere"
-        assert read(region.address + answer["offsets"][0], 30 * MIB) == bytes([8]) * (30 * MIB)
+        assert read(region.span.address + answer["offsets"][0], 30 * MIB) == bytes([8]) * (30 * MIB)
         assert engine.ask(do="drop_pool") == {"mappings": 0}
     region.close()
 

@@ -37,8 +37,7 @@ def memory() -> Iterator[tuple[int, int]]:
 
 @pytest.fixture
 async def runner() -> AsyncIterator[Runner]:
-    runner = Runner(GPU, 4)
-    await runner.start()
+    runner = await Runner.started(GPU, 4)
     yield runner
     await runner.close()
 

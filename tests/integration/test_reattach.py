@@ -102,10 +102,10 @@ async def test_an_engine_that_is_refused_says_why_and_tries_again(
     engine.daemon.signal(signal.SIGKILL)
     await asyncio.to_thread(engine.daemon.process.wait, TIMEOUT_S)
     assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
-    engine.client._attachment.peer_address = "127.0.0.1:1"
+    engine.client._address = "127.0.0.1:1"
     engine.daemon = daemons.fleet.again(engine.daemon)
     assert "address" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
-    engine.client._attachment.peer_address = engine.daemon.peer
+    engine.client._address = engine.daemon.peer
     assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
 
 

@@ -184,9 +184,6 @@ class Provider:
         assert self.brought is not None
         return Region(self.brought, False, lambda: None)
 
-    def close(self) -> None:
-        """Nothing of its own."""
-
 
 # ---- copies ----
 
@@ -228,11 +225,7 @@ class _Copying:
 def _parts(batches: Sequence[Batch]) -> Iterator[Batch]:
     for batch in batches:
         for at in range(len(batch.source.segments)):
-            one = slice(at, at + 1)
-            source, destination = (
-                replace(side, segments=side.segments[one]) for side in (batch.source, batch.destination)
-            )
-            yield replace(batch, source=source, destination=destination)
+            yield replace(batch, source=batch.source.part(at, 1), destination=batch.destination.part(at, 1))
 
 
 # ---- NIXL ----

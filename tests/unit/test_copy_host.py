@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_every_wanted_element_arrives_once_and_nothing_else_is_touched(
 ) -> None:
     """Directly, and through slots of any size."""
     bound, sources = bound_of(case), sources_of(case, here)
-    assert sum(move.nbytes for move in moves(bound)) == bound.nbytes
+    assert sum(move.batch.total_nbytes for move in moves(bound)) == bound.nbytes
     expected = blank(case.destination, SENTINEL)
     for need in needs(case.sources, case.source_tables, case.destination, case.destination_tables, case.tokens):
         to = need.destination
@@ -83,7 +84,7 @@ def test_every_wanted_element_arrives_once_and_nothing_else_is_touched(
 def test_a_source_that_knows_only_its_own_segments_cuts_alike() -> None:
     bound = bind_one(cache(*attention()), cache(*attention(order=HND), engine="decode"))
     whole = moves(bound)
-    half = [Move(m.source_rank, 0, 0, m.pattern, m.source_segments, m.source_segments[:0]) for m in whole]
+    half = [m._replace(batch=replace(m.batch, destination=m.batch.source)) for m in whole]
     for there, here in zip(cut(half, ALIGN), cut(whole, ALIGN), strict=True):
         assert [vars_of(piece) for piece in there.pieces] == [vars_of(piece) for piece in here.pieces]
         assert there.nbytes == here.nbytes
@@ -91,7 +92,7 @@ def test_a_source_that_knows_only_its_own_segments_cuts_alike() -> None:
 
 def test_segments_of_equal_length_are_one_move_whatever_their_order() -> None:
     assert len(moves(bind_one(cache(*attention()), cache(*attention(), engine="decode"), (0, 12)))) == 1
-    lengths = [move.pattern.nbytes for move in moves(bind_one(cache(*attention()), cache(*attention()), (2, 14)))]
+    lengths = [move.batch.nbytes for move in moves(bind_one(cache(*attention()), cache(*attention()), (2, 14)))]
     assert lengths == [16, 32], "two partial blocks are one move, whole ones another"
 
 
@@ -101,14 +102,14 @@ def test_a_segment_that_no_slot_holds_is_cut_along_its_rows_and_a_run_within() -
     assert [chunk.nbytes for chunk in chunks[:-1]] == [256] + [1024] * (len(chunks) - 2)
     long = cache(array("kv", order="block slot dim", block=4, slot=4, dim=1000))
     pieces = [piece for chunk in cut(moves(bind_one(long, long)), 1024) for piece in chunk.pieces]
-    assert max(piece.move.pattern.nbytes for piece in pieces) == 1024
-    assert sum(piece.nbytes for piece in pieces) == 16 * 1000 * 2
+    assert max(piece.move.batch.nbytes for piece in pieces) == 1024
+    assert sum(piece.segments * piece.rows * piece.move.batch.nbytes for piece in pieces) == 16 * 1000 * 2
 
 
 def test_the_first_of_more_than_two_chunks_is_smaller_where_something_fits_into_it() -> None:
     layers = cache(*attention(layers=range(40)))
     wanted = moves(bind_one(layers, layers))
-    assert sum(move.nbytes for move in wanted) == 4 * 2560, "four segments"
+    assert sum(move.batch.total_nbytes for move in wanted) == 4 * 2560, "four segments"
     for nbytes, expected in (
         (10240, [10240]),
         (5120, [5120, 5120]),
@@ -122,7 +123,7 @@ def test_runs_longer_than_numpy_is_good_for_are_moved_one_by_one() -> None:
     nbytes = host.LONG + 3
     source = np.random.default_rng(0).integers(0, 255, 2 * nbytes, dtype=np.uint8)
     destination = np.zeros_like(source)
-    swapped = Table.of(np.array([nbytes, 0]))
+    swapped = Table(np.array([nbytes, 0]))
     begin, end = (np.array([held.ctypes.data]) for held in (source, destination))
     host.copy([Batch(nbytes, 2, Side(begin, packed(2, nbytes)), Side(end, swapped))])
     assert (destination == np.roll(source, nbytes)).all()
@@ -133,7 +134,7 @@ def test_runs_longer_than_numpy_is_good_for_are_moved_one_by_one() -> None:
     [(64, 32, 16, 16), (64, 32, 8, 8), (64, 4, 16, 4), (6, 16, 16, 2), (576, 0, 0, 16), (5, 16, 16, 1), (64, 1, 16, 1)],
 )
 def test_a_word_is_as_wide_as_lengths_and_addresses_allow(nbytes: int, segment: int, row: int, word: int) -> None:
-    side = Side(np.array([4096, 4096 + segment]), Table.of(np.array([0, row])))
+    side = Side(np.array([4096, 4096 + segment]), Table(np.array([0, row])))
     assert Batch(nbytes, 2, side, side).word == word
 
 

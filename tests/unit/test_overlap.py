@@ -131,7 +131,7 @@ def calls_of(work: Callable[[Any], object], argument: object) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_real_caches_take_few_steps(layout: str) -> None:
-    """256 components: about 2 ms, and so many calls on any machine."""
+    """256 components: about 10 ms, and so many calls on any machine."""
     components = cache(layout, layers=128)
     assert calls_of(overlap, components) < 20_000
 

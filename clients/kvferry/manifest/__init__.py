@@ -22,17 +22,6 @@ from kvferry.manifest.model import (
 )
 
 __all__ = [
-    "BLOCK",
-    "ITEMSIZE",
-    "SLOT",
-    "Axis",
-    "Component",
-    "Group",
-    "Manifest",
-    "ManifestBuilder",
-    "ManifestError",
-    "ModelInfo",
-    "Region",
-    "Shard",
-    "TokenShard",
-]
+    "BLOCK", "ITEMSIZE", "SLOT", "Axis", "Component", "Group", "Manifest", "ManifestBuilder", "ManifestError",
+    "ModelInfo", "Region", "Shard", "TokenShard",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from kvferry.manifest.manifest import Manifest
@@ -50,18 +51,21 @@ class ManifestBuilder:
         world_size: int = 1,
         parallel: Mapping[str, int] | None = None,
     ) -> None:
-        self._head: dict[str, Any] = {
+        self._regions: list[dict[str, object]] = []
+        self._groups: list[dict[str, object]] = []
+        self._components: list[dict[str, object]] = []
+        self._addresses: dict[int, int] = {}
+        self._manifest = {
             "engine_id": engine_id,
             "epoch": epoch,
             "model": model,
             "rank": rank,
             "world_size": world_size,
             "parallel": dict(parallel or {}),
+            "regions": self._regions,
+            "groups": self._groups,
+            "components": self._components,
         }
-        self._regions: list[dict[str, Any]] = []
-        self._addresses: dict[int, int] = {}
-        self._groups: list[dict[str, Any]] = []
-        self._components: list[dict[str, Any]] = []
 
     def region(self, id: int, kind: str, *, nbytes: int, address: int) -> ManifestBuilder:
         """`address`: where the region begins in this process; offsets are measured from it."""
@@ -79,16 +83,8 @@ class ManifestBuilder:
         window: int | None = None,
         token_shard: TokenShard | None = None,
     ) -> ManifestBuilder:
-        self._groups.append(
-            {
-                "name": name,
-                "kind": kind,
-                "block_size": block_size,
-                "num_blocks": num_blocks,
-                "window": window,
-                "token_shard": token_shard or TokenShard(),
-            }
-        )
+        group = {"name": name, "kind": kind, "block_size": block_size, "num_blocks": num_blocks, "window": window}
+        self._groups.append(group | {"token_shard": token_shard or TokenShard()})
         return self
 
     def component(
@@ -104,25 +100,14 @@ class ManifestBuilder:
     ) -> ManifestBuilder:
         """`axes` names the array's dimensions in order; a name may occur twice (mixed radix, outer first)."""
         address, shape, strides, dtype = _geometry(array)
-        label = f"{layer}.{name}"
+        breach = partial(ManifestError, component=f"{layer}.{name}")
         if len(axes) != len(shape):
-            raise ManifestError(
-                "axes",
-                f"component {label}: {len(axes)} axis names for an array of {len(shape)} dimensions",
-                component=label,
-                field=f"components[{label}].axes",
-                value=tuple(axes),
-                remedy=f"name every dimension of the shape {shape}",
-            )
+            message = f"{len(axes)} axis names for an array of {len(shape)} dimensions"
+            remedy = f"name every dimension of the shape {shape}"
+            raise breach("axes", message, field="axes", value=tuple(axes), remedy=remedy)
         if region not in self._addresses:
-            raise ManifestError(
-                "unknown_region",
-                f"component {label}: region {region} was not described",
-                component=label,
-                field=f"components[{label}].region",
-                value=region,
-                remedy="call region() first",
-            )
+            message = f"region {region} was not described"
+            raise breach("unknown_region", message, field="region", value=region, remedy="call region() first")
         self._components.append(
             {
                 "group": group,
@@ -139,6 +124,4 @@ class ManifestBuilder:
 
     def build(self) -> Manifest:
         """The checked manifest. Raises ManifestError."""
-        return Manifest.from_dict(
-            self._head | {"regions": self._regions, "groups": self._groups, "components": self._components}
-        )
+        return Manifest.from_dict(self._manifest)

@@ -21,14 +21,20 @@ ITEMSIZE = {
 class ManifestError(Malformed):
     """A manifest that breaks a rule. `field` names the component and field, `value` what stands there."""
 
-    def __init__(self, code: str, message: str, *, component: str = "", **more: Any) -> None:
-        super().__init__(code, message, **more)
+    def __init__(self, code: str, message: str, *, component: str = "", field: str = "", **more: Any) -> None:
+        """component: its label, which is put before the message and the field."""
+        if component:
+            message, field = f"component {component}: {message}", f"components[{component}].{field}"
+        super().__init__(code, message, field=field, **more)
         self.component = component
 
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1, lt=2**62, strict=True)]
 Position = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
+SmallCount = Annotated[int, Field(ge=1, lt=2**32, strict=True)]
+Small = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
+"""What is an unsigned 32-bit integer on the wire."""
 
 
 class Part(BaseModel):
@@ -50,9 +56,9 @@ class Region(Part):
 class TokenShard(Part):
     """Context parallelism: token t lives on rank (t // interleave) % size."""
 
-    rank: Position = 0
-    size: Count = 1
-    interleave: Count = 1
+    rank: Small = 0
+    size: SmallCount = 1
+    interleave: SmallCount = 1
 
 
 class Group(Part):
@@ -60,9 +66,9 @@ class Group(Part):
 
     name: Name
     kind: Literal["paged", "state"] = "paged"
-    block_size: Count = 1
+    block_size: SmallCount = 1
     num_blocks: Count
-    window: Count | None = None
+    window: SmallCount | None = None
     token_shard: TokenShard = TokenShard()
 
 
@@ -84,10 +90,10 @@ class Shard(Part):
 
 class Component(Part):
     group: Name
-    layer: Position
+    layer: Small
     name: Name
     dtype: Name
-    region: Annotated[int, Field(ge=0, strict=True)]
+    region: Small
     offset: Position
     axes: Annotated[tuple[Axis, ...], Field(min_length=1, max_length=16)]
     shard: Shard | None = None

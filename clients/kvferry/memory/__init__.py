@@ -18,14 +18,6 @@ from kvferry.memory.regions import (
 )
 
 __all__ = [
-    "CudaMemory",
-    "CudaRegion",
-    "SharedRegion",
-    "VmmMemory",
-    "cuda_memory",
-    "memfd_region",
-    "open_cuda_region",
-    "open_file_region",
-    "open_region",
-    "torch_pool",
-]
+    "CudaMemory", "CudaRegion", "SharedRegion", "VmmMemory", "cuda_memory", "memfd_region", "open_cuda_region",
+    "open_file_region", "open_region", "torch_pool",
+]  # fmt: skip

@@ -12,6 +12,7 @@ import threading
 import uuid
 from ctypes import byref, c_float, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.memory.cuda_driver import HANDLE_NBYTES, IpcHandle, Uuid, call, missing
@@ -69,12 +70,16 @@ class Device:
         if _thread.bound != self.index:
             call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
+    def _ask(self, kind: type[c_uint64] | type[c_void_p], function: str, *arguments: object) -> int:
+        """What a function of the driver writes where its first argument points."""
+        answer = kind()
+        with self:
+            call(function, byref(answer), *arguments)
+        return answer.value or 0
+
     def alloc(self, nbytes: int) -> int:
         """The address of new memory, not cleared. Raises KvferryError (`out_of_memory`). End it with `free`."""
-        address = c_uint64()
-        with self:
-            call("cuMemAlloc_v2", byref(address), nbytes)
-        return address.value
+        return self._ask(c_uint64, "cuMemAlloc_v2", nbytes)
 
     def free(self, address: int) -> None:
         """Waits until nothing on the GPU can use it any more."""
@@ -97,26 +102,17 @@ class Device:
 
     def attributes(self, address: int) -> Attributes:
         """Raises KvferryError for an address that is not CUDA's."""
-        values = []
-        with self:
-            for attribute in (_MEMORY_TYPE, _DEVICE_ORDINAL, _LEGACY_IPC, _HANDLE_TYPES):
-                value = c_uint64()
-                call("cuPointerGetAttribute", byref(value), attribute, address)
-                values.append(value.value)
-        kind, ordinal, legacy, handles = values
+        asked = (_MEMORY_TYPE, _DEVICE_ORDINAL, _LEGACY_IPC, _HANDLE_TYPES)
+        kind, ordinal, legacy, handles = (self._ask(c_uint64, "cuPointerGetAttribute", each, address) for each in asked)
         return Attributes(kind == _ON_DEVICE, ordinal, bool(legacy), handles, *self.allocation(address))
 
     def export(self, address: int) -> Exported:
         """The handle by which another process can open the memory around an address. Raises KvferryError."""
         found = self.attributes(address)
         if not found.legacy_ipc:
-            raise Malformed(
-                "not_exportable",
-                "the memory is VMM-backed (cuMemCreate, expandable_segments, a sleep-mode pool): it has no IPC handle",
-                field="address",
-                value=hex(address),
-                remedy="describe it with kvferry.memory.cuda_memory, or allocate through the daemon (torch_pool)",
-            )
+            message = "VMM-backed memory (cuMemCreate, expandable_segments, a sleep-mode pool) has no IPC handle"
+            remedy = "describe it with kvferry.memory.cuda_memory, or allocate through the daemon (torch_pool)"
+            raise Malformed("not_exportable", message, field="address", value=hex(address), remedy=remedy)
         handle = IpcHandle()
         with self:
             call("cuIpcGetMemHandle", byref(handle), found.base)
@@ -133,44 +129,32 @@ class Device:
         with _mappings_lock:
             known = _mappings.get((self.index, handle))
             if known is None:
-                address = c_uint64()
-                with self:
-                    call("cuIpcOpenMemHandle_v2", byref(address), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
-                known = _mappings[self.index, handle] = [address.value, 0]
+                raw = IpcHandle.from_buffer_copy(handle)
+                address = self._ask(c_uint64, "cuIpcOpenMemHandle_v2", raw, _LAZY_PEER_ACCESS)
+                known = _mappings[self.index, handle] = [address, 0]
             known[1] += 1
             return Mapping(self, handle, known[0])
 
     def stream(self, priority: int = 0) -> Stream:
         """One that does not wait for the legacy default stream. Lower numbers go first."""
-        stream = c_void_p()
-        with self:
-            call("cuStreamCreateWithPriority", byref(stream), _NON_BLOCKING, priority)
-        return Stream(self, stream.value or 0)
+        return Stream(self, self._ask(c_void_p, "cuStreamCreateWithPriority", _NON_BLOCKING, priority))
 
     def event(self, *, timing: bool = False) -> Event:
-        event = c_void_p()
-        with self:
-            call("cuEventCreate", byref(event), 0 if timing else _NO_TIMING)
-        return Event(self, event.value or 0)
+        return Event(self, self._ask(c_void_p, "cuEventCreate", 0 if timing else _NO_TIMING))
 
     def pinned(self, nbytes: int) -> Pinned:
         """Page-locked host memory, from which copies to the GPU really are asynchronous."""
-        address = c_void_p()
-        with self:
-            call("cuMemHostAlloc", byref(address), nbytes, _PORTABLE)
-        return Pinned(self, address.value or 0, nbytes)
+        return Pinned(self, self._ask(c_void_p, "cuMemHostAlloc", nbytes, _PORTABLE), nbytes)
 
     def register(self, address: int, nbytes: int) -> Registered:
         """Let every GPU use whole pages of host memory that this process has already."""
-        device_address = c_uint64()
         with self:
             call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _DEVICE_MAP)
             try:
-                call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
+                return Registered(self, address, self._ask(c_uint64, "cuMemHostGetDevicePointer_v2", address, 0))
             except KvferryError:
                 call("cuMemHostUnregister", address)
                 raise
-        return Registered(self, address, device_address.value)
 
     def write_word(self, stream: int, address: int, value: int) -> None:
         """Let a cudaStream_t write 8 bytes when all it was given before is done, and visible to every GPU and process.
@@ -181,13 +165,9 @@ class Device:
         with self:
             call("cuStreamIsCapturing", stream, byref(capturing))
             if capturing.value:
-                raise Conflict(
-                    "stream_capturing",
-                    "the stream's work is being captured into a graph, and a fence is for one time only",
-                    field="stream",
-                    value=hex(stream),
-                    remedy="make the fence after the graph's launch",
-                )
+                message = "the stream's work is being captured into a graph, and a fence is for one time only"
+                remedy = "make the fence after the graph's launch"
+                raise Conflict("stream_capturing", message, field="stream", value=hex(stream), remedy=remedy)
             # Flags 0: with the memory barrier, which orders the earlier writes before this one for the whole system.
             call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
@@ -227,6 +207,14 @@ class Mapping:
 class _Owned:
     device: Device
     handle: int
+    """What the driver knows it by: a handle or a host address; 0 once it is closed."""
+    _end: ClassVar[str]
+
+    def close(self) -> None:
+        """Idempotent. What a stream was given still runs."""
+        if self.handle:
+            self._call(self._end, self.handle)
+            self.handle = 0
 
     def _call(self, function: str, *arguments: object) -> bool:
         with self.device:
@@ -235,6 +223,8 @@ class _Owned:
 
 class Stream(_Owned):
     """Work that runs in order. `handle` is a cudaStream_t: torch.cuda.ExternalStream takes it."""
+
+    _end = "cuStreamDestroy_v2"
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Any kind of memory on either side. From pageable host memory it waits until the bytes are staged."""
@@ -254,15 +244,11 @@ class Stream(_Owned):
     def synchronize(self) -> None:
         self._call("cuStreamSynchronize", self.handle)
 
-    def close(self) -> None:
-        """Idempotent. What is on the stream still runs."""
-        if self.handle:
-            self._call("cuStreamDestroy_v2", self.handle)
-            self.handle = 0
-
 
 class Event(_Owned):
     """A point in a stream."""
+
+    _end = "cuEventDestroy_v2"
 
     def record(self, stream: Stream) -> None:
         self._call("cuEventRecord", self.handle, stream.handle)
@@ -280,39 +266,25 @@ class Event(_Owned):
         self._call("cuEventElapsedTime", byref(elapsed), earlier.handle, self.handle)
         return elapsed.value
 
-    def close(self) -> None:
-        if self.handle:
-            self._call("cuEventDestroy_v2", self.handle)
-            self.handle = 0
-
 
 @dataclass(slots=True, eq=False)
-class Pinned:
-    device: Device
-    address: int
+class Pinned(_Owned):
+    """Page-locked host memory from its `handle` on."""
+
     nbytes: int
+    _end = "cuMemFreeHost"
 
-    def close(self) -> None:
-        if self.address:
-            with self.device:
-                call("cuMemFreeHost", self.address)
-            self.address = 0
+    @property
+    def address(self) -> int:
+        return self.handle
 
 
 @dataclass(slots=True, eq=False)
-class Registered:
-    """Host memory at `host_address`, which GPUs see at `address`. Nothing on a GPU may use it when it is closed."""
+class Registered(_Owned):
+    """Host memory at `handle`, which GPUs see at `address`. Nothing on a GPU may use it when it is closed."""
 
-    device: Device
-    host_address: int
     address: int
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self.address:
-            with self.device:
-                call("cuMemHostUnregister", self.host_address)
-            self.address = 0
+    _end = "cuMemHostUnregister"
 
 
 class _Thread(threading.local):
@@ -354,11 +326,7 @@ def device(name: str) -> Device:
     for found in devices():
         if name in (found.uuid, f"cuda:{found.index}"):
             return found
-    raise Malformed(
-        "unknown_gpu",
-        f"{name} is not among the GPUs that this process sees",
-        field="device",
-        value=name,
-        remedy="visible here (CUDA_VISIBLE_DEVICES, the container's devices): "
-        + ", ".join(f"cuda:{found.index} {found.uuid}" for found in devices()),
-    )
+    visible = ", ".join(f"cuda:{found.index} {found.uuid}" for found in devices())
+    message = f"{name} is not among the GPUs that this process sees"
+    remedy = f"visible here (CUDA_VISIBLE_DEVICES, the container's devices): {visible}"
+    raise Malformed("unknown_gpu", message, field="device", value=name, remedy=remedy)

@@ -117,13 +117,9 @@ def _functions() -> dict[str, Any]:
 
 
 def missing(why: str) -> KvferryError:
-    return Unavailable(
-        "cuda_missing",
-        "no CUDA device can be used here",
-        field="libcuda.so.1",
-        value=why,
-        remedy="run where an NVIDIA driver and a GPU are visible (nvidia-smi lists it), or use host memory",
-    )
+    message = "no CUDA device can be used here"
+    remedy = "run where an NVIDIA driver and a GPU are visible (nvidia-smi lists it), or use host memory"
+    return Unavailable("cuda_missing", message, field="libcuda.so.1", value=why, remedy=remedy)
 
 
 def _words(functions: dict[str, Any], status: int) -> list[str]:
@@ -143,11 +139,8 @@ def call(function: str, *arguments: object) -> bool:
     if status in (0, NOT_READY):
         return bool(status == 0)
     name, sentence = _words(functions, status)
-    ipc, memory = function.startswith("cuIpc"), name == "CUDA_ERROR_OUT_OF_MEMORY"
-    raise Full(
-        "out_of_memory" if memory else "cuda_ipc_failed" if ipc else "cuda_failed",
-        f"{function} failed: {sentence}",
-        field="cuda",
-        value=name,
-        remedy=_REMEDIES.get(function, _ANY_REMEDY),
-    )
+    code = "cuda_ipc_failed" if function.startswith("cuIpc") else "cuda_failed"
+    if name == "CUDA_ERROR_OUT_OF_MEMORY":
+        code = "out_of_memory"
+    remedy = _REMEDIES.get(function, _ANY_REMEDY)
+    raise Full(code, f"{function} failed: {sentence}", field="cuda", value=name, remedy=remedy)

@@ -1,7 +1,7 @@
-"""Points in an engine's CUDA streams that its daemon can wait for, while no thread of the engine does.
+"""Points in an engine's CUDA streams that its daemon can wait for, while no thread of the engine waits.
 
-A page of words in host memory is shared with the daemon. A fence is one word and a value: the stream writes it when all
-its earlier work is done, and the daemon shows what was published `after` the fence to nobody before.
+A page of words in host memory is shared with the daemon. A fence is one word and a value: the stream writes the value
+when all its earlier work is done, and only then can readers see what was published `after` the fence.
 """
 
 from __future__ import annotations
@@ -102,12 +102,8 @@ class Fences:
                 self._value += 1
                 self._given[self._next] = self._value
                 return Fence(self._next, self._value)
-        raise Full(
-            "too_many_fences",
-            f"{WORDS} fences are not reached yet",
-            field="stream",
-            remedy="synchronise a stream before the next: none of them gets its work done",
-        )
+        remedy = "synchronise a stream before the next: none of them gets its work done"
+        raise Full("too_many_fences", f"{WORDS} fences are not reached yet", field="stream", remedy=remedy)
 
     @property
     def pending(self) -> Sequence[int]:

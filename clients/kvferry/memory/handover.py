@@ -36,7 +36,7 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[s
         raise too_many_files(len(files))
     with _exchange(engine_socket) as handing:
         socket.send_fds(handing, [framed(engine_pb2.Handover(session=session, files=len(files)))], list(files))
-        return _answer(handing, _read(handing, LENGTH_NBYTES)).ticket, Process.at(handing)
+        return _answer(handing).ticket, Process.at(handing)
 
 
 def fetch(engine_socket: str, session: str, ticket: str) -> int:
@@ -49,7 +49,7 @@ def fetch(engine_socket: str, session: str, ticket: str) -> int:
         with _exchange(engine_socket) as handing:
             handing.sendall(framed(engine_pb2.Handover(session=session, ticket=ticket)))
             head, files, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            _answer(handing, head + _read(handing, LENGTH_NBYTES - len(head)))
+            _answer(handing, head)
             return files.pop()
     finally:
         for file in files:
@@ -65,49 +65,36 @@ def _exchange(engine_socket: str) -> Iterator[socket.socket]:
             handing.connect(path)
             yield handing
     except (OSError, ValueError, LookupError, DecodeError) as error:
-        raise Unavailable(
-            "handover_failed",
-            f"the daemon did not exchange files: {error}",
-            field="socket",
-            value=path,
-            remedy="the socket lies beside the engine socket: mount the folder of both, not the one file",
-        ) from None
+        message = f"the daemon did not exchange files: {error}"
+        remedy = "the socket lies beside the engine socket: mount the folder of both, not the one file"
+        raise Unavailable("handover_failed", message, field="socket", value=path, remedy=remedy) from None
 
 
-def _answer(handing: socket.socket, head: bytes) -> engine_pb2.HandoverReply:
-    length = int.from_bytes(head, "big")
-    if length > MAX_MESSAGE:
-        raise ValueError(f"an answer of {length} bytes")
-    reply = engine_pb2.HandoverReply.FromString(_read(handing, length))
+def _answer(handing: socket.socket, head: bytes = b"") -> engine_pb2.HandoverReply:
+    with handing.makefile("rb") as answer:
+        head += answer.read(LENGTH_NBYTES - len(head))
+        length = int.from_bytes(head, "big")
+        if length > MAX_MESSAGE:
+            raise ValueError(f"an answer of {length} bytes")
+        said = answer.read(length)
+    if len(head) < LENGTH_NBYTES or len(said) < length:
+        raise ValueError("it closed the connection")
+    reply = engine_pb2.HandoverReply.FromString(said)
     if reply.HasField("problem"):
         raise problem_from_proto(reply.problem)
     return reply
 
 
 def framed(message: Message) -> bytes:
-    """As it is said on the socket: its length, then itself."""
+    """A message as it is sent on the socket: its length, then itself."""
     said = message.SerializeToString()
     return len(said).to_bytes(LENGTH_NBYTES, "big") + said
 
 
-def _read(connection: socket.socket, nbytes: int) -> bytes:
-    held = b""
-    while len(held) < nbytes:
-        more = connection.recv(nbytes - len(held))
-        if not more:
-            raise ValueError("it closed the connection")
-        held += more
-    return held
-
-
 def too_many_files(count: int) -> KvferryError:
-    return Full(
-        "too_many_files",
-        f"at most {MAX_FILES} files are handed over at once, and held for one session",
-        field="files",
-        value=count,
-        remedy="make regions of fewer, larger allocations, or allocate through the daemon",
-    )
+    message = f"at most {MAX_FILES} files are handed over at once, and held for one session"
+    remedy = "make regions of fewer, larger allocations, or allocate through the daemon"
+    return Full("too_many_files", message, field="files", value=count, remedy=remedy)
 
 
 def sealed_file(name: str, nbytes: int) -> int:
@@ -121,13 +108,9 @@ def sealed_file(name: str, nbytes: int) -> int:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, OverflowError) as error:
         os.close(file)
-        raise Full(
-            "out_of_memory",
-            f"there is no room for {nbytes} bytes of shared memory: {error}",
-            field="nbytes",
-            value=nbytes,
-            remedy="raise the memory limit of the container, or ask for fewer bytes",
-        ) from None
+        message = f"there is no room for {nbytes} bytes of shared memory: {error}"
+        remedy = "raise the memory limit of the container, or ask for fewer bytes"
+        raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy) from None
     return file
 
 
@@ -140,10 +123,6 @@ def check_sealed(file: int, nbytes: int) -> None:
         sealed = False
     size = os.fstat(file).st_size
     if not sealed or size < nbytes:
-        raise Unavailable(
-            "region_unavailable",
-            f"the file has {size} bytes and is {'' if sealed else 'not '}sealed against shrinking",
-            field="nbytes",
-            value=nbytes,
-            remedy="hand over a memfd with F_SEAL_SHRINK that has as many bytes (kvferry.memory.memfd_region)",
-        )
+        message = f"the file has {size} bytes and is {'' if sealed else 'not '}sealed against shrinking"
+        remedy = "hand over a memfd with F_SEAL_SHRINK that has as many bytes (kvferry.memory.memfd_region)"
+        raise Unavailable("region_unavailable", message, field="nbytes", value=nbytes, remedy=remedy)

@@ -107,10 +107,6 @@ def torch_pool(region: CudaRegion) -> Iterator[torch.cuda.MemPool]:
     except torch.OutOfMemoryError as error:
         if not bump.refused:
             raise
-        raise Full(
-            "region_full",
-            f"the region has no room: {bump.refused}",
-            field="nbytes",
-            value=region.nbytes,
-            remedy="allocate the sum of kvferry.memory.pools.segment_nbytes over the tensors it is to hold",
-        ) from error
+        message = f"the region has no room: {bump.refused}"
+        remedy = "allocate the sum of kvferry.memory.pools.segment_nbytes over the tensors it is to hold"
+        raise Full("region_full", message, field="nbytes", value=region.nbytes, remedy=remedy) from error

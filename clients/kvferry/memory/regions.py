@@ -115,13 +115,9 @@ def open_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> Sha
 
 
 def _unavailable(why: str, path: str = "") -> KvferryError:
-    return Unavailable(
-        "region_unavailable",
-        f"the shared region cannot be mapped: {why}",
-        field="path" if path else "file",
-        value=path,
-        remedy="use the descriptor or path of a region that is open, with offset and nbytes inside it",
-    )
+    message = f"the shared region cannot be mapped: {why}"
+    remedy = "use the descriptor or path of a region that is open, with offset and nbytes inside it"
+    return Unavailable("region_unavailable", message, field="path" if path else "file", value=path, remedy=remedy)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,26 +223,18 @@ def cuda_memory(
         address = memory
     else:
         if not memory.is_cuda or not memory.is_contiguous():
-            raise Malformed(
-                "not_contiguous",
-                f"a region is one contiguous piece of GPU memory, the tensor is on {memory.device}",
-                field="memory",
-                value=tuple(memory.shape),
-                remedy="hand over the tensor that was allocated, not a view, or its address and nbytes",
-            )
+            message = f"a region is one contiguous piece of GPU memory, the tensor is on {memory.device}"
+            remedy = "hand over the tensor that was allocated, not a view, or its address and nbytes"
+            raise Malformed("not_contiguous", message, field="memory", value=tuple(memory.shape), remedy=remedy)
         address, nbytes, device = memory.data_ptr(), memory.nbytes, memory.device.index
     gpu = cuda.devices()[device]
     found = gpu.attributes(address)
     if not found.legacy_ipc:
         if found.handle_types & POSIX_FD:
             return VmmMemory(region, nbytes, address, gpu)
-        raise Malformed(
-            "not_exportable",
-            "the memory is VMM-backed and was not made to be shared as a file descriptor",
-            field="handle_types",
-            value=found.handle_types,
-            remedy="make it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, or in the daemon's memory (torch_pool)",
-        )
+        message = "the memory is VMM-backed and was not made to be shared as a file descriptor"
+        remedy = "make it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, or in the daemon's memory (torch_pool)"
+        raise Malformed("not_exportable", message, field="handle_types", value=found.handle_types, remedy=remedy)
     exported = gpu.export(address)
     check_inside(exported.offset, nbytes, exported.allocation_nbytes, "has")
     return CudaMemory(region, nbytes, address, exported)
@@ -254,10 +242,7 @@ def cuda_memory(
 
 def check_inside(offset: int, nbytes: int, allocation_nbytes: int, said: str) -> None:
     if offset < 0 or nbytes <= 0 or offset + nbytes > allocation_nbytes:
-        raise Malformed(
-            "region_out_of_bounds",
-            f"bytes [{offset}, {offset + nbytes}) are not inside an allocation that {said} {allocation_nbytes} bytes",
-            field="offset, nbytes",
-            value=f"{offset}, {nbytes}",
-            remedy="count offset from the allocation's base (kvferry.memory.cuda.Device.export does)",
-        )
+        end, value = offset + nbytes, f"{offset}, {nbytes}"
+        message = f"bytes [{offset}, {end}) are not inside an allocation that {said} {allocation_nbytes} bytes"
+        remedy = "count offset from the allocation's base (kvferry.memory.cuda.Device.export does)"
+        raise Malformed("region_out_of_bounds", message, field="offset, nbytes", value=value, remedy=remedy)

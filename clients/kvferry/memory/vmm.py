@@ -80,14 +80,11 @@ class VmmMapping:
 
     def __init__(self, device: Device, files: Sequence[int], sizes: Sequence[int]) -> None:
         """The caller may close the files then. Raises KvferryError: `region_out_of_bounds`, `cuda_failed`."""
-        if len(files) != len(sizes) or not sizes or not all(_whole(size) for size in sizes):
-            raise Malformed(
-                "region_out_of_bounds",
-                f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes",
-                field="vmm.nbytes",
-                value=list(sizes),
-                remedy="hand over one file for each allocation, with its size (kvferry.memory.vmm.export)",
-            )
+        whole = all(0 < size <= _MOST_NBYTES and size % GRANULE == 0 for size in sizes)
+        if len(files) != len(sizes) or not sizes or not whole:
+            message = f"{len(files)} files and {len(sizes)} sizes came; a size is a whole number of {GRANULE} bytes"
+            remedy = "hand over one file for each allocation, with its size (kvferry.memory.vmm.export)"
+            raise Malformed("region_out_of_bounds", message, field="vmm.nbytes", value=list(sizes), remedy=remedy)
         self.device, self.nbytes = device, sum(sizes)
         self._mapped = list[tuple[int, int]]()
         with device:
@@ -123,7 +120,3 @@ class VmmMapping:
                 for address, nbytes in self._mapped:
                     call("cuMemUnmap", address, nbytes)
                 call("cuMemAddressFree", self.address, self.nbytes)
-
-
-def _whole(nbytes: int) -> bool:
-    return 0 < nbytes <= _MOST_NBYTES and nbytes % GRANULE == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
@@ -18,7 +19,6 @@ from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
-from kvferryd.memory.host import HostRegion
 from kvferryd.peers import allow
 from kvferryd.transfers.order import Order, reservation
 
@@ -94,9 +94,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
         session = self._session(request.session)
         memory = await self._ferry.registry.allocate(session, request.region, request.nbytes)
-        region = session.regions[request.region]
-        if isinstance(region, HostRegion):
-            memory.handed.ticket = self._handovers.hold(request.session, region.files())
+        shared = session.regions[request.region].shared
+        if shared is not None:
+            memory.handed.ticket = self._handovers.hold(request.session, Files([os.dup(shared.file)]))
         return memory
 
     @unary

@@ -21,6 +21,7 @@ from kvferry.tables import BlockTable
 from kvferryd.bench.child import child, tell
 from kvferryd.bench.gpu_cases import HND, NHD, WIDE, Case, Layout, Model, Pair, Requests
 from kvferryd.copy import Batch, Move, cut, mapped, moves
+from kvferryd.copy import cuda as copying
 from kvferryd.copy.cuda import PROGRAMS, TILE, WARPS, Copier
 from kvferryd.memory.cuda import CudaProvider
 from kvferryd.plan import bind, plan
@@ -71,6 +72,7 @@ class Bench:
 
     def grids(self, name: str, batches: Sequence[Batch], nbytes: int, grids: Sequence[int] = GRIDS) -> None:
         cells, host = [], 0.0
+        self.copier.prepare(batches)
         for programs in grids:
             gpu_s, host = self.gpu_s(lambda programs=programs: self.copier.copy(batches, self.stream, programs))  # type: ignore[misc]
             cells.append(f"{nbytes / gpu_s / 1e9:.0f}")
@@ -100,10 +102,10 @@ def serve_source() -> None:
 
     device = cuda.devices()[0]
     region = CudaProvider(device.uuid).allocate(CACHE.nbytes)
-    pool = torch.as_tensor(_View(region.address), device=f"cuda:{device.index}")
+    pool = torch.as_tensor(_View(region.span.address), device=f"cuda:{device.index}")
     CACHE.fill(pool.view(torch.int32))
     device.synchronize()
-    tell({"handle": region.handle.handle.hex()})
+    tell({"handle": region.told.cuda.handle.hex()})
     sys.stdin.read()
 
 
@@ -122,27 +124,28 @@ def run(tiles: bool, source_gpu: str | None) -> None:
 
     device = cuda.devices()[-1]
     region = CudaProvider(device.uuid).allocate(CACHE.nbytes)
-    pool = torch.as_tensor(_View(region.address), device=f"cuda:{device.index}")
+    pool = torch.as_tensor(_View(region.span.address), device=f"cuda:{device.index}")
     stream, begin, end = device.stream(), device.event(timing=True), device.event(timing=True)
     print(f"{len(cuda.devices())} GPU(s), {torch.cuda.get_device_name(device.index)}, torch {torch.__version__}\n")
     with source_pool(device, source_gpu) as source:
         bench = Bench(Copier(device), stream, begin, end)
         one = 1 << 30
-        ceiling = one / bench.gpu_s(lambda: stream.copy(region.address, source, one))[0] / 1e9
+        ceiling = one / bench.gpu_s(lambda: stream.copy(region.span.address, source, one))[0] / 1e9
         print(f"copy ceiling (cuMemcpyAsync from the mapped pool, 1 GiB): {ceiling:.0f} GB/s\n")
         if tiles:
-            sweep(bench, source, region.address)
+            sweep(bench, source, region.span.address)
         print(f"GB/s by programs (tiles of {TILE} words, {WARPS} warps); the last column: microseconds of the host")
         print(f"| mapped | bytes | {' | '.join(map(str, GRIDS))} | host |\n|{'---|' * (len(GRIDS) + 3)}")
         for case in CASES:
             wanted, ids = wanted_moves(case)
-            batches = mapped(wanted, {(0, 0): source}, {0: region.address})
+            batches = mapped(wanted, {(0, 0): source}, {0: region.span.address})
             pool.fill_(0xFF)
             device.synchronize()  # torch's synchronize waits for its current GPU, which is another one here
+            bench.copier.prepare(batches)
             bench.copier.copy(batches, stream)
             stream.synchronize()
             case.check(ids, 0, pool.view(torch.int32))
-            bench.grids(case.name, batches, sum(move.nbytes for move in wanted))
+            bench.grids(case.name, batches, sum(move.batch.total_nbytes for move in wanted))
         print(f"\n| local | bytes | {' | '.join(map(str, GRIDS))} | host |\n|{'---|' * (len(GRIDS) + 3)}")
         for case in CASES[:2]:
             wanted = wanted_moves(case)[0]
@@ -150,14 +153,18 @@ def run(tiles: bool, source_gpu: str | None) -> None:
                 slot = CudaProvider(device.uuid).allocate(slot_nbytes)
                 chunk = cut(wanted, slot_nbytes)[1]  # the first is smaller
                 gather, scatter = (
-                    chunk.gather({0: region.address}, slot.address),
-                    chunk.scatter(slot.address, {0: region.address}),
+                    chunk.gather({0: region.span.address}, slot.span.address),
+                    chunk.scatter(slot.span.address, {0: region.span.address}),
                 )
                 bench.grids(f"gather, {case.name}", gather, chunk.nbytes)
                 bench.grids(f"scatter, {case.name}", scatter, chunk.nbytes)
                 slot.close()
         wanted = wanted_moves(CASES[0])[0]
-        batches, nbytes = mapped(wanted, {(0, 0): source}, {0: region.address}), sum(move.nbytes for move in wanted)
+        batches, nbytes = (
+            mapped(wanted, {(0, 0): source}, {0: region.span.address}),
+            sum(move.batch.total_nbytes for move in wanted),
+        )
+        bench.copier.prepare(batches)
         rate = nbytes / bench.gpu_s(lambda: bench.copier.copy(batches, stream))[0] / 1e9
         print(
             f"\n{PROGRAMS} programs (the default), same layout: {rate:.0f} GB/s = {rate / ceiling:.0%} of the ceiling"
@@ -172,13 +179,15 @@ def sweep(bench: Bench, source: int, destination: int) -> None:
     print(f"| tile, warps | bytes | {' | '.join(map(str, grids))} | host |\n|{'---|' * (len(grids) + 3)}")
     kept = bench.copier
     for tile, warps in ((2048, 16), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 32)):
-        bench.copier = Copier(bench.stream.device, tile=tile, warps=warps)
+        copying.TILE, copying.WARPS = tile, warps
+        bench.copier = Copier(bench.stream.device)
         for case in CASES[:2]:
             wanted = wanted_moves(case)[0]
             batches = mapped(wanted, {(0, 0): source}, {0: destination})
-            nbytes = sum(move.nbytes for move in wanted)
+            nbytes = sum(move.batch.total_nbytes for move in wanted)
             bench.grids(f"{tile}, {warps}, {case.name}", batches, nbytes, grids)
         bench.copier.close()
+    copying.TILE, copying.WARPS = TILE, WARPS
     bench.copier = kept
     print()
 

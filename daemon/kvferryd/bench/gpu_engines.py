@@ -16,12 +16,11 @@ from typing import Any
 
 from kvferry.engine import EngineClient
 from kvferry.errors import Internal, KvferryError
-from kvferry.memory import cuda, cuda_memory
+from kvferry.memory import cuda, cuda_memory, memfd_region
 from kvferry.schemas import SourceBody
 from kvferryd.aio import together
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
-from kvferryd.memory.host import HostProvider
 
 CONNECT_S, READY_S = 10.0, 60.0
 SOURCE, READER = "bench-source", "bench-reader"
@@ -125,9 +124,10 @@ async def _adopt(client: EngineClient, nbytes: int, gpu: int | None) -> tuple[An
     import torch
 
     if gpu is None:
-        region = HostProvider().allocate(nbytes)
-        await client.adopt(region.shared)
-        return region.shared.tensor().view(torch.int32), region.close
+        region = memfd_region(nbytes)
+        region.populate()
+        await client.adopt(region)
+        return region.tensor().view(torch.int32), region.close
     pool = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}")
     await client.adopt(cuda_memory(pool))
     return pool.view(torch.int32), torch.cuda.empty_cache

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from kvferry.memory import cuda
+from kvferry.memory import cuda, memfd_region
 from kvferryd.bench.gpu_cases import Case
 from kvferryd.bench.gpu_table import Row, Table
 from kvferryd.bench.raw import RawPair, connected, target
 from kvferryd.memory.cuda import CudaProvider
-from kvferryd.memory.host import HostProvider
 from kvferryd.nixl import load, make_agent
 from kvferryd.transport import Span
 
@@ -34,16 +33,18 @@ def measure(case: Case, gpus: tuple[cuda.Device, ...], table: Table) -> None:
             local = stack.enter_context(_gpu_memory(gpus[-1], destination.nbytes))
             stack.enter_context(gpus[-1])  # UCX finds its GPU by the current context
         else:
-            provider = HostProvider()
-            remote, room = provider.allocate(source.nbytes), provider.allocate(destination.nbytes)
-            stack.callback(remote.close)
-            stack.callback(room.close)
-            told, local = stack.enter_context(target(remote.shared.path, source.nbytes)), room.span
+            remote, room = (stack.enter_context(closing(memfd_region(m.nbytes))) for m in (source, destination))
+            remote.populate()
+            room.populate()
+            told, local = (
+                stack.enter_context(target(remote.path, source.nbytes)),
+                Span(room.address, room.nbytes, "host"),
+            )
         with table.failing(CEILING, "contiguous"):
             if gpus:
                 seconds = _copied(gpus[-1], bytes.fromhex(told["handle"]), local, case.nbytes)
             else:
-                seconds = _copied_on_host(remote.shared.array(), room.shared.array(), case.nbytes)
+                seconds = _copied_on_host(remote.array(), room.array(), case.nbytes)
             table.ceiling = case.nbytes / seconds
             table.add(Row(CEILING, "contiguous", case.nbytes, seconds, seconds, repeats=CEILING_REPEATS, path="copy"))
         for name, best in ((DEFAULTS, False), (BEST, True)):

@@ -97,9 +97,10 @@ def _row(span: Span) -> npt.NDArray[np.uint64]:
 def _serve(where: str, nbytes: int) -> None:
     handle = ""
     if where.startswith("cuda:"):
-        owned = CudaProvider(where).allocate(nbytes)
-        span, handle = owned.span, owned.handle.handle.hex()
-        with owned.device:  # UCX finds its GPU by the current context
+        provider = CudaProvider(where)
+        owned = provider.allocate(nbytes)
+        span, handle = owned.span, owned.told.cuda.handle.hex()
+        with provider.device:  # UCX finds its GPU by the current context
             agent = _target_agent(span)
     else:
         shared = open_file_region(where, nbytes)

@@ -8,6 +8,6 @@ either side: rows are uploaded once per plan, segments are all that crosses the 
 
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.chunks import Chunk, cut
-from kvferryd.copy.moves import Move, mapped, moves
+from kvferryd.copy.moves import Move, mapped, moves, sample
 
-__all__ = ["Batch", "Chunk", "Move", "cut", "mapped", "moves"]
+__all__ = ["Batch", "Chunk", "Move", "cut", "mapped", "moves", "sample"]

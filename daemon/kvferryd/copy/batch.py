@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,37 +14,45 @@ WIDEST = 16
 """Bytes of the widest access."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Static offsets of a segment's runs. Tables are known by identity: a GPU keeps the ones it has seen."""
 
     offsets: Ints
-    bits: int
-    """All offsets together, bit by bit: their lowest bit set says to what they are aligned."""
 
-    @staticmethod
-    def of(offsets: Ints) -> Table:
-        return Table(np.ascontiguousarray(offsets, dtype=np.int64), _bits(offsets))
+    @functools.cached_property
+    def bits(self) -> int:
+        """All offsets together, bit by bit: their lowest bit set says to what they are aligned."""
+        return _bits(self.offsets)
 
 
 @functools.lru_cache(maxsize=64)
 def packed(rows: int, nbytes: int) -> Table:
     """Runs that follow one another without a gap."""
-    return Table.of(np.arange(rows, dtype=np.int64) * nbytes)
+    return Table(np.arange(rows, dtype=np.int64) * nbytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """Run (s, r) begins at address segments[s] + table.offsets[first_row + r]."""
+class Side(NamedTuple):
+    """Run (s, r) begins at segments[s] + table.offsets[first_row + r]."""
 
     segments: Ints
     table: Table
     first_row: int = 0
 
+    def at(self, address: int) -> Side:
+        return Side(address + self.segments, self.table, self.first_row)
+
+    def part(self, first: int, segments: int, first_row: int = 0) -> Side:
+        """So many segments from the `first` on, and the rows of each from `first_row` on."""
+        return Side(self.segments[first : first + segments], self.table, self.first_row + first_row)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Copy `rows` runs of `nbytes` bytes each in every segment, from `source` to `destination`."""
+    """Copy `rows` runs of `nbytes` bytes each in every segment, from `source` to `destination`.
+
+    Either side's segments are addresses when it is run; until then offsets from the start of a region or a slot.
+    """
 
     nbytes: int
     rows: int
@@ -51,12 +60,18 @@ class Batch:
     destination: Side
 
     def __post_init__(self) -> None:
-        assert len(self.source.segments) == len(self.destination.segments)
-        assert all(s.first_row + self.rows <= len(s.table.offsets) for s in (self.source, self.destination))
+        source, destination = self.source, self.destination
+        assert len(source.segments) == len(destination.segments)
+        assert source.first_row + self.rows <= len(source.table.offsets)
+        assert destination.first_row + self.rows <= len(destination.table.offsets)
 
     def __len__(self) -> int:
         """Runs."""
         return self.rows * len(self.source.segments)
+
+    def at(self, source: int, destination: int) -> Batch:
+        """Where the regions or slots that the sides are relative to begin at these addresses."""
+        return Batch(self.nbytes, self.rows, self.source.at(source), self.destination.at(destination))
 
     @property
     def total_nbytes(self) -> int:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvferryd.copy.batch import Batch, Side, packed
+from kvferryd.copy.batch import Batch, Side, Table, packed
 from kvferryd.copy.moves import Move
-from kvferryd.plan.axes import Ints
-from kvferryd.plan.rows import Pattern
 
 ALIGN = 256
 """Pieces of moves begin at multiples of this, so that odd lengths in one do not narrow the next one's words."""
@@ -35,25 +33,23 @@ class Piece:
     rows: int
     offset: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.segments * self.rows * self.move.pattern.nbytes
+    def gather(self, region: int, slot: int) -> Batch:
+        """From a region at this address to a slot at that."""
+        return self._batch(self._part(self.move.batch.source, region), self._packed(slot))
+
+    def scatter(self, slot: int, region: int) -> Batch:
+        return self._batch(self._packed(slot), self._part(self.move.batch.destination, region))
+
+    def _batch(self, source: Side, destination: Side) -> Batch:
+        return Batch(self.move.batch.nbytes, self.rows, source, destination)
+
+    def _part(self, side: Side, region: int) -> Side:
+        return side.part(self.first, self.segments, self.first_row).at(region)
 
     def _packed(self, slot: int) -> Side:
-        nbytes = self.move.pattern.nbytes
+        nbytes = self.move.batch.nbytes
         starts = np.arange(self.segments, dtype=np.int64) * (self.rows * nbytes)
         return Side(slot + self.offset + starts, packed(self.rows, nbytes))
-
-    def _part(self, side: Side) -> Side:
-        return Side(side.segments[self.first : self.first + self.segments], side.table, self.first_row)
-
-    def gather(self, address: int, slot: int) -> Batch:
-        return Batch(self.move.pattern.nbytes, self.rows, self._part(self.move.source(address)), self._packed(slot))
-
-    def scatter(self, slot: int, address: int) -> Batch:
-        return Batch(
-            self.move.pattern.nbytes, self.rows, self._packed(slot), self._part(self.move.destination(address))
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,58 +75,49 @@ def cut(wanted: Iterable[Move], chunk_nbytes: int) -> list[Chunk]:
     assert chunk_nbytes >= ALIGN
     by_rank: dict[int, list[Move]] = {}
     for move in wanted:
-        by_rank.setdefault(move.source_rank, []).extend(_shortened(move, chunk_nbytes))
-    return [
-        Chunk(rank, tuple(pieces), pieces[-1].offset + pieces[-1].nbytes)
-        for rank, found in by_rank.items()
-        for pieces in _fill(found, chunk_nbytes)
-    ]
+        moves = [move] if move.batch.nbytes <= chunk_nbytes else _shorter(move, chunk_nbytes - chunk_nbytes % ALIGN)
+        by_rank.setdefault(move.source_rank, []).extend(moves)
+    return [chunk for rank, found in by_rank.items() for chunk in _fill(rank, found, chunk_nbytes)]
 
 
-def _fill(wanted: Sequence[Move], chunk_nbytes: int) -> Iterator[list[Piece]]:
+def _fill(rank: int, wanted: Sequence[Move], chunk_nbytes: int) -> Iterator[Chunk]:
     pieces: list[Piece] = []
-    at = 0
-    limit = chunk_nbytes // FIRST if sum(move.nbytes for move in wanted) > 2 * chunk_nbytes else chunk_nbytes
+    end = 0
+    limit = chunk_nbytes // FIRST if sum(m.batch.total_nbytes for m in wanted) > 2 * chunk_nbytes else chunk_nbytes
     for move in wanted:
-        nbytes, first, row = move.pattern.nbytes, 0, 0
-        whole = move.rows * nbytes <= chunk_nbytes  # else a segment's rows go to several chunks
-        while first < move.segments:
-            at = -(-at // ALIGN) * ALIGN
-            fit = (limit - at) // (nbytes * move.rows if whole else nbytes)
+        batch, first, row = move.batch, 0, 0
+        whole = batch.rows * batch.nbytes <= chunk_nbytes  # else a segment's rows go to several chunks
+        while (left := len(batch.source.segments) - first) > 0:
+            at = -(-end // ALIGN) * ALIGN
+            fit = (limit - at) // (batch.nbytes * batch.rows if whole else batch.nbytes)
             if fit < 1:
                 if pieces:
-                    yield pieces
-                pieces, at, limit = [], 0, chunk_nbytes
+                    yield Chunk(rank, tuple(pieces), end)
+                pieces, end, limit = [], 0, chunk_nbytes
                 continue
-            segments = min(fit, move.segments - first) if whole else 1
-            rows = move.rows if whole else min(fit, move.rows - row)
+            segments = min(fit, left) if whole else 1
+            rows = batch.rows if whole else min(fit, batch.rows - row)
             pieces.append(Piece(move, first, segments, row, rows, at))
-            at += pieces[-1].nbytes
-            row = (row + rows) % move.rows
+            end = at + segments * rows * batch.nbytes
+            row = (row + rows) % batch.rows
             first += segments if row == 0 else 0
     if pieces:
-        yield pieces
+        yield Chunk(rank, tuple(pieces), end)
 
 
-def _shortened(move: Move, limit: int) -> Iterator[Move]:
-    """The move itself; one whose runs are longer than `limit` as moves of shorter runs."""
-    if move.pattern.nbytes <= limit:
-        yield move
-    else:
-        for pattern in _shorter(move.pattern, limit - limit % ALIGN):
-            yield replace(move, pattern=pattern)
+def _shorter(move: Move, limit: int) -> Iterator[Move]:
+    """The same bytes in runs of at most `limit`."""
+    batch = move.batch
+    tables = (_cut_rows(side.table, batch.nbytes, limit) for side in (batch.source, batch.destination))
+    for nbytes, source, destination in zip((limit, batch.nbytes % limit), *tables, strict=True):
+        sides = Side(batch.source.segments, source), Side(batch.destination.segments, destination)
+        if nbytes:
+            yield move._replace(batch=Batch(nbytes, len(source.offsets), *sides))
 
 
-@functools.lru_cache(maxsize=64)
-def _shorter(pattern: Pattern, limit: int) -> tuple[Pattern, ...]:
-    whole, rest = divmod(pattern.nbytes, limit)
-    found = [_pieces(pattern, np.arange(whole, dtype=np.int64) * limit, limit)]
-    if rest:
-        found.append(_pieces(pattern, np.array([whole * limit], dtype=np.int64), rest))
-    return tuple(found)
-
-
-def _pieces(pattern: Pattern, steps: Ints, nbytes: int) -> Pattern:
-    source = (pattern.source_offsets[:, None] + steps).ravel()
-    destination = (pattern.destination_offsets[:, None] + steps).ravel()
-    return Pattern(source, destination, nbytes, source.tobytes() + destination.tobytes(), frozenset())
+@functools.lru_cache(maxsize=128)
+def _cut_rows(table: Table, nbytes: int, limit: int) -> tuple[Table, Table]:
+    """Rows of runs of `limit` bytes, and those of what is left of each run. Kept: a GPU knows tables by identity."""
+    starts, whole = np.arange(0, nbytes, limit), nbytes // limit
+    rows = (table.offsets[:, None] + starts).reshape(len(table.offsets), -1)
+    return Table(rows[:, :whole].ravel()), Table(rows[:, whole:].ravel())

@@ -6,9 +6,10 @@ import ctypes
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,15 +32,12 @@ MOST_PIECES = 2**31 - 1
 SCRATCH_NBYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What the kernel is compiled for; see copy/kernel.py."""
 
     word: int
     piece: int
     padded: bool
-    tile: int = TILE
-    warps: int = WARPS
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +52,7 @@ class _Scratch:
 
 
 class NotPrepared(Exception):
-    """A kernel or a table that a copy needs is not on the GPU yet: `prepare` brings it there."""
+    """A kernel or a table that a copy needs is not on the GPU, not yet or not any more: `prepare` brings it there."""
 
 
 def load() -> tuple[Any, Any]:
@@ -64,52 +62,38 @@ def load() -> tuple[Any, Any]:
 
         from kvferryd.copy import kernel
     except ImportError as error:
-        raise Unavailable(
-            "triton_missing",
-            f"copies on a GPU need torch for CUDA and its Triton: {error}",
-            field="triton",
-            remedy="install a CUDA build of torch (it brings Triton), or set device = cpu",
-        ) from None
+        message = f"copies on a GPU need torch for CUDA and its Triton: {error}"
+        remedy = "install a CUDA build of torch (it brings Triton), or set device = cpu"
+        raise Unavailable("triton_missing", message, field="triton", remedy=remedy) from None
     return torch, kernel
 
 
 class Copier:
     """Copies on one GPU, on any number of streams. `close` it. One thread may `prepare` beside the one that copies."""
 
-    def __init__(self, device: cuda.Device, programs: int = PROGRAMS, *, tile: int = TILE, warps: int = WARPS) -> None:
-        """`programs`: how many SMs a copy may take. Raises KvferryError: `triton_missing`."""
+    def __init__(self, device: cuda.Device) -> None:
+        """Raises KvferryError: `triton_missing`."""
         self._torch, kernel = load()
-        self.device, self.programs = device, programs
-        self._tile, self._warps = tile, warps
-        self._kernel = kernel.copy_runs
+        self.device, self._kernel = device, kernel.copy_runs
         self._fields: int = kernel.FIELDS.value
         self._compiled: dict[Shape, Any] = {}
         self._tables: OrderedDict[Table, int] = OrderedDict()
-        self._kept = 0
         self._scratch: list[_Scratch] = []
-        self._uploads = device.stream()
         self._using = threading.Lock()
         """The tables, from the look at them to the launch: once launched, `free` waits for who uses them."""
 
-    def copy(
-        self, batches: Sequence[Batch], stream: cuda.Stream, programs: int | None = None, *, prepare: bool = True
-    ) -> int:
+    def copy(self, batches: Sequence[Batch], stream: cuda.Stream, programs: int = PROGRAMS) -> int:
         """Put the batches on a stream, one launch for each width of word. Returns the number of launches.
 
         Addresses are raw: of this GPU, of a mapped peer, or of pinned host memory; nothing checks them. The batches of
-        one call run in any order and at once. What the first copy of a kind needs is made (see `prepare`), or it raises
-        NotPrepared, before anything is launched, where that is not wanted.
+        one call run in any order and at once. `programs`: SMs that it may take. Raises NotPrepared before anything is
+        launched: `prepare`, then copy again.
         """
         groups = list(self._grouped(batches))
-        if not groups:
-            return 0
         with self.device, self._using:
-            if self._is_prepared(groups):
-                return self._launch(groups, stream, programs or self.programs)
-        if not prepare:
-            raise NotPrepared
-        self.prepare(batches)
-        return self.copy(batches, stream, programs, prepare=False)
+            if not (_tables(groups) <= self._tables.keys() and {shape for shape, _ in groups} <= self._compiled.keys()):
+                raise NotPrepared
+            return self._launch(groups, stream, programs) if groups else 0
 
     def _launch(self, groups: list[tuple[Shape, list[Batch]]], stream: cuda.Stream, programs: int) -> int:
         words = sum(2 * len(batch.source.segments) + self._fields for _, found in groups for batch in found)
@@ -120,7 +104,7 @@ class Copier:
             for shape, entries, tiles in launches:
                 grid = (min(programs, tiles), 1, 1)
                 # Constants included: the compiled kernel's own launcher wants every parameter.
-                constants = shape.word, shape.piece, shape.tile, shape.padded
+                constants = shape.word, shape.piece, TILE, shape.padded
                 self._compiled[shape][grid](entries, tiles, *constants, stream=stream.handle)
         finally:
             scratch.used.record(stream)
@@ -130,18 +114,13 @@ class Copier:
         """Compile and upload what `copy` of such batches needs, so that the first transfer does not pay for it."""
         with self.device:
             self._drop_tables()
-            for shape, found in self._grouped(batches):
-                for table in {side.table: None for batch in found for side in (batch.source, batch.destination)}:
+            groups = list(self._grouped(batches))
+            for table in _tables(groups):
+                if table not in self._tables:
                     self._upload(table)
+            for shape, _ in groups:
                 if shape not in self._compiled:
                     self._compiled[shape] = self._compile(shape)
-
-    def _is_prepared(self, groups: list[tuple[Shape, list[Batch]]]) -> bool:
-        return all(
-            shape in self._compiled
-            and all(batch.source.table in self._tables and batch.destination.table in self._tables for batch in found)
-            for shape, found in groups
-        )
 
     def close(self) -> None:
         """Wait for every copy and give back all memory."""
@@ -154,8 +133,6 @@ class Copier:
             self.device.free(address)
         self._scratch.clear()
         self._tables.clear()
-        self._kept = 0
-        self._uploads.close()
 
     def _grouped(self, batches: Sequence[Batch]) -> Iterator[tuple[Shape, list[Batch]]]:
         """Batches by word; of each word one launch, with the pieces that suit the most of its bytes."""
@@ -167,7 +144,7 @@ class Copier:
             largest = max(found, key=lambda batch: batch.total_nbytes)
             piece = piece_words(largest.nbytes // word)
             padded = any(batch.nbytes // word % piece for batch in found)
-            yield Shape(word, piece, padded, self._tile, self._warps), found
+            yield Shape(word, piece, padded), found
 
     def _fill(self, scratch: _Scratch, groups: list[tuple[Shape, list[Batch]]]) -> list[tuple[Shape, int, int]]:
         """Write entries and segments; returns (shape, address of the entries, tiles) for every launch."""
@@ -184,7 +161,7 @@ class Copier:
                     at += len(side.segments)
                 in_run = -(-(batch.nbytes // shape.word) // shape.piece)
                 pieces = len(batch) * in_run
-                tiles = -(-pieces // (shape.tile // shape.piece))
+                tiles = -(-pieces // (TILE // shape.piece))
                 words[entry : entry + self._fields] = (
                     tile,
                     tile + tiles,
@@ -207,23 +184,23 @@ class Copier:
         return self._tables[side.table] + 8 * side.first_row
 
     def _upload(self, table: Table) -> None:
-        if table not in self._tables:
-            address = self.device.alloc(table.offsets.nbytes)
-            self._uploads.copy(address, table.offsets.ctypes.data, table.offsets.nbytes)
-            self._uploads.synchronize()
-            with self._using:
-                kept = self._tables.setdefault(table, address)
-                self._kept += table.offsets.nbytes if kept == address else 0
-            if kept != address:  # it was brought there meanwhile
-                self.device.free(address)
+        address = self.device.alloc(table.offsets.nbytes)
+        with closing(self.device.stream()) as stream:
+            stream.copy(address, table.offsets.ctypes.data, table.offsets.nbytes)
+            stream.synchronize()
+        with self._using:
+            kept = self._tables.setdefault(table, address)
+        if kept != address:  # another thread has uploaded it meanwhile
+            self.device.free(address)
 
     def _drop_tables(self) -> None:
-        """Those that were not used for longest, where there are too many."""
+        """Free the least recently used tables, down to KEPT_NBYTES."""
         dropped = []
         with self._using:
-            while self._kept > KEPT_NBYTES and len(self._tables) > 1:
+            kept = sum(table.offsets.nbytes for table in self._tables)
+            while kept > KEPT_NBYTES and len(self._tables) > 1:
                 table, address = self._tables.popitem(last=False)
-                self._kept -= table.offsets.nbytes
+                kept -= table.offsets.nbytes
                 dropped.append(address)
         for address in dropped:
             self.device.free(address)
@@ -235,8 +212,7 @@ class Copier:
                 return scratch
         nbytes = max(SCRATCH_NBYTES, 1 << (nbytes - 1).bit_length())
         host = self.device.pinned(nbytes)
-        memory = (ctypes.c_ubyte * nbytes).from_address(host.address)
-        words = np.frombuffer(memoryview(memory).cast("B"), dtype=np.int64)
+        words = np.ctypeslib.as_array((ctypes.c_int64 * (nbytes // 8)).from_address(host.address))
         scratch = _Scratch(host, self.device.alloc(nbytes), self.device.event(), words)
         self._scratch.append(scratch)
         return scratch
@@ -250,14 +226,18 @@ class Copier:
                 7,
                 WORD=shape.word,
                 PIECE=shape.piece,
-                TILE=shape.tile,
+                TILE=TILE,
                 PADDED=shape.padded,
-                num_warps=shape.warps,
-                maxnreg=min(REGISTERS, 65536 // (32 * shape.warps)),
+                num_warps=WARPS,
+                maxnreg=min(REGISTERS, 65536 // (32 * WARPS)),
                 grid=(1, 1, 1),
             )
             compiled[(1, 1, 1)]  # loads it onto this GPU
         return compiled
+
+
+def _tables(groups: Iterable[tuple[Shape, list[Batch]]]) -> set[Table]:
+    return {side.table for _, found in groups for batch in found for side in (batch.source, batch.destination)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -266,17 +246,12 @@ def piece_words(words: int) -> int:
     return max(piece for piece in PIECES if piece == 1 or -(-words // piece) * piece <= PADDING * words)
 
 
-def _bounded(batch: Batch) -> Iterator[Batch]:
+def _bounded(batch: Batch) -> list[Batch]:
     """The batch, cut along its segments so that its pieces can be counted in 31 bits."""
-    in_segment = batch.rows * batch.nbytes
-    step = max(1, MOST_PIECES // in_segment)
-    if step >= len(batch.source.segments):
-        yield batch
-        return
-    for first in range(0, len(batch.source.segments), step):
-        part = slice(first, first + step)
-        yield replace(
-            batch,
-            source=replace(batch.source, segments=batch.source.segments[part]),
-            destination=replace(batch.destination, segments=batch.destination.segments[part]),
-        )
+    segments, step = len(batch.source.segments), max(1, MOST_PIECES // (batch.rows * batch.nbytes))
+    if step >= segments:
+        return [batch]
+    parts = (
+        (side.part(first, step) for side in (batch.source, batch.destination)) for first in range(0, segments, step)
+    )
+    return [Batch(batch.nbytes, batch.rows, *sides) for sides in parts]

@@ -15,11 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
-from kvferry.memory import cuda
+from kvferry.memory import CudaRegion, cuda
 from kvferryd.aio import settle
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import Copier, NotPrepared
@@ -30,10 +30,9 @@ T = TypeVar("T")
 IN_FLIGHT = 2
 """Copies on the stream at once: the next is launched while one runs. More would only take its SMs away."""
 SPIN_S, POLL_S = 5e-3, 1e-3
-"""For so long after its launch a copy is asked for at every turn of the event loop, later once in POLL_S: a GPU wakes
-nobody when it is done, and a timer of the loop is good to a millisecond."""
+"""A copy's event is polled at every turn of the event loop for SPIN_S after its launch, then every POLL_S: a GPU does
+not notify the host, and a timer of the loop is good to a millisecond."""
 CLOSE_S = 10.0
-TRIAL_NBYTES = 32 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -42,19 +41,18 @@ class GpuCopy:
 
     nbytes: int
     build: Callable[[], Sequence[Batch]]
-    """Called when it is its turn, on the loop; twice where something had to be prepared for it first."""
+    """Called when it is its turn, on the loop; once more whenever something had to be prepared for it."""
     done: asyncio.Future[None]
     quiet: asyncio.Future[None]
     programs: int
     """SMs that it may take."""
     place: tuple[int, int]
-    """In the queue: lower goes first."""
+    """In the queue; the lowest goes first."""
     seconds: float = 0.0
     """From launch to event."""
     phase: str = "copy"
     launched_at: float = 0.0
     event: cuda.Event | None = None
-    prepared: bool = False
     problem: KvferryError | None = None
     """Why it is not whole. Something of it may run all the same, until its event."""
     abandoned: bool = False
@@ -64,48 +62,38 @@ class GpuCopy:
         self.abandoned = True
 
 
-@dataclass(slots=True, eq=False)
-class Mapped:
-    """A peer's memory in this process. `bytes_per_s`: of a plain copy when it was opened; 0 if it is only held."""
-
-    address: int
-    bytes_per_s: float
-    mapping: cuda.Mapping = field(repr=False)
-
-
 class Runner:
     """Owns a Copier, its stream, the mappings and a thread. `close` it."""
 
-    def __init__(self, device: cuda.Device, programs: int) -> None:
-        self.device, self.programs = device, programs
+    @classmethod
+    async def started(cls, device: cuda.Device, programs: int) -> Runner:
+        """Load torch and Triton, seconds at the first time. Raises KvferryError (`triton_missing`)."""
+        try:
+            return cls(await asyncio.to_thread(Copier, device), programs)
+        except Exception as error:  # noqa: BLE001  what importing them raises is of many kinds
+            raise _typed(error) from None
+
+    def __init__(self, copier: Copier, programs: int) -> None:
+        """programs: SMs that a copy may take."""
+        self.device, self.programs = copier.device, programs
+        self.device.bind()
+        self._copier, self._stream = copier, copier.device.stream()
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"copies-{device.index}", daemon=True)
         self._closing = False
         self._waiting: list[tuple[tuple[int, int], GpuCopy]] = []
-        self._preparing: set[GpuCopy] = set()
         self._in_flight: deque[GpuCopy] = deque()
         self._asking: asyncio.Handle | None = None
         self._events: list[cuda.Event] = []
         self._order = itertools.count()
-        self._mappings: set[cuda.Mapping] = set()
-        self._copier: Copier | None = None
-        self._stream: cuda.Stream | None = None
-
-    async def start(self) -> None:
-        """Load torch and Triton, seconds at the first time. Raises KvferryError (`triton_missing`)."""
+        self._mappings: set[CudaRegion] = set()
+        self._thread = threading.Thread(target=self._run, name=f"copies-{self.device.index}", daemon=True)
         self._thread.start()
-        try:
-            await self.call(self._start)
-            self.device.bind()
-        except BaseException:
-            await self.close()
-            raise
 
     def copy(
         self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0, programs: int | None = None
     ) -> GpuCopy:
-        """Start a copy; `nbytes` is for those who count. Higher priority goes first.
+        """Start a copy of `nbytes` bytes. Higher priority goes first.
 
         programs: SMs that it may take; the runner's own number where absent.
         """
@@ -119,26 +107,25 @@ class Runner:
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Compile what such batches need: about a second for each new shape of kernel."""
-        await self.call(lambda: self._copier.prepare(batches) if self._copier else None)
+        await self.call(lambda: self._copier.prepare(batches))
 
-    async def open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None = None) -> Mapped:
+    async def open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None = None) -> CudaRegion:
         """Map a peer's region and make sure that it is the peer's; without `probe` it is only held, not read.
 
-        Raises KvferryError: `probe_failed`, `cuda_ipc_failed`, ...
+        End it with `unmap`. Raises KvferryError: `probe_failed`, `cuda_ipc_failed`, ...
         """
         return await self.call(lambda: self._open(allocation, nbytes, probe))
 
-    async def unmap(self, every: Sequence[Mapped]) -> None:
+    async def unmap(self, regions: Sequence[CudaRegion]) -> None:
         """Nothing may use them any more."""
-        await self.call(lambda: self._unmap([each.mapping for each in every]))
+        await self.call(lambda: self._unmap(regions))
 
     async def close(self) -> None:
-        """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for each. A copy that has not
-        ended by then is quiet when the thread knows that it has."""
+        """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for each. Copies that have not
+        ended by then end when the thread knows that nothing of them runs any more."""
         self._closing = True
-        for copy in (*self._preparing, *(copy for _, copy in self._waiting)):
+        for _, copy in self._waiting:
             _end(copy, _closed())
-        self._preparing.clear()
         self._waiting.clear()
         try:
             if self._in_flight:
@@ -172,12 +159,12 @@ class Runner:
     # ---- on the event loop ----
 
     def _wait(self, copy: GpuCopy) -> None:
-        """Until it is its turn, which may be now."""
+        """Queue the copy, and launch it now if it is its turn."""
         heapq.heappush(self._waiting, (copy.place, copy))
         self._advance()
 
     def _advance(self) -> None:
-        """Launch what can be launched."""
+        """Launch what can be launched, and poll what is in flight."""
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
             copy = heapq.heappop(self._waiting)[1]
             if copy.abandoned:
@@ -189,7 +176,7 @@ class Runner:
             self._asking = self._loop.call_soon(self._ask) if fresh else self._loop.call_later(POLL_S, self._ask)
 
     def _ask(self) -> None:
-        """Whether copies have ended."""
+        """End the copies whose events have been reached."""
         self._asking = None
         while self._in_flight:
             copy = self._in_flight[0]
@@ -206,14 +193,13 @@ class Runner:
         self._advance()
 
     def _launch(self, copy: GpuCopy) -> None:
-        """Never raises: what is wrong is the copy's."""
-        assert self._copier is not None and self._stream is not None
+        """Never raises: an error is the copy's own."""
         copy.launched_at = time.monotonic()
         try:
             event = self._events.pop() if self._events else self.device.event()
             try:
                 batches = copy.build()
-                self._copier.copy(batches, self._stream, copy.programs, prepare=copy.prepared)
+                self._copier.copy(batches, self._stream, copy.programs)
             except NotPrepared:
                 self._events.append(event)
                 self._prepare(copy, batches)
@@ -228,96 +214,63 @@ class Runner:
             self._in_flight.append(copy)
 
     def _prepare(self, copy: GpuCopy, batches: Sequence[Batch]) -> None:
-        """On the thread; then it is the copy's turn again."""
-        copier = self._copier
-        assert copier is not None
-        copy.prepared = True
-        self._preparing.add(copy)
+        """Prepare on the thread, then queue the copy again."""
 
-        def again(prepared: asyncio.Future[None]) -> None:
-            if copy in self._preparing:
-                self._preparing.remove(copy)
-                if isinstance(problem := prepared.exception(), KvferryError):
-                    _end(copy, problem)
-                else:
-                    self._wait(copy)
+        def again(preparing: asyncio.Future[None]) -> None:
+            problem = _closed() if self._closing else preparing.exception()
+            if isinstance(problem, KvferryError):
+                _end(copy, problem)
+            else:
+                self._wait(copy)
 
-        self._submit(lambda: copier.prepare(batches)).add_done_callback(again)
+        self._submit(lambda: self._copier.prepare(batches)).add_done_callback(again)
 
     # ---- on the thread ----
 
     def _run(self) -> None:
+        self.device.bind()
         while (work := self._inbox.get()) is not None:
             work()
-        self._stop()
-
-    def _start(self) -> None:
-        self.device.bind()
-        self._copier = Copier(self.device, self.programs)
-        self._stream = self.device.stream()
-
-    def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None) -> Mapped:
-        mapping = self.device.open(allocation.handle)
-        if probe is None:
-            self._mappings.add(mapping)
-            return Mapped(mapping.address + allocation.offset, 0.0, mapping)
         try:
-            fits = (
-                mapping.nbytes == allocation.allocation_nbytes
-                and 0 <= allocation.offset <= allocation.offset + nbytes <= mapping.nbytes
-                and len(probe.held) > 0
-                and 0 <= probe.offset <= probe.offset + len(probe.held) <= mapping.nbytes
-            )
-            if not fits or read(self.device, mapping.address + probe.offset, len(probe.held)) != probe.held:
-                raise Internal(
-                    "probe_failed",
-                    "the mapped memory is not what the source has there",
-                    field="allocation_nbytes",
-                    value=mapping.nbytes,
-                )
-            address = mapping.address + allocation.offset
-            rate = self._rate(address, min(nbytes, TRIAL_NBYTES))
-        except BaseException:
-            mapping.close()
-            raise
-        self._mappings.add(mapping)
-        return Mapped(address, rate, mapping)
-
-    def _rate(self, source: int, nbytes: int) -> float:
-        """Bytes per second of a plain copy; the first touch of the mapping is not counted."""
-        stream, room = self.device.stream(), self.device.alloc(nbytes)
-        began, ended = self.device.event(timing=True), self.device.event(timing=True)
-        try:
-            stream.copy(room, source, nbytes)
-            began.record(stream)
-            stream.copy(room, source, nbytes)
-            ended.record(stream)
-            stream.synchronize()
-            return nbytes / max(1e-6, ended.ms_since(began) / 1e3)
-        finally:
-            self.device.free(room)
-            for each in (began, ended, stream):
-                each.close()
-
-    def _unmap(self, mappings: Sequence[cuda.Mapping]) -> None:
-        for mapping in mappings:
-            self._mappings.discard(mapping)
-            mapping.close()
-
-    def _stop(self) -> None:
-        try:
-            if self._stream is not None and self._copier is not None:
-                self._stream.synchronize()
-                self._unmap(list(self._mappings))
-                self._copier.close()
-                self._stream.close()
-                for event in (*self._events, *(copy.event for copy in self._in_flight if copy.event)):
-                    event.close()
+            self._stream.synchronize()
+            self._unmap(list(self._mappings))
+            self._copier.close()
+            self._stream.close()
+            for event in (*self._events, *(copy.event for copy in self._in_flight if copy.event)):
+                event.close()
         except KvferryError:
             pass  # a broken context: nothing runs any more, and the process keeps what it holds until it ends
         for copy in self._in_flight:
             settle(copy.quiet)
             settle(copy.done, error=_closed())
+
+    def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None) -> CudaRegion:
+        mapping = self.device.open(allocation.handle)
+        region = CudaRegion(0, "cuda", nbytes, allocation.offset, self.device, mapping)
+        try:
+            if probe is not None:
+                self._check(mapping, allocation, nbytes, probe)
+        except BaseException:
+            region.close()
+            raise
+        self._mappings.add(region)
+        return region
+
+    def _check(self, mapping: cuda.Mapping, allocation: cuda.Exported, nbytes: int, probe: Probe) -> None:
+        fits = (
+            mapping.nbytes == allocation.allocation_nbytes
+            and 0 <= allocation.offset <= allocation.offset + nbytes <= mapping.nbytes
+            and len(probe.held) > 0
+            and 0 <= probe.offset <= probe.offset + len(probe.held) <= mapping.nbytes
+        )
+        if not fits or read(self.device, mapping.address + probe.offset, len(probe.held)) != probe.held:
+            message = "the mapped memory is not what the source has there"
+            raise Internal("probe_failed", message, field="allocation_nbytes", value=mapping.nbytes)
+
+    def _unmap(self, regions: Sequence[CudaRegion]) -> None:
+        for region in regions:
+            self._mappings.discard(region)
+            region.close()
 
 
 def _end(copy: GpuCopy, problem: KvferryError | None) -> None:

@@ -162,10 +162,8 @@ async def _registered(
     try:
         await agent.start()
         if gpu is not None:
-            starting = Runner(gpu, config.programs)
             try:
-                await starting.start()
-                runner = starting
+                runner = await Runner.started(gpu, config.programs)
             except KvferryError as error:  # it can still be read and filled directly
                 unmapped = str(error)
                 notes.append(f"no mapped transfers: {error}")

@@ -139,12 +139,12 @@ def source_tables_from_json(data: Any, sources: Sequence[Manifest], field: str =
 def _source(summary: Summary, rank: int) -> dict[str, Any]:
     copies = [copy for copy in summary.plan.copies if copy.source_rank == rank]
     parts = [part for copy in copies for part in copy.parts]
-    shares = {(part.component, part.axis, part.span.start, part.span.stop, part.total) for part in parts}
+    shares = {(component.name, part.axis, *part.span, part.total) for component, part in parts}
     return {
         "rank": rank,
         "engine_id": summary.plan.sources[rank].engine_id,
-        "components": sorted({part.component for part in parts}),
-        "layers": sorted({part.layer for part in parts}),
+        "components": sorted({component.name for component, _ in parts}),
+        "layers": sorted({component.layer for component, _ in parts}),
         "shares": [
             {"component": component, "axis": axis or None, "start": start, "stop": stop, "total": total}
             for component, axis, start, stop, total in sorted(shares)

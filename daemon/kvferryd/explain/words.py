@@ -99,14 +99,14 @@ def _shares(chosen: Plan, rank: int) -> list[tuple[str, str, str]]:
     for copy in chosen.copies:
         if copy.source_rank == rank:
             tokens = _tokens(copy.source_group.token_shard)
-            for part in copy.parts:
-                whole = part.span.start == 0 and part.span.stop == part.total
+            for component, part in copy.parts:
+                whole = part.span == (0, part.total)
                 share = f"{part.axis} {part.span} of {part.total}" if part.axis and not whole else "all"
                 share = f"{share}, {tokens}" if tokens else share
-                layers.setdefault((part.component, share), set()).add(part.layer)
+                layers.setdefault((component.name, share), set()).add(component.layer)
     together: dict[tuple[str, str], list[str]] = {}
-    for (component, share), found in layers.items():
-        together.setdefault((_ranges(found), share), []).append(component)
+    for (name, share), found in layers.items():
+        together.setdefault((_ranges(found), share), []).append(name)
     return [(found, ", ".join(components), share) for (found, share), components in together.items()]
 
 

@@ -1,16 +1,16 @@
-"""Memory that holds KV: one folder per kind, of equal shape.
-
-A provider allocates regions that the daemon owns and adopts regions that an engine owns; a region knows its address
-here and how to tell an engine where it is. Whoever made a region closes it.
+"""Memory that holds KV. A provider for each kind allocates regions that the daemon owns and adopts regions that an
+engine owns. Whoever made a region closes it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.memory import SharedRegion
 from kvferry.v1 import engine_pb2
 from kvferryd.config import Config
 from kvferryd.transport import Span
@@ -26,7 +26,7 @@ class Probe:
 
 @dataclass(slots=True)
 class Files:
-    """Open files of ours. A context manager that closes them."""
+    """File descriptors that this process owns. A context manager that closes them."""
 
     numbers: list[int] = field(default_factory=list)
 
@@ -43,36 +43,46 @@ class Files:
         self.close()
 
 
-class Region(Protocol):
-    """Registered KV-cache memory. `owned`: allocated here; otherwise adopted from an engine.
+@dataclass(slots=True, eq=False)
+class Region:
+    """Registered KV-cache memory."""
 
-    slow_source: why a peer should not read it directly, in words; empty where nothing is against it.
-    unmappable: why a peer cannot map it, likewise.
-    """
-
-    @property
-    def slow_source(self) -> str: ...
-    @property
-    def unmappable(self) -> str: ...
-    @property
-    def span(self) -> Span: ...
-    @property
-    def owned(self) -> bool: ...
-    def probe(self) -> Probe | None:
-        """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes."""
+    span: Span
+    owned: bool
+    """Allocated here; otherwise adopted from an engine."""
+    told: engine_pb2.Memory = field(repr=False)
+    """What an engine or a peer needs to map it. Of adopted memory what its engine told us: a mapping cannot be exported
+    again, so peers get the engine's own handle."""
+    undo: ExitStack = field(repr=False)
+    """Closing it frees or unmaps the memory."""
+    slow_source: str = ""
+    """Why a peer should not read it directly, in words; empty where nothing is against it."""
+    unmappable: str = ""
+    """Why a peer cannot map it, likewise."""
+    probe: Callable[[], Probe | None] = lambda: None
+    """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes."""
+    shared: SharedRegion | None = None
+    """The mapped file, of host memory. It goes when the last process that has it, daemon or engine, has gone."""
 
     def exported(self, region: int) -> engine_pb2.Memory:
-        """What an engine needs to map it; of a HostRegion, beside its `files`."""
+        """`told`, as the memory of an engine's region of this number."""
+        memory = engine_pb2.Memory(region=region)
+        memory.MergeFrom(self.told)
+        return memory
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free or unmap. Call it as soon as the engine is gone: a mapping keeps memory taken, here and in every other
+        process. Idempotent."""
+        self.undo.close()
 
 
 class Provider(Protocol):
-    def allocate(self, nbytes: int) -> Region: ...
-    def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
-        """`files`: those that the memory was handed over with. The caller closes them."""
+    def allocate(self, nbytes: int) -> Region:
+        """A new zeroed region. Raises KvferryError (`out_of_memory`)."""
 
-    def close(self) -> None: ...
+    def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
+        """Map memory that an engine owns. `files`: those that it was handed over with; the caller closes them. Raises
+        KvferryError."""
 
 
 def provider(config: Config) -> Provider:

@@ -11,11 +11,10 @@ import grpc
 import structlog
 
 from kvferry.errors import Conflict, KvferryError, PeerFailed
-from kvferry.memory import cuda
+from kvferry.memory import CudaRegion, cuda
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
-from kvferryd.copy import mapped
-from kvferryd.copy.ahead import sample
-from kvferryd.copy.runner import Mapped, Runner
+from kvferryd.copy import mapped, sample
+from kvferryd.copy.runner import Runner
 from kvferryd.memory import Probe
 from kvferryd.peers.channels import asking
 from kvferryd.plan import Plan
@@ -35,10 +34,10 @@ class RankMapping:
     def __init__(self, runner: Runner, *, slots_only: bool = False) -> None:
         """slots_only: a strict engine of ours maps no region."""
         self._runner = runner
-        self.regions: dict[int, Mapped] = {}
+        self.regions: dict[int, CudaRegion] = {}
         self.refusal = "this daemon is strict" if slots_only else ""
         """Why no region is mapped."""
-        self._slots: list[Mapped] = []
+        self._slots: list[CudaRegion] = []
         self._stream: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
 
     async def open(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, manifest: Manifest, timeout_s: float) -> None:
@@ -116,7 +115,7 @@ class RankMapping:
         regions, self.regions = self.regions, {}
         await self._unmap(list(regions.values()))
 
-    async def _unmap(self, every: Sequence[Mapped]) -> None:
+    async def _unmap(self, every: Sequence[CudaRegion]) -> None:
         if every:
             try:
                 await self._runner.unmap(every)

@@ -1,4 +1,4 @@
-"""Mixed-radix axes: where positions lie in memory, and how two sides' positions pair up.
+"""Mixed-radix axes: where a component's positions lie in memory, and how two sides' positions pair up.
 
 A logical axis is a list of digits (extent, stride in bytes), outer first; an ordinary axis has one. This one notion
 carries kernel blocks inside logical blocks, split head dims, and everything else that is "an axis in two parts".
@@ -6,21 +6,87 @@ carries kernel blocks inside logical blocks, split head dims, and everything els
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cache
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.manifest import Axis
+from kvferry.manifest import BLOCK, SLOT, Component
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Radix: TypeAlias = tuple[tuple[int, int], ...]
+"""The digits (extent, stride) of a logical axis."""
+Axes: TypeAlias = tuple[tuple[str, int, int], ...]
+"""(name, extent, stride in bytes), outer first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Span(NamedTuple):
+    """Half-open range [start, stop) on a global axis, for example KV heads."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What the planner asks of a component: everything but where it starts. Components with equal axes, shard and dtype
+    share one, so that it can be compared by identity.
+
+    inner: the digits of every axis but block and slot. spans: what is held of each; totals: how long each is globally;
+    both also for "", which stands for no axis.
+    """
+
+    dtype: str
+    block: Radix
+    slot: Radix
+    inner: dict[str, Radix]
+    spans: dict[str, Span]
+    totals: dict[str, int]
+    shard_axis: str
+
+
+def layouts() -> Callable[[Component], Layout]:
+    """The layouts of one plan, each made once."""
+    made = cache(_layout)
+
+    def layout_of(component: Component) -> Layout:
+        shard, axes = component.shard, tuple((axis.name, axis.extent, axis.stride) for axis in component.axes)
+        return made(component.dtype, axes, *((shard.axis, shard.start, shard.total) if shard else ("", 0, 1)))
+
+    return layout_of
+
+
+def _layout(dtype: str, axes: Axes, shard_axis: str, shard_start: int, shard_total: int) -> Layout:
+    inner = {name: _radix(axes, name) for name, _, _ in axes if name not in (BLOCK, SLOT)}
+    extents = {name: math.prod(extent for each, extent, _ in axes if each == name) for name in inner}
+    spans = {"": Span(0, 1)} | {name: Span(0, extent) for name, extent in extents.items()}
+    if shard_axis:
+        spans[shard_axis] = Span(shard_start, shard_start + extents[shard_axis])
+    totals = {"": 1} | extents | {shard_axis: shard_total}
+    return Layout(dtype, _radix(axes, BLOCK), _radix(axes, SLOT), inner, spans, totals, shard_axis)
+
+
+def _radix(axes: Axes, name: str) -> Radix:
+    """The digits of a logical axis, with those merged that lie regularly inside one another."""
+    digits: list[tuple[int, int]] = []
+    for axis, extent, stride in axes:
+        if axis != name or extent == 1:
+            continue
+        if digits and digits[-1][1] == extent * stride:
+            digits[-1] = (digits[-1][0] * extent, stride)
+        else:
+            digits.append((extent, stride))
+    return tuple(digits)
+
+
+class Loop(NamedTuple):
     """`extent` copies, each further by a stride in bytes on either side."""
 
     extent: int
@@ -38,37 +104,25 @@ class Box:
 
     def __add__(self, inner: Box) -> Box:
         """This box with `inner` repeated inside every step."""
-        return Box(
-            self.source_offset + inner.source_offset,
-            self.destination_offset + inner.destination_offset,
-            self.loops + inner.loops,
-        )
-
-
-def radix(axes: Iterable[Axis], name: str) -> Radix:
-    """The digits of a logical axis, with those merged that lie regularly inside one another."""
-    digits: list[tuple[int, int]] = []
-    for axis in axes:
-        if axis.name != name or axis.extent == 1:
-            continue
-        if digits and digits[-1][1] == axis.extent * axis.stride:
-            digits[-1] = (digits[-1][0] * axis.extent, axis.stride)
-        else:
-            digits.append((axis.extent, axis.stride))
-    return tuple(digits)
+        source = self.source_offset + inner.source_offset
+        destination = self.destination_offset + inner.destination_offset
+        return Box(source, destination, self.loops + inner.loops)
 
 
 def offsets(positions: Ints, digits: Radix) -> Ints:
     """Byte offsets of positions along an axis. Positions must be in range: they are checked by `bind`."""
-    if not digits:
-        return np.zeros_like(positions)
-    if len(digits) == 1:
-        return positions * digits[0][1]
-    total = np.zeros_like(positions)
+    if len(digits) < 2:
+        return positions * step(digits)
+    inner = np.zeros_like(positions)
     for extent, stride in reversed(digits[1:]):
-        total += positions % extent * stride
+        inner += positions % extent * stride
         positions = positions // extent
-    return total + positions * digits[0][1]
+    return positions * digits[0][1] + inner
+
+
+def step(digits: Radix) -> int:
+    """Bytes between neighbouring positions of the innermost digit."""
+    return digits[-1][1] if digits else 0
 
 
 def pair(source: Radix, source_start: int, destination: Radix, destination_start: int, count: int) -> list[Box]:
@@ -85,10 +139,9 @@ def pair(source: Radix, source_start: int, destination: Radix, destination_start
     edges = np.array(sorted(cuts), dtype=np.int64)
     at, lengths = edges[:-1], np.diff(edges)
     source_at, destination_at = offsets(source_start + at, source), offsets(destination_start + at, destination)
-    source_step, destination_step = (digits[-1][1] if digits else 0 for digits in (source, destination))
     boxes = [
-        Box(int(s), int(d), (Loop(int(n), source_step, destination_step),) if n > 1 else ())
-        for s, d, n in zip(source_at, destination_at, lengths, strict=True)
+        Box(s, d, (Loop(n, step(source), step(destination)),) if n > 1 else ())
+        for s, d, n in zip(source_at.tolist(), destination_at.tolist(), lengths.tolist(), strict=True)
     ]
     folded = _fold(boxes)
     while len(folded) < len(boxes):
@@ -100,23 +153,12 @@ def _fold(boxes: list[Box]) -> list[Box]:
     """Replace every longest row of equal boxes at equal distances by one box with one more loop."""
     folded, i = [], 0
     while i < len(boxes):
-        first, n = boxes[i], 1
-        if i + 1 < len(boxes):
-            source_stride = boxes[i + 1].source_offset - first.source_offset
-            destination_stride = boxes[i + 1].destination_offset - first.destination_offset
-            while (
-                i + n < len(boxes)
-                and boxes[i + n].loops == first.loops
-                and boxes[i + n].source_offset == first.source_offset + n * source_stride
-                and boxes[i + n].destination_offset == first.destination_offset + n * destination_stride
-            ):
-                n += 1
-        if n > 1:
-            first = Box(
-                first.source_offset,
-                first.destination_offset,
-                (Loop(n, source_stride, destination_stride), *first.loops),
-            )
-        folded.append(first)
+        first, following, n = boxes[i], boxes[min(i + 1, len(boxes) - 1)], 1
+        source_stride = following.source_offset - first.source_offset
+        destination_stride = following.destination_offset - first.destination_offset
+        while i + n < len(boxes) and boxes[i + n] == first + Box(n * source_stride, n * destination_stride):
+            n += 1
+        loops = (Loop(n, source_stride, destination_stride), *first.loops) if n > 1 else first.loops
+        folded.append(Box(first.source_offset, first.destination_offset, loops))
         i += n
     return folded

@@ -10,19 +10,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
 from kvferry.errors import Malformed
 from kvferry.manifest import Group, TokenShard
 from kvferry.tables import BlockTable, Tables
-from kvferryd.plan.axes import Ints, Radix, offsets
+from kvferryd.plan.axes import Ints
 from kvferryd.plan.plan import Copy, Plan
 from kvferryd.plan.rows import Pattern, coalesce
 
 EXACT_RUNS = 16_384
-"""Up to this many runs, those of different patterns are joined too (a sort, 1 ms); beyond, only the few runs at the
-edge of a partial block could still join, and the sort would cost more than they do."""
+"""Up to this many runs, those of different rows are joined too (a sort, 1 ms); beyond, only a few could still join, and
+the sort would cost more than they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,7 @@ class Bound:
         """The runs, maximal, ascending by source offset within one (source rank, regions)."""
         parts: dict[tuple[int, int, int], list[tuple[Ints, Ints, Ints]]] = defaultdict(list)
         for copy, segments in self.pairs:
-            where = (copy.source_rank, copy.geometry.source_region, copy.geometry.destination_region)
-            parts[where] += _expand(copy, segments)
+            parts[copy.source_rank, copy.source.region, copy.destination.region] += _expand(copy, segments)
         return [Runs(*where, *_join(found)) for where, found in parts.items() if found]
 
 
@@ -89,70 +89,45 @@ def bind(
     `states=False` leaves the state groups out: a progressive reader moves them once, at the end. An empty
     destination table wants nothing of its group. Raises KvferryError naming table, value and remedy.
     """
-    start, stop = tokens
-    if not 0 <= start <= stop:
-        raise Malformed(
-            "malformed_tables",
-            f"the token range {start}:{stop} is not a range",
-            field="tokens",
-            value=tokens,
-            remedy="0 <= first <= last, global tokens, last exclusive",
-        )
+    if not 0 <= tokens[0] <= tokens[1]:
+        message = f"the token range {tokens[0]}:{tokens[1]} is not a range"
+        remedy = "0 <= first <= last, global tokens, last exclusive"
+        raise Malformed("malformed_tables", message, field="tokens", value=tokens, remedy=remedy)
     cut: dict[object, _Cut | None] = {}
     pairs = []
     for copy in plan.copies:
-        source_group, own_group = copy.source_group, copy.destination_group
-        if own_group.kind == "state" and not states:
+        own, place, own_place = copy.destination_group, copy.source, copy.destination
+        if own.kind == "state" and not states:
             continue
-        grain = _grain(copy.geometry.source_slot), _grain(copy.geometry.destination_slot)
-        key = (copy.source_rank, source_group.name, own_group.name, grain)
+        key = (copy.source_rank, copy.source_group.name, own.name, place.grain, own_place.grain)
         if key not in cut:
-            ours = destination_table_of(destination_tables, own_group)
-            if len(ours.block_ids) == 0:
-                cut[key] = None
-                continue
-            theirs = table_of(source_tables.get(copy.source_rank, {}), source_group, f"source rank {copy.source_rank}")
-            if own_group.kind == "state":
-                cut[key] = _cut_state(theirs, ours, source_group, own_group, copy.source_rank)
-            else:
-                cut[key] = _cut(theirs, ours, source_group, own_group, copy.source_rank, (start, stop), grain)
-        found = cut[key]
-        if found is not None:
-            pairs.append((copy, found.segments(copy)))
+            cut[key] = _cut(copy, source_tables.get(copy.source_rank, {}), destination_tables, tokens)
+        if (found := cut[key]) is not None:
+            theirs, ours, lengths = found
+            pairs.append((copy, Segments(place.offsets(*theirs), own_place.offsets(*ours), lengths)))
     return Bound(tuple(pairs))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Segments before they meet a component's strides."""
-
-    source_blocks: Ints
-    source_slots: Ints
-    destination_blocks: Ints
-    destination_slots: Ints
-    tokens: Ints
-
-    def segments(self, copy: Copy) -> Segments:
-        geometry = copy.geometry
-        return Segments(
-            offsets(self.source_blocks, geometry.source_block) + offsets(self.source_slots, geometry.source_slot),
-            offsets(self.destination_blocks, geometry.destination_block)
-            + offsets(self.destination_slots, geometry.destination_slot),
-            self.tokens,
-        )
+_Cut: TypeAlias = tuple[tuple[Ints, Ints], tuple[Ints, Ints], Ints]
+"""Segments before they meet a component's strides: (block, slot) on either side where each begins, and its tokens."""
 
 
-def _cut(
-    theirs: BlockTable,
-    ours: BlockTable,
-    source: Group,
-    own: Group,
-    rank: int,
-    tokens: tuple[int, int],
-    grain: tuple[int, int],
-) -> _Cut | None:
+def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[int, int]) -> _Cut | None:
+    """None: there is nothing to move."""
+    source, own, whose = copy.source_group, copy.destination_group, f"source rank {copy.source_rank}"
+    ours = destination_table_of(own_tables, own)
+    if len(ours.block_ids) == 0:
+        return None
+    theirs = table_of(source_tables, source, whose)
+    if own.kind == "state":
+        for table, group, of in ((theirs, source, whose), (ours, own, "destination")):
+            if (ids := len(table.block_ids)) != 1:
+                what, remedy = f"has {ids} ids", "a state group holds one block per request"
+                raise _wrong("tables_mismatch", of, group, what, ".block_ids", table.block_ids.tolist(), remedy)
+        zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        return (theirs.block_ids, zero), (ours.block_ids, zero), one
     # Before the range is spelled out: it may be absurdly long. After this the table bounds it.
-    _check_holds(ours, own, local_tokens(own.token_shard, tokens[1]), "destination")
+    check_holds(ours, own, ours.first_token, local_tokens(own.token_shard, tokens[1]), "destination")
     # Tokens before the destination's first are cached there; of a sliding window the source may have dropped some.
     start = max(tokens[0], _global_token(own.token_shard, ours.first_token))
     source_at, own_at, count = _shared(source.token_shard, own.token_shard, (min(start, tokens[1]), tokens[1]))
@@ -165,47 +140,18 @@ def _cut(
             source_at, own_at, count = (source_at + skip)[keep], (own_at + skip)[keep], (count - skip)[keep]
     if len(count) == 0:
         return None
-    _check_holds(theirs, source, int(source_at[-1] + count[-1]), f"source rank {rank}")
-    if source_at[0] < theirs.first_token:
-        raise Malformed(
-            "tables_too_short",
-            f"the source rank {rank} table of group {source.name} begins with local token {theirs.first_token}, "
-            f"{source_at[0]} is to be moved",
-            field=f"tables.{source.name}.first_token",
-            value=theirs.first_token,
-            remedy="ask for later tokens only, or prefill the request again",
-        )
+    check_holds(theirs, source, int(source_at[0]), int(source_at[-1] + count[-1]), whose)
 
     source_at, own_at = source_at - theirs.first_token, own_at - ours.first_token
     begin = count.cumsum() - count
-    steps = min(source.block_size, grain[0] or source.block_size), min(own.block_size, grain[1] or own.block_size)
-    starts, interval = _starts(source_at, own_at, begin, count, steps)
+    starts, interval = _starts(source_at, own_at, begin, count, (copy.source.grain, copy.destination.grain))
     inside = starts - begin[interval]
-    source_token, own_token = source_at[interval] + inside, own_at[interval] + inside
+    source_block, source_slot = np.divmod(source_at[interval] + inside, source.block_size)
+    own_block, own_slot = np.divmod(own_at[interval] + inside, own.block_size)
     lengths = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
     lengths[-1] = begin[-1] + count[-1] - starts[-1]
-    return _Cut(
-        theirs.block_ids[source_token // source.block_size],
-        source_token % source.block_size,
-        ours.block_ids[own_token // own.block_size],
-        own_token % own.block_size,
-        lengths,
-    )
-
-
-def _cut_state(theirs: BlockTable, ours: BlockTable, source: Group, own: Group, rank: int) -> _Cut | None:
-    for table, group, whose in ((theirs, source, f"source rank {rank}"), (ours, own, "destination")):
-        if len(table.block_ids) != 1:
-            raise Malformed(
-                "tables_mismatch",
-                f"the {whose} table of state group {group.name} has {len(table.block_ids)} ids",
-                field=f"tables.{group.name}.block_ids",
-                value=table.block_ids.tolist(),
-                remedy="a state group holds one block per request",
-            )
-    zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-    return _Cut(theirs.block_ids, zero, ours.block_ids, zero, one)
+    return (theirs.block_ids[source_block], source_slot), (ours.block_ids[own_block], own_slot), lengths
 
 
 def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
@@ -225,22 +171,16 @@ def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tup
     for shard in (source, own):
         held &= first // shard.interleave % shard.size == shard.rank
         ring = shard.interleave * shard.size
-        local.append(first // ring * shard.interleave + first % shard.interleave if shard.size > 1 else first)
-    source_at, own_at, count = local[0][held], local[1][held], count[held]
-    if len(count) < 2:
-        return source_at, own_at, count
+        local.append(first // ring * shard.interleave + first % shard.interleave)
     # Equal rings on both sides: global neighbours may be far apart, local ones are not.
-    breaks = (source_at[:-1] + count[:-1] != source_at[1:]) | (own_at[:-1] + count[:-1] != own_at[1:])
-    begin = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return source_at[begin], own_at[begin], np.add.reduceat(count, begin)
+    return coalesce(local[0][held], local[1][held], count[held])
 
 
 def local_tokens(shard: TokenShard, token: int) -> int:
     """How many of the global tokens before `token` lie on this shard."""
     ring = shard.interleave * shard.size
-    return token // ring * shard.interleave + min(
-        max(token % ring - shard.rank * shard.interleave, 0), shard.interleave
-    )
+    inside = token % ring - shard.rank * shard.interleave
+    return token // ring * shard.interleave + min(max(inside, 0), shard.interleave)
 
 
 def _global_token(shard: TokenShard, local: int) -> int:
@@ -282,32 +222,16 @@ def _distinct(values: Ints) -> Ints:
     return values[fresh]
 
 
-def _grain(slot: Radix) -> int:
-    """Slots that lie regularly in memory: the innermost digit's extent; 0 where there is no digit."""
-    return slot[-1][0] if slot else 0
-
-
 def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
     """The table of a group, with every id checked against it. Raises KvferryError naming table, value and remedy."""
     table = tables.get(group.name)
     if table is None:
-        raise Malformed(
-            "tables_mismatch",
-            f"the {whose} has no block table for group {group.name}",
-            field=f"tables.{group.name}",
-            value=sorted(tables),
-            remedy="give every group a table; an empty block_ids list means that nothing of it is wanted",
-        )
-    lowest, highest = table.span
-    if lowest < 0 or highest >= group.num_blocks:
-        wrong = lowest if lowest < 0 else highest
-        raise Malformed(
-            "block_id_out_of_range",
-            f"the {whose} table of group {group.name} names block {wrong}",
-            field=f"tables.{group.name}.block_ids",
-            value=wrong,
-            remedy=f"block ids lie in [0, {group.num_blocks})",
-        )
+        remedy = "give every group a table; an empty block_ids list means that nothing of it is wanted"
+        raise _wrong("tables_mismatch", whose, group, "is missing", "", sorted(tables), remedy)
+    wrong = next((id for id in table.span if not 0 <= id < group.num_blocks), None)
+    if wrong is not None:
+        remedy = f"block ids lie in [0, {group.num_blocks})"
+        raise _wrong("block_id_out_of_range", whose, group, f"names block {wrong}", ".block_ids", wrong, remedy)
     return table
 
 
@@ -315,27 +239,25 @@ def destination_table_of(tables: Tables, group: Group) -> BlockTable:
     """The same for a destination, whose blocks must be distinct."""
     table = table_of(tables, group, "destination")
     if table.twice is not None:
-        raise Malformed(
-            "duplicate_block",
-            f"the destination table of group {group.name} names a block twice",
-            field=f"tables.{group.name}.block_ids",
-            value=table.twice,
-            remedy="every destination block holds different tokens",
-        )
+        what, remedy = "names a block twice", "every destination block holds different tokens"
+        raise _wrong("duplicate_block", "destination", group, what, ".block_ids", table.twice, remedy)
     return table
 
 
-def _check_holds(table: BlockTable, group: Group, stop: int, whose: str) -> None:
+def check_holds(table: BlockTable, group: Group, first: int, stop: int, whose: str) -> None:
+    """The table of a paged group reaches over its local tokens [first, stop). Raises KvferryError."""
     end = table.first_token + len(table.block_ids) * group.block_size
-    if stop > end:
-        raise Malformed(
-            "tables_too_short",
-            f"the {whose} table of group {group.name} holds local tokens [{table.first_token}, {end}) "
-            f"but tokens up to {stop} are to be moved",
-            field=f"tables.{group.name}",
-            value=f"{len(table.block_ids)} blocks of {group.block_size}",
-            remedy="give a table that reaches over the whole token range, or shorten the range",
-        )
+    if first < table.first_token or stop > end:
+        what = f"holds local tokens [{table.first_token}, {end}), it has to hold [{first}, {stop})"
+        value = f"{len(table.block_ids)} blocks of {group.block_size} from token {table.first_token}"
+        remedy = "list the blocks of the whole token range, or name fewer tokens"
+        raise _wrong("tables_too_short", whose, group, what, "", value, remedy)
+
+
+def _wrong(code: str, whose: str, group: Group, what: str, field: str, value: object, remedy: str) -> Malformed:
+    """`field`: what follows the table's name."""
+    message, field = f"the {whose} table of group {group.name} {what}", f"tables.{group.name}{field}"
+    return Malformed(code, message, field=field, value=value, remedy=remedy)
 
 
 def _expand(copy: Copy, segments: Segments) -> Iterator[tuple[Ints, Ints, Ints]]:
@@ -352,13 +274,11 @@ def _expand(copy: Copy, segments: Segments) -> Iterator[tuple[Ints, Ints, Ints]]
         source, destination, joined = coalesce(
             segments.source_offsets[index], segments.destination_offsets[index], nbytes
         )
-        rows = len(pattern.source_offsets)
-        runs = (
+        yield (
             (pattern.source_offsets[:, None] + source).ravel(),
             (pattern.destination_offsets[:, None] + destination).ravel(),
-            np.broadcast_to(joined, (rows, len(joined))).ravel(),
+            np.tile(joined, len(pattern.source_offsets)),
         )
-        yield coalesce(*runs) if pattern.joints and not pattern.joints.isdisjoint(joined.tolist()) else runs
 
 
 def _join(parts: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, Ints]:

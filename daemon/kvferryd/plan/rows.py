@@ -8,54 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from kvferryd.plan.axes import Box, Ints, Loop, Radix
+from kvferryd.plan.axes import Box, Ints, Loop
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Pattern:
-    """Runs of equal length `nbytes` at these offsets from a segment's first byte, ascending by source.
-
-    key: equal for patterns that begin at the same offsets, so that segments of different lengths can join.
-    joints: lengths of a joined run at which it would touch the next one of its own pattern.
-    """
+    """Runs of equal length `nbytes` at these offsets from a segment's first byte, ascending by source."""
 
     source_offsets: Ints
     destination_offsets: Ints
     nbytes: int
-    key: bytes
-    joints: frozenset[int]
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for patterns that begin at the same offsets, so that segments of different lengths can join."""
+        return self.source_offsets.tobytes() + self.destination_offsets.tobytes()
 
 
-def patterns(
-    boxes: Sequence[tuple[Box, int]], tokens: int, source_slot: Radix, destination_slot: Radix
-) -> list[Pattern]:
-    """Maximal runs of a segment of `tokens` consecutive slots, grouped by length.
+def patterns(boxes: Sequence[tuple[Box, int]], token_loop: Loop) -> list[Pattern]:
+    """Maximal runs of a segment of `token_loop.extent` consecutive slots, grouped by length. boxes: see `Copy`.
 
     The segment lies inside the innermost digit of both slot axes, so that tokens are one more regular loop.
     """
-    source_step, destination_step = (digits[-1][1] if digits else 0 for digits in (source_slot, destination_slot))
-    token_loop = (Loop(tokens, source_step, destination_step),) if tokens > 1 else ()
-    sources, destinations, lengths = [], [], []
-    for box, item in boxes:
-        loops, nbytes = _contiguous([*box.loops, *token_loop], item)
-        source = _expand(box.source_offset, [(loop.extent, loop.source_stride) for loop in loops])
-        sources.append(source)
-        destinations.append(_expand(box.destination_offset, [(loop.extent, loop.destination_stride) for loop in loops]))
-        lengths.append(np.full(len(source), nbytes, dtype=np.int64))
-    source, destination, nbytes_of = coalesce(
-        np.concatenate(sources), np.concatenate(destinations), np.concatenate(lengths)
-    )
     found = []
-    for length in np.unique(nbytes_of):
-        chosen = nbytes_of == length
-        s, d = source[chosen], destination[chosen]
-        gaps_s, gaps_d = np.diff(s), np.diff(d)
-        joints = frozenset(gaps_s[gaps_s == gaps_d].tolist())
-        found.append(Pattern(s, d, int(length), s.tobytes() + d.tobytes(), joints))
-    return found
+    for box, item in boxes:
+        loops, nbytes = _contiguous([*box.loops, token_loop], item)
+        at = np.array([[box.source_offset], [box.destination_offset]], dtype=np.int64)
+        for loop in loops:
+            steps = np.outer((loop.source_stride, loop.destination_stride), np.arange(loop.extent))
+            at = (at[:, :, None] + steps[:, None, :]).reshape(2, -1)
+        found.append((*at, np.full(at.shape[1], nbytes, dtype=np.int64)))
+    source, destination, lengths = coalesce(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    chosen = ((int(length), lengths == length) for length in np.unique(lengths))
+    return [Pattern(source[of_length], destination[of_length], length) for length, of_length in chosen]
 
 
 def coalesce(source: Ints, destination: Ints, nbytes: Ints) -> tuple[Ints, Ints, Ints]:
@@ -72,17 +61,7 @@ def coalesce(source: Ints, destination: Ints, nbytes: Ints) -> tuple[Ints, Ints,
 def _contiguous(loops: list[Loop], nbytes: int) -> tuple[list[Loop], int]:
     """Take into the run every loop whose steps follow one another without a gap on both sides."""
     loops = [loop for loop in loops if loop.extent > 1]
-    while True:
-        inner = next((loop for loop in loops if loop.source_stride == nbytes == loop.destination_stride), None)
-        if inner is None:
-            return loops, nbytes
+    while inner := next((loop for loop in loops if loop.source_stride == nbytes == loop.destination_stride), None):
         loops.remove(inner)
         nbytes *= inner.extent
-
-
-def _expand(offset: int, loops: Sequence[tuple[int, int]]) -> Ints:
-    """Every offset of nested loops of (extent, stride)."""
-    out = np.array([offset], dtype=np.int64)
-    for extent, stride in loops:
-        out = (out[:, None] + np.arange(extent, dtype=np.int64) * stride).ravel()
-    return out
+    return loops, nbytes

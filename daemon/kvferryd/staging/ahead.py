@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferryd.copy import cut
-from kvferryd.copy.ahead import sample
+from kvferryd.copy import cut, sample
 from kvferryd.plan import Plan
 from kvferryd.staging.arena import Arena
 

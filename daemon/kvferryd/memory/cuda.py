@@ -1,0 +1,100 @@
+"""GPU memory: cuMemAlloc, shared with engines as raw CUDA IPC handles; and engines' own, VMM-backed memory too."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+from kvferry.errors import Full, KvferryError, Malformed
+from kvferry.memory import cuda, open_cuda_region
+from kvferry.memory.regions import check_inside
+from kvferry.memory.vmm import VmmMapping
+from kvferry.v1 import engine_pb2
+from kvferryd.memory import Probe, Region
+from kvferryd.transport import Span
+
+PROBE_NBYTES = 64
+SLOW_ADOPTED = (
+    "adopted GPU memory: NIXL reads it at about 0.5 GB/s as a direct source, so it goes staged or mapped "
+    "(allocate through the daemon to have every way)"
+)
+SLOW_VMM = (
+    "VMM-backed GPU memory: NIXL reads it at about 0.5 GB/s as a direct source and no peer can map it, so it goes "
+    "staged (allocate through the daemon to have every way)"
+)
+UNMAPPABLE_VMM = "it is VMM-backed GPU memory, which has no IPC handle"
+
+
+class CudaProvider:
+    """Memory of one GPU, named by UUID (GPU-...) or by this process's number (cuda:0)."""
+
+    def __init__(self, device: str) -> None:
+        """Raises KvferryError: `cuda_missing`, `unknown_gpu`."""
+        self.device = cuda.device(device)
+
+    def allocate(self, nbytes: int) -> Region:
+        """A new zeroed region. Raises KvferryError (`out_of_memory`)."""
+        # Whole granules: a smaller allocation shares one with its neighbours, and a handle would export them too.
+        taken = -(-(nbytes + PROBE_NBYTES) // cuda.GRANULE) * cuda.GRANULE
+        try:
+            address = self.device.alloc(taken)
+        except KvferryError as error:
+            if error.code != "out_of_memory":
+                raise
+            free, total = self.device.memory()
+            message = f"GPU {self.device.uuid} has no room for {nbytes} bytes: {free} of {total} are free"
+            remedy = "start the daemon and its caches before other users of the GPU, or make the cache smaller"
+            raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy) from None
+        with ExitStack() as undo:
+            undo.callback(self.device.free, address)
+            nonce = Probe(taken - PROBE_NBYTES, secrets.token_bytes(PROBE_NBYTES))
+            written = ctypes.create_string_buffer(nonce.held, PROBE_NBYTES)
+            with closing(self.device.stream()) as stream:
+                stream.fill(address, taken)
+                stream.copy(address + nonce.offset, ctypes.addressof(written), PROBE_NBYTES)
+                stream.synchronize()
+            exported = engine_pb2.CudaAllocation(**dataclasses.asdict(self.device.export(address)))
+            told = engine_pb2.Memory(nbytes=nbytes, cuda=exported)
+            return Region(self._span(address, nbytes), True, told, undo.pop_all(), probe=lambda: nonce)
+
+    def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
+        """Map memory that the engine owns. Raises KvferryError."""
+        kind, nbytes = memory.WhichOneof("kind"), memory.nbytes
+        if kind not in ("cuda", "vmm"):
+            what, remedy = "a daemon beside a GPU adopts CUDA memory only", "hand over what cuda_memory describes"
+            raise Malformed("wrong_memory_kind", what, field="memory.kind", value=kind, remedy=remedy)
+        given = memory.cuda if kind == "cuda" else memory.vmm
+        if given.device_uuid != self.device.uuid:
+            what = f"the memory is on GPU {given.device_uuid}, this daemon runs beside {self.device.uuid}"
+            field, remedy = f"memory.{kind}.device_uuid", "attach each rank to the daemon of its own GPU"
+            raise Malformed("wrong_gpu", what, field=field, value=given.device_uuid, remedy=remedy)
+        undo = ExitStack()
+        if isinstance(given, engine_pb2.CudaAllocations):
+            check_inside(given.offset, nbytes, sum(given.nbytes), "was said to have")
+            mapping = undo.enter_context(closing(VmmMapping(self.device, files, given.nbytes)))
+            span = self._span(mapping.address + given.offset, nbytes)
+            return Region(span, False, memory, undo, SLOW_VMM, UNMAPPABLE_VMM)
+        shared = undo.enter_context(
+            closing(open_cuda_region(given.handle, given.offset, nbytes, given.allocation_nbytes, given.device_uuid))
+        )
+
+        def probe() -> Probe:
+            """What the engine has there now: no byte of its memory is ours to write."""
+            return Probe(given.offset, read(self.device, shared.address, min(PROBE_NBYTES, nbytes)))
+
+        return Region(self._span(shared.address, nbytes), False, memory, undo, SLOW_ADOPTED, probe=probe)
+
+    def _span(self, address: int, nbytes: int) -> Span:
+        return Span(address, nbytes, "cuda", self.device.index)
+
+
+def read(device: cuda.Device, address: int, nbytes: int) -> bytes:
+    """A few bytes of GPU memory, on a stream of their own."""
+    held = ctypes.create_string_buffer(nbytes)
+    with closing(device.stream()) as stream:
+        stream.copy(ctypes.addressof(held), address, nbytes)
+        stream.synchronize()
+    return held.raw
