@@ -7,44 +7,38 @@ themselves: it answers malformed kv_transfer_params with 400 before the engine s
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.errors import KvferryError
 from kvferry.handoff import PARAMS, Handoff, check_one_prompt
 
 MARKS = (PARAMS.encode(), b"\\u", b"\0")
 """A body without any of these has no kv_transfer_params: the name as it is, an escaped letter, UTF-16 or UTF-32."""
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class CheckTransferParams:
     """Checks bodies that may have kv_transfer_params; all others pass unparsed."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":  # the client has left
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
         try:
+            body = await Request(scope, receive).body()
             if any(mark in body for mark in MARKS):
-                check(bytes(body))
-        except KvferryError as error:
-            await _refuse(send, error)
+                check(body)
+        except ClientDisconnect:
             return
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        except KvferryError as error:
+            await JSONResponse(openai_error(error, 400), 400)(scope, receive, send)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> Message:
             return whole.pop() if whole else await receive()
@@ -69,13 +63,6 @@ def check(body: bytes) -> None:
             handoff = Handoff.parse(holder[PARAMS])
             if handoff.reads:
                 handoff.source()
-
-
-async def _refuse(send: Send, error: KvferryError) -> None:
-    content = json.dumps(openai_error(error, 400)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
 
 
 def openai_error(error: KvferryError, status: int) -> dict[str, dict[str, str | None]]:

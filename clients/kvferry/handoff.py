@@ -95,12 +95,10 @@ class Handoff(BaseModel):
         num_tokens = num_prompt_tokens if self.remote_num_tokens is None else self.remote_num_tokens
         if num_tokens > num_prompt_tokens:
             raise Conflict(
-                "other_prompt",
-                f"the {PARAMS} are those of {num_tokens} tokens, and this prompt has {num_prompt_tokens}",
-                field=f"{PARAMS}.remote_num_tokens",
-                value=num_tokens,
+                "other_prompt", f"the {PARAMS} are those of {num_tokens} tokens, this prompt has {num_prompt_tokens}",
+                field=f"{PARAMS}.remote_num_tokens", value=num_tokens,
                 remedy="send them with the prompt that was prefilled, or with one that continues it",
-            )
+            )  # fmt: skip
         digest = digest_of(num_tokens) if num_tokens else b""
         return Origin(self.remote_request_id or request_id, num_tokens, source, self.remote_room or 0, digest)
 
@@ -155,33 +153,19 @@ def answer(
     """
     host, _, port = address.rpartition(":")
     return Handoff(
-        do_remote_prefill=not second_turn,
-        do_remote_decode=second_turn,
-        remote_engine_id=engine_id,
-        remote_request_id=request_id,
-        remote_host=host.strip("[]"),
-        remote_port=int(port),
-        remote_epoch=epoch,
-        remote_block_ids=[list(ids) for ids in block_ids],
-        remote_num_tokens=num_tokens,
-        remote_room=room or None,
-        tp_size=tp,
-        dcp_size=1,
-        pp_size=1,
-        transfer_mode="read",
-    )
+        do_remote_prefill=not second_turn, do_remote_decode=second_turn, remote_engine_id=engine_id,
+        remote_request_id=request_id, remote_host=host.strip("[]"), remote_port=int(port), remote_epoch=epoch,
+        remote_block_ids=[list(ids) for ids in block_ids], remote_num_tokens=num_tokens, remote_room=room or None,
+        tp_size=tp, dcp_size=1, pp_size=1, transfer_mode="read",
+    )  # fmt: skip
 
 
 def check_one_prompt(prompt: object) -> None:
     """Raises KvferryError (`batch_of_prompts`) for a completion's `prompt` that holds several."""
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        raise Malformed(
-            "batch_of_prompts",
-            f"the body holds {len(prompt)} prompts, and one {PARAMS} object describes the KV of one",
-            field="prompt",
-            value=len(prompt),
-            remedy="send one request per prompt",
-        )
+        what = f"the body holds {len(prompt)} prompts, and one {PARAMS} object describes the KV of one"
+        remedy = "send one request per prompt"
+        raise Malformed("batch_of_prompts", what, field="prompt", value=len(prompt), remedy=remedy)
 
 
 def _malformed(name: str, value: object, why: str) -> KvferryError:

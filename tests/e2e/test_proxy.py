@@ -213,7 +213,7 @@ def test_a_batch_of_prompts_is_refused_because_one_lease_holds_one(client: httpx
 
 
 def test_a_body_too_large_is_refused(prefill: ForeignEngine, decode: ForeignEngine) -> None:
-    with proxy([prefill], decode, max_body_bytes=1000) as client:
+    with proxy([prefill], decode, max_body_mb=0.001) as client:
         assert client.post("/v1/completions", content=b" " * 2000).status_code == 413
 
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from kvferry.reference.config import PRESETS, ModelConfig, ModelSource
-from kvferry.reference.weights import write_checkpoint
+from kvferry.reference.model import write_checkpoint
 from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service, ServiceError
 

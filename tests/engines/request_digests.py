@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.vllm.prompt import digest_of
+from kvferry.vllm.identity import digest_of
 
 TOKENS = list(range(100, 120))
 

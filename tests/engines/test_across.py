@@ -10,7 +10,6 @@ import pytest
 
 from engines import MODEL, PYTHON, START_S, Engines, Pair, complete, prompt, tokens_of
 from kvferry.reference.config import ModelSource
-from kvferry.reference.fingerprint import fingerprint
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 LENGTHS = [5, 31, 33, 100, 257, 513, 1000]
@@ -26,7 +25,7 @@ def both() -> Iterator[Pair]:
         first, second = fleet.daemons("v", 1), fleet.daemons("r", 2)
         asyncio.run(fleet.ready(*first, *second, timeout_s=60))
         folder = fleet.model()
-        same = {"fingerprint": fingerprint(ModelSource(MODEL))}
+        same = {"fingerprint": ModelSource(MODEL).fingerprint()}
         vllm = fleet.vllm("v", folder, first, options=same)
         reference = fleet.engine("r", tp=2, layout="cross_layer", block_size=24, daemons=second)
         asyncio.run(fleet.ready(vllm, reference, timeout_s=START_S))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Sequence
 
-from kvferry.proxy.options import Endpoint, Options, OrderedBy, parse
+import uvicorn
 
-__all__ = ["Endpoint", "Options", "OrderedBy", "main", "parse"]
+from kvferry.proxy.app import build_app
+from kvferry.proxy.options import Endpoint, Options, parse
+
+__all__ = ["Endpoint", "Options", "build_app", "main", "parse"]
 GRACEFUL_S = 20
 """At SIGTERM: how long requests under way may still run."""
 
@@ -21,20 +23,12 @@ GRACEFUL_S = 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status; argparse exits with 2 on wrong flags."""
     options = parse(argv)
-    try:
-        import uvicorn
-
-        from kvferry.proxy.app import build_app
-    except ModuleNotFoundError as error:
-        print(f"kvferry proxy: needs {error.name}: pip install 'kvferry[reference]'", file=sys.stderr)
-        return 1
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    prefills = ", ".join(endpoint.url for endpoint in options.prefill)
-    decodes = ", ".join(endpoint.url for endpoint in options.decode)
+    prefills, decodes = (", ".join(each.url for each in engines) for engines in (options.prefill, options.decode))
     logging.getLogger("kvferry.proxy").info(
         "kvferry proxy on http://%s:%d: prefill %s; decode %s; orders by the %s",
-        options.host, options.port, prefills, decodes, options.order.value,
+        options.host, options.port, prefills, decodes, options.order,
     )  # fmt: skip
     config = uvicorn.Config(
         build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",

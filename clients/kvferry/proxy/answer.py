@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+import httpx
+from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvferry.asgi import openai_error
@@ -17,49 +18,36 @@ HOP_BY_HOP = frozenset({
 })  # fmt: skip
 """Headers of one connection (RFC 9110, 7.6.1), never passed on."""
 STATUS = {
-    "malformed_json": 400,
-    "malformed_request_id": 400,
-    "batch_of_prompts": 400,
-    "unauthorized": 401,
-    "prefiller_not_allowed": 403,
-    "body_too_large": 413,
-    "full": 429,
-    "draining": 503,
-    "engine_timeout": 504,
-    "daemon_timeout": 504,
-    "deadline": 504,
-}
+    **dict.fromkeys(("malformed_json", "malformed_request_id", "batch_of_prompts"), 400),
+    **dict.fromkeys(("engine_timeout", "daemon_timeout", "deadline"), 504),
+    "unauthorized": 401, "prefiller_not_allowed": 403, "body_too_large": 413, "full": 429, "draining": 503,
+}  # fmt: skip
 """By code; every other code means that something behind the proxy failed: 502."""
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A complete answer."""
-
-    status: int
-    headers: tuple[tuple[str, str], ...]
-    content: bytes
-
-
-def status_of(error: KvferryError) -> int:
-    return STATUS.get(error.code, 502)
-
-
-def refusal(error: KvferryError) -> Whole:
+def refusal(error: KvferryError) -> Response:
     """The error as a response of its own."""
-    status, headers = status_of(error), [("content-type", "application/json")]
+    status, headers = STATUS.get(error.code, 502), {}
     if status == 401:
-        headers.append(("www-authenticate", "Bearer"))
-    retry_after_s = getattr(error, "retry_after_s", None)
-    if retry_after_s is not None:
-        headers.append(("retry-after", f"{retry_after_s:.0f}"))
-    return Whole(status, tuple(headers), json.dumps(openai_error(error, status)).encode())
+        headers["www-authenticate"] = "Bearer"
+    if (retry_after_s := getattr(error, "retry_after_s", None)) is not None:
+        headers["retry-after"] = f"{retry_after_s:.0f}"
+    return JSONResponse(openai_error(error, status), status, headers)
 
 
-def passed_on(headers: Iterable[tuple[str, str]], *, dropped: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
+def passed_on(response: httpx.Response, *, decoded: bool = False) -> list[tuple[str, str]]:
     """An engine's response headers without those that belong to its own connection or that we answer ourselves."""
-    unwanted = HOP_BY_HOP | {"date", "server", "content-length", "x-request-id", *dropped}
-    return tuple((name, value) for name, value in headers if name.lower() not in unwanted)
+    unwanted = HOP_BY_HOP | {"date", "server", "content-length", "x-request-id"}
+    unwanted |= {"content-encoding"} if decoded else set()
+    return [(name, value) for name, value in response.headers.multi_items() if name.lower() not in unwanted]
+
+
+async def whole(response: httpx.Response) -> Response:
+    """An engine's complete answer."""
+    answer = Response(await response.aread(), response.status_code)
+    for name, value in passed_on(response, decoded=True):
+        answer.headers.append(name, value)
+    return answer
 
 
 class Answer:
@@ -73,9 +61,9 @@ class Answer:
         self.complete = False
         self.nbytes = 0
 
-    async def whole(self, answer: Whole) -> None:
-        await self.start(answer.status, (*answer.headers, ("content-length", str(len(answer.content)))))
-        await self.write(answer.content)
+    async def whole(self, answer: Response) -> None:
+        await self.start(answer.status_code, answer.headers.items())
+        await self.write(bytes(answer.body))
         await self.end()
 
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
@@ -104,5 +92,4 @@ class Answer:
         if not self.status:
             await self.whole(refusal(error))
         elif self._events:
-            event = json.dumps(openai_error(error, status_of(error)))
-            await self.write(f"\n\ndata: {event}\n\n".encode())
+            await self.write(f"\n\ndata: {json.dumps(openai_error(error, STATUS.get(error.code, 502)))}\n\n".encode())

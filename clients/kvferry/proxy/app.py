@@ -7,23 +7,20 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
-from kvferry.asgi import disconnected
-from kvferry.errors import KvferryError, Malformed, Unauthorized
-from kvferry.proxy.answer import HOP_BY_HOP, Answer, Whole, refusal
-from kvferry.proxy.daemons import Daemons
-from kvferry.proxy.exchange import Asked, Exchange
+from kvferry.errors import Forbidden, KvferryError, Malformed, Unauthorized
+from kvferry.proxy.answer import HOP_BY_HOP, refusal, whole
+from kvferry.proxy.exchange import Asked, Daemons, Exchange, leg
 from kvferry.proxy.legs import read_body
 from kvferry.proxy.options import Endpoint, Options
-from kvferry.proxy.upstream import Ring, leg, whole
 
 log = logging.getLogger("kvferry.proxy")
 HEALTH_TIMEOUT_S = 2.0
@@ -34,6 +31,29 @@ OURS = HOP_BY_HOP | {
 """Request headers that the proxy answers for itself on both legs."""
 OF_THE_CLIENTS = 128
 """Characters of a client's X-Request-Id in the id of a handover. Engines add to it, and take 200 (or 256) in all."""
+
+
+class Ring:
+    """Engines in turn."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = deque(endpoints)
+
+    def turn(self) -> list[Endpoint]:
+        """All of them, beginning with the next one."""
+        turn = list(self._endpoints)
+        self._endpoints.rotate(-1)
+        return turn
+
+    def among(self, host_ports: str) -> list[Endpoint]:
+        """Those that an x-prefiller-host-port header names. Raises KvferryError `prefiller_not_allowed`."""
+        wanted = {name.strip().lower() for name in host_ports.split(",") if name.strip()}
+        for name in wanted - {endpoint.host_port for endpoint in self._endpoints}:
+            raise Forbidden(
+                "prefiller_not_allowed", f"{name[:100]} is not a prefill engine of this proxy",
+                field="x-prefiller-host-port", value=name, remedy="name engines given with --prefill, as host:port",
+            )  # fmt: skip
+        return [endpoint for endpoint in self.turn() if not wanted or endpoint.host_port in wanted]
 
 
 class Proxy:
@@ -55,57 +75,28 @@ class Proxy:
         )
         self.daemons = Daemons(self.http, options.prefill + options.decode, token=options.daemon_token)
 
-    async def close(self) -> None:
-        await self.daemons.close()
-        await self.http.aclose()
-
     async def relay(self, request: Request) -> Response:
-        """Check a request; the returned response carries it through both legs."""
-        try:
-            self._authorize(request)
-            client_id = _client_id(request)
-            body = read_body(await _content(request, self.options.max_body_bytes))
-            prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
-        except KvferryError as error:
-            log.info("refused %s: %s", request.url.path, error.code)
-            return _response(refusal(error))
-        except ClientDisconnect:  # its body is incomplete, and no answer can reach it
-            return Response(status_code=499)
+        """Check a request; the returned response carries it through both legs. Raises KvferryError."""
+        self._authorize(request)
+        client_id = _client_id(request)
+        body = read_body(await _content(request, round(self.options.max_body_mb * 2**20)))
+        prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
         handover_id = _handover_id(client_id)
         headers = self._headers(request, handover_id)
         asked = Asked(request.url.path, body, headers, client_id or handover_id, handover_id)
-        return Relay(Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons), self)
-
-    def finish(self, exchange: Exchange, answer: Answer) -> None:
-        """The client has its answer or is gone: log it, and free what is left."""
-        asked, outcome = (
-            exchange.asked,
-            "complete" if answer.complete else "broken" if exchange.error else "client_left",
-        )
-        log.info(
-            "request %s as %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
-            asked.request_id, exchange.lease_id, asked.path, outcome, answer.status, answer.nbytes,
-            " ".join(endpoint.url for endpoint in exchange.tried), exchange.decode.url, exchange.timings_ms,
-            f" error={exchange.error.code}: {exchange.error}" if exchange.error else "",
-        )  # fmt: skip
-        if not exchange.clean:
-            self.daemons.in_background(exchange.clean_up())
+        return Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons)
 
     async def models(self, request: Request) -> Response:
-        """/v1/models of the first decode engine that answers."""
-        try:
-            self._authorize(request)
-            headers = self._headers(request, _client_id(request) or _handover_id(""))
-        except KvferryError as error:
-            return _response(refusal(error))
+        """/v1/models of the first decode engine that answers. Raises KvferryError."""
+        self._authorize(request)
+        headers = self._headers(request, _client_id(request) or _handover_id(""))
         for endpoint in self.decodes.turn():
             try:
                 async with leg("decode", endpoint, MODELS_TIMEOUT_S):
-                    answer = await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers))
-                    break
+                    return await whole(await self.http.get(f"{endpoint.url}/v1/models", headers=headers))
             except KvferryError as error:
-                answer = refusal(error)
-        return _response(answer)
+                failed = error
+        raise failed
 
     async def health(self) -> Response:
         """200 when a prefill and a decode engine answer their /health. The body has the state of every engine."""
@@ -137,33 +128,6 @@ class Proxy:
         return headers | {"content-type": "application/json", "x-request-id": request_id}
 
 
-class Relay(Response):
-    """Runs the exchange as long as the client stays, and cleans up after it either way."""
-
-    def __init__(self, exchange: Exchange, proxy: Proxy) -> None:
-        super().__init__()
-        self._exchange = exchange
-        self._proxy = proxy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = Answer(send, self._exchange.asked.request_id)
-        serving = asyncio.create_task(self._exchange.serve(answer))
-        leaving = asyncio.create_task(disconnected(receive))
-        try:
-            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.complete:  # uvicorn reports a disconnect after a complete answer, too
-                await asyncio.wait({serving}, timeout=1.0)
-        finally:
-            tasks = {serving, leaving}
-            for task in tasks:
-                task.cancel()
-            # Cancelled first, so that decode's connection is closed before the daemons abort.
-            await asyncio.wait(tasks)
-            self._proxy.finish(self._exchange, answer)
-        if not serving.cancelled():
-            serving.result()
-
-
 def _client_id(request: Request) -> str:
     """The client's X-Request-Id; empty where it sent none."""
     request_id = request.headers.get("x-request-id")
@@ -193,11 +157,11 @@ async def _content(request: Request, limit: int) -> bytes:
     return bytes(content)
 
 
-def _response(answer: Whole) -> Response:
-    response = Response(answer.content, answer.status)
-    for name, value in answer.headers:
-        response.headers.append(name, value)
-    return response
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, KvferryError):
+        log.info("refused %s: %s", request.url.path, error.code)
+        return refusal(error)
+    return Response(status_code=499)  # ClientDisconnect: its body is incomplete, and no answer can reach it
 
 
 def build_app(options: Options) -> FastAPI:
@@ -206,15 +170,16 @@ def build_app(options: Options) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
+        async with proxy.http:
             yield
-        finally:
-            await proxy.close()
+            await proxy.daemons.close()
 
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
+    app.add_exception_handler(KvferryError, _refused)
+    app.add_exception_handler(ClientDisconnect, _refused)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.add_api_route(path, proxy.relay, methods=["POST"])
     app.add_api_route("/v1/models", proxy.models)

@@ -1,33 +1,97 @@
 """One request on its way through both legs, and what is freed when it fails.
 
 Until decode's first byte has come, every failure has an HTTP status of its own. Whatever ends an exchange early
-(a refusal of decode, a failed order, a client that left) ends in `clean_up`: both sides abort at once, so that
+(a refusal of decode, a failed order, a client that left) ends in `_clean_up`: both sides abort at once, so that
 prefill's blocks are not held until the lease's ttl.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from kvferry.errors import KvferryError, PeerFailed
-from kvferry.proxy.answer import Answer, Whole, passed_on
-from kvferry.proxy.daemons import Daemons
-from kvferry.proxy.legs import JsonObject, TransferParams, decode_body, prefill_body
-from kvferry.proxy.options import Endpoint, Options, OrderedBy
-from kvferry.proxy.upstream import leg, unreachable, whole
-from kvferry.schemas import Ordered
+from kvferry.asgi import disconnected
+from kvferry.errors import Deadline, KvferryError, PeerFailed, Unavailable
+from kvferry.proxy import legs
+from kvferry.proxy.answer import Answer, passed_on, whole
+from kvferry.proxy.options import Endpoint, Options
+from kvferry.router import DaemonError, RouterClient
+from kvferry.schemas import OrderBody, Ordered
 
-PREFILL_GRACE_S = 2.0
-"""A client that leaves during prefill: how long prefill's answer is still awaited for the lease's name in it."""
+log = logging.getLogger("kvferry.proxy")
+ABORT_TIMEOUT_S = 5.0
 RETRIED = (502, 503, 504)
 """Prefill answers that another prefill engine may cure; all others go to the client unchanged."""
-ORDER_GRACE_S = 2.0
-"""An order under way is let through before it is aborted: the abort must not overtake it."""
+GRACE_S = 2.0
+"""When a client leaves: how long prefill's answer is still awaited, for the lease's name in it, and an order under way,
+which the abort must not overtake."""
+
+
+class Daemons:
+    """REST clients of all daemons, over one connection pool, and the aborts that are under way."""
+
+    def __init__(self, http: httpx.AsyncClient, endpoints: Iterable[Endpoint], *, token: str = "") -> None:
+        urls = {url for endpoint in endpoints for url in endpoint.daemons}
+        self._clients = {url: RouterClient(url, token=token, timeout_s=ABORT_TIMEOUT_S, http=http) for url in urls}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def order(self, decode: Endpoint, body: OrderBody, *, timeout_s: float, traceparent: str = "") -> Ordered:
+        """Order at rank 0's daemon. A full daemon is asked again after its Retry-After, within `timeout_s`.
+
+        Raises KvferryError: the daemon's own, `daemon_unreachable` or `daemon_timeout`.
+        """
+        client = self._clients[decode.daemons[0]]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    return await client.order(body, traceparent=traceparent)
+            except DaemonError as error:
+                pause_s = error.retry_after_s or 0.1
+                if error.status != 429 or time.monotonic() + pause_s >= deadline:
+                    raise
+                await asyncio.sleep(pause_s)
+            except TimeoutError as error:
+                raise Deadline(
+                    "daemon_timeout", f"the decode daemon at {client.url} took no order within {timeout_s:g} s",
+                    field="--order-timeout", value=timeout_s, remedy="see its log, or allow more with --order-timeout",
+                ) from error  # fmt: skip
+
+    async def free(self, endpoint: Endpoint, request_id: str) -> None:
+        """Abort the request at every daemon of an engine. Failures are logged: the lease's ttl frees it then."""
+        await asyncio.gather(*(self._abort(self._clients[url], request_id) for url in endpoint.daemons))
+
+    async def _abort(self, client: RouterClient, request_id: str) -> None:
+        try:
+            result = await client.abort_request(request_id)
+        except KvferryError as error:
+            what = "request %s: not aborted at %s, its blocks are held until the lease's ttl: %s"
+            log.warning(what, request_id, client.url, error)
+            return
+        log.info(
+            "request %s: aborted at %s: transfers=%d leases=%d",
+            request_id, client.url, result.transfers_ended, result.leases_ended,
+        )  # fmt: skip
+
+    def in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Run to its end though the client that caused it has left. `close` waits for it."""
+        task = asyncio.create_task(work)
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def close(self) -> None:
+        """Let the aborts under way end; each is bounded."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=3 * ABORT_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,122 +99,146 @@ class Asked:
     """What the client sent. `headers` go to both legs, with `handover_id` as X-Request-Id."""
 
     path: str
-    body: JsonObject
+    body: legs.JsonObject
     headers: Mapping[str, str]
     request_id: str
     """The client's: in its answer and in the log."""
     handover_id: str
 
 
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """`prefills`: the engines to try, in this order. `decode`: the one that answers."""
+class Exchange(Response):
+    """The answer to a request: runs as long as the client stays, and cleans up after itself either way.
 
-    asked: Asked
-    prefills: tuple[Endpoint, ...]
-    decode: Endpoint
-    options: Options
-    http: httpx.AsyncClient
-    daemons: Daemons
-    error: KvferryError | None = None
-    timings_ms: dict[str, float] = field(default_factory=dict)
-    tried: list[Endpoint] = field(default_factory=list)
-    params: TransferParams | None = None
-    settled: bool = False
-    """Nothing is left to free: decode answered to the end, or prefill published nothing."""
-    _began: float = field(default_factory=time.monotonic)
-    _prefilling: asyncio.Task[Whole | None] | None = None
-    _ordering: asyncio.Task[Ordered] | None = None
-    _decode_asked: bool = False
+    prefills: the engines to try, in this order. decode: the one that answers.
+    """
 
-    async def serve(self, answer: Answer) -> None:
+    def __init__(
+        self, asked: Asked, prefills: Sequence[Endpoint], decode: Endpoint, options: Options, http: httpx.AsyncClient,
+        daemons: Daemons,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._asked, self._prefills, self._decode_engine = asked, prefills, decode
+        self._options, self._http, self._daemons = options, http, daemons
+        self._began = time.monotonic()
+        self._timings_ms: dict[str, float] = {}
+        self._error: KvferryError | None = None
+        self._tried: list[Endpoint] = []
+        self._params: legs.JsonObject | None = None
+        self._prefilling: asyncio.Task[Response | None] | None = None
+        self._ordering: asyncio.Task[Ordered] | None = None
+        self._decode_asked = False
+        self._settled = False
+        """Nothing is left to free: decode answered to the end, or prefill published nothing."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = Answer(send, self._asked.request_id)
+        serving = asyncio.create_task(self._serve(answer))
+        leaving = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.complete:  # uvicorn reports a disconnect after a complete answer, too
+                await asyncio.wait({serving}, timeout=1.0)
+        finally:
+            serving.cancel()
+            leaving.cancel()
+            # Cancelled first, so that decode's connection is closed before the daemons abort.
+            await asyncio.wait({serving, leaving})
+            self._finish(answer)
+        if not serving.cancelled():
+            serving.result()
+
+    def _finish(self, answer: Answer) -> None:
+        """The client has its answer or is gone: log it, and free what is left."""
+        outcome = "complete" if answer.complete else "broken" if self._error else "client_left"
+        log.info(
+            "request %s as %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
+            self._asked.request_id, self._lease, self._asked.path, outcome, answer.status, answer.nbytes,
+            " ".join(endpoint.url for endpoint in self._tried), self._decode_engine.url, self._timings_ms,
+            f" error={self._error.code}: {self._error}" if self._error else "",
+        )  # fmt: skip
+        if not self._settled or len(self._tried) > 1:
+            self._daemons.in_background(self._clean_up())
+
+    async def _serve(self, answer: Answer) -> None:
         """Answer the client. Raises nothing of what can go wrong behind the proxy."""
         try:
-            # Shielded: clean_up may still want its answer when the client has left.
+            # Shielded: _clean_up may still want its answer when the client has left.
             self._prefilling = asyncio.create_task(self._prefill())
             refused = await asyncio.shield(self._prefilling)
             self._mark("prefill")
             if refused:
-                self.settled = True
+                self._settled = True
                 await answer.whole(refused)
             else:
                 await self._decode(answer)
         except KvferryError as error:
-            self.error = error
+            self._error = error
             await answer.fail(error)
 
-    async def _prefill(self) -> Whole | None:
+    async def _prefill(self) -> Response | None:
         """Ask prefill engines in order until one answers with anything but 502, 503 or 504; the last answer counts.
 
-        Keeps what was published in `params`. Returns a refusal for the client. Raises KvferryError: `malformed_answer`,
-        `malformed_kv_transfer_params`, and what `leg` raises.
+        Keeps what was published in `_params`. Returns a refusal for the client. Raises KvferryError: what `leg` and
+        `published` raise.
         """
-        endpoints = self.prefills[: self.options.prefill_attempts]
-        async with leg("prefill", endpoints[0], self.options.prefill_timeout_s):
+        endpoints = self._prefills[: self._options.prefill_attempts]
+        body = legs.prefill_body(self._asked.body)
+        async with leg("prefill", endpoints[0], self._options.prefill_timeout_s):
             for endpoint in endpoints:
                 last = endpoint is endpoints[-1]
-                self.tried.append(endpoint)
+                self._tried.append(endpoint)
                 try:
-                    response = await self.http.post(
-                        endpoint.url + self.asked.path, json=prefill_body(self.asked.body), headers=self.asked.headers
-                    )
+                    response = await self._http.post(**self._request(endpoint, body))
                 except httpx.HTTPError as error:
                     if last:
-                        raise unreachable("prefill", endpoint, error) from error
+                        raise _unreachable("prefill", endpoint, error) from error
                     continue
                 if last or response.status_code not in RETRIED:
                     break
             if response.status_code >= 400:
                 return await whole(response)
-            self.params = TransferParams.of(response)
+            self._params = legs.published(response)
             return None
 
+    def _request(self, endpoint: Endpoint, body: legs.JsonObject) -> dict[str, Any]:
+        return {"url": endpoint.url + self._asked.path, "json": body, "headers": self._asked.headers}
+
     async def _decode(self, answer: Answer) -> None:
-        ordered = self.params is not None and self.options.order is OrderedBy.ROUTER
-        body = decode_body(self.asked.body, self.params, ordered=ordered)
+        ordered = self._params is not None and self._options.order == "router"
+        body = legs.decode_body(self._asked.body, self._params, ordered=ordered)
         if ordered:
-            assert self.params is not None
-            self._ordering = asyncio.create_task(
-                self.daemons.order(
-                    self.decode,
-                    self.params.order(),
-                    timeout_s=self.options.order_timeout_s,
-                    traceparent=self.asked.headers.get("traceparent", ""),
-                )
+            assert self._params is not None
+            order, traceparent = legs.order(self._params), self._asked.headers.get("traceparent", "")
+            ordering = self._daemons.order(
+                self._decode_engine, order, timeout_s=self._options.order_timeout_s, traceparent=traceparent
             )
+            self._ordering = asyncio.create_task(ordering)
         relaying = asyncio.create_task(self._relay(body, answer))
         try:
-            await self._order_or_first_byte(relaying, answer)
+            if self._ordering is not None:
+                await asyncio.wait({self._ordering, relaying}, return_when=asyncio.FIRST_COMPLETED)
+                if self._ordering.done() and not answer.status and not relaying.done():
+                    self._ordering.result()
+                    self._mark("order")
             answered = await relaying
         finally:
             relaying.cancel()
             await asyncio.wait({relaying})
         # An order that was not taken by the end of a good answer was not needed, and must not outlive it.
-        self.settled = self.params is None or (answered and (self._ordering is None or self._ordered))
+        self._settled = self._params is None or (answered and (self._ordering is None or _succeeded(self._ordering)))
 
-    async def _order_or_first_byte(self, relaying: asyncio.Task[bool], answer: Answer) -> None:
-        """Returns when the order was taken or decode has answered; raises the order's error before that."""
-        if self._ordering is None:
-            return
-        await asyncio.wait({self._ordering, relaying}, return_when=asyncio.FIRST_COMPLETED)
-        if self._ordering.done() and not answer.status and not relaying.done():
-            self._ordering.result()
-            self._mark("order")
-
-    async def _relay(self, body: JsonObject, answer: Answer) -> bool:
+    async def _relay(self, body: legs.JsonObject, answer: Answer) -> bool:
         """Pass decode's answer on, byte for byte. False when it is a refusal."""
         self._decode_asked = True
         async with (
-            leg("decode", self.decode, self.options.decode_timeout_s),
-            self.http.stream(
-                "POST", self.decode.url + self.asked.path, json=body, headers=self.asked.headers
-            ) as response,
+            leg("decode", self._decode_engine, self._options.decode_timeout_s),
+            self._http.stream("POST", **self._request(self._decode_engine, body)) as response,
         ):
             if response.status_code >= 400:
-                self.error = PeerFailed("decode_refused", f"decode answered {response.status_code}")
+                self._error = PeerFailed("decode_refused", f"decode answered {response.status_code}")
                 await answer.whole(await whole(response))
                 return False
-            headers = (*passed_on(response.headers.multi_items()), ("x-kvferry-request-id", self.lease_id))
+            headers = [*passed_on(response), ("x-kvferry-request-id", self._lease)]
             async for chunk in response.aiter_raw():
                 if not answer.status:
                     self._mark("first_byte")
@@ -164,45 +252,53 @@ class Exchange:
 
     def _mark(self, phase: str) -> None:
         """Milliseconds from the request's arrival."""
-        self.timings_ms[phase] = round((time.monotonic() - self._began) * 1e3, 1)
+        self._timings_ms[phase] = round((time.monotonic() - self._began) * 1e3, 1)
 
     @property
-    def _ordered(self) -> bool:
-        """Whether the order has been taken."""
-        done = self._ordering
-        return done is not None and done.done() and not done.cancelled() and done.exception() is None
-
-    @property
-    def lease_id(self) -> str:
+    def _lease(self) -> str:
         """What prefill named the lease; until it has, the id that the request went in with is the best guess."""
-        return (self.params.request_id if self.params else "") or self.asked.handover_id
+        return legs.lease_name(self._params) or self._asked.handover_id
 
-    @property
-    def clean(self) -> bool:
-        """Whether `clean_up` would have nothing to do."""
-        return self.settled and len(self.tried) == 1
-
-    async def clean_up(self) -> None:
+    async def _clean_up(self) -> None:
         """Free what the request may hold on either side. Bounded; failures are logged."""
-        if self.params is None:
-            await _let_end(self._prefilling, PREFILL_GRACE_S)
-        await _let_end(self._ordering, ORDER_GRACE_S)
-        if not self.settled:
+        waited = ([] if self._params else [self._prefilling]) + [self._ordering]
+        for task in waited:
+            if task is not None:
+                await asyncio.wait({task}, timeout=GRACE_S)
+                task.cancel()
+                await asyncio.wait({task}, timeout=1.0)
+                _succeeded(task)
+        if not self._settled:
             if self._decode_asked:
-                await self.daemons.free(self.decode, self.lease_id)
-            for endpoint in self.tried[-1:]:
-                await self.daemons.free(endpoint, self.lease_id)
-        for endpoint in self.tried[:-1]:
-            await self.daemons.free(endpoint, self.asked.handover_id)
+                await self._daemons.free(self._decode_engine, self._lease)
+            for endpoint in self._tried[-1:]:
+                await self._daemons.free(endpoint, self._lease)
+        for endpoint in self._tried[:-1]:
+            await self._daemons.free(endpoint, self._asked.handover_id)
 
 
-async def _let_end(task: asyncio.Task[Whole | None] | asyncio.Task[Ordered] | None, grace_s: float) -> None:
-    """Wait for the task, cancel it after `grace_s`, and leave no exception of it unseen."""
-    if task is None:
-        return
-    await asyncio.wait({task}, timeout=grace_s)
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=1.0)
-    if task.done() and not task.cancelled():
-        task.exception()
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    """Leaves no exception of the task unseen."""
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+@asynccontextmanager
+async def leg(name: str, endpoint: Endpoint, timeout_s: float) -> AsyncIterator[None]:
+    """Raises KvferryError for what goes wrong with an engine: `engine_unreachable`, `engine_timeout`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise Deadline(
+            "engine_timeout", f"the {name} engine took longer than {timeout_s:g} s", field=f"--{name}-timeout",
+            value=timeout_s, remedy=f"try again, or allow more with --{name}-timeout",
+        ) from error  # fmt: skip
+    except httpx.HTTPError as error:
+        raise _unreachable(name, endpoint, error) from error
+
+
+def _unreachable(name: str, endpoint: Endpoint, error: Exception) -> KvferryError:
+    return Unavailable(
+        "engine_unreachable", f"the {name} engine at {endpoint.url} failed: {str(error) or type(error).__name__}",
+        field=name, value=endpoint.url, remedy="is the engine up? try again",
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The two legs of a request, as JSON: pure functions over the client's body (facts of today's routers).
+"""The two legs of a request, as JSON: pure functions over the client's body.
 
 `kv_transfer_params` is an opaque object that passes verbatim from prefill's answer to decode's request. A client
 cannot bring its own: its coordinates would be dialled.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import httpx
@@ -20,24 +19,20 @@ from kvferry.schemas import OrderBody
 JsonObject: TypeAlias = Mapping[str, object]
 EXTRA = "vllm_xargs"
 ASK_TO_PUBLISH: JsonObject = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
 
 
 def read_body(content: bytes) -> JsonObject:
     """The client's JSON object. Raises KvferryError `malformed_json` or `batch_of_prompts`."""
     try:
         body = json.loads(content, parse_constant=_no_constant)
+        if not isinstance(body, dict):
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-        raise _malformed(f"the body is not JSON: {reason}") from None
-    if not isinstance(body, dict):
-        raise _malformed(f"the body is a JSON {_json_type(body)}, not an object")
+        remedy = 'send an object such as {"model": "m", "prompt": "Once"}'
+        raise Malformed("malformed_json", f"the body is no JSON object: {error}", remedy=remedy) from None
     check_one_prompt(body.get("prompt"))
     return body
 
@@ -51,11 +46,11 @@ def prefill_body(body: JsonObject) -> dict[str, object]:
     return leg
 
 
-def decode_body(body: JsonObject, params: TransferParams | None, *, ordered: bool) -> dict[str, object]:
+def decode_body(body: JsonObject, params: JsonObject | None, *, ordered: bool) -> dict[str, object]:
     """The client's body and what prefill answered. `ordered`: the router orders; the engine only reserves blocks."""
     leg = _own(body)
     if params is not None:
-        leg[PARAMS] = {**params.content, "order": "router"} if ordered else dict(params.content)
+        leg[PARAMS] = {**params, "order": "router"} if ordered else dict(params)
     return leg
 
 
@@ -68,58 +63,41 @@ def _own(body: JsonObject) -> dict[str, object]:
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class TransferParams:
-    """prefill's `kv_transfer_params`, and the few of its fields that a router reads."""
+def published(response: httpx.Response) -> JsonObject | None:
+    """prefill's `kv_transfer_params`; None when it published nothing.
 
-    content: JsonObject
+    Raises KvferryError: `malformed_answer`, `malformed_kv_transfer_params`.
+    """
+    try:
+        answer = response.json()
+    except (ValueError, RecursionError) as error:
+        raise PeerFailed(
+            "malformed_answer", f"the prefill engine answered with something that is not JSON: {error}",
+            field="prefill", value=str(response.url), remedy="is this an OpenAI-compatible engine?",
+        ) from None  # fmt: skip
+    params = answer.get(PARAMS) if isinstance(answer, Mapping) else None
+    if params is not None and not isinstance(params, Mapping):
+        raise _bad_params(PARAMS, params)
+    return params
 
-    @classmethod
-    def of(cls, response: httpx.Response) -> TransferParams | None:
-        """Out of prefill's answer; None when it published nothing.
 
-        Raises KvferryError: `malformed_answer`, `malformed_kv_transfer_params`.
-        """
-        try:
-            answer = response.json()
-        except (ValueError, RecursionError) as error:
-            raise PeerFailed(
-                "malformed_answer", f"the prefill engine answered with something that is not JSON: {error}",
-                field="prefill", value=str(response.url), remedy="is this an OpenAI-compatible engine?",
-            ) from None  # fmt: skip
-        content = answer.get(PARAMS) if isinstance(answer, Mapping) else None
-        if content is None:
-            return None
-        if not isinstance(content, Mapping):
-            raise _bad_params(PARAMS, content)
-        return cls(content)
+def lease_name(params: JsonObject | None) -> str:
+    """The lease's request_id, which the transfer carries too; empty when the engine named none."""
+    value = (params or {}).get("remote_request_id")
+    return value if isinstance(value, str) else ""
 
-    @property
-    def request_id(self) -> str:
-        """The lease's request_id, which the transfer carries too; empty when the engine named none."""
-        value = self.content.get("remote_request_id")
-        return value if isinstance(value, str) else ""
 
-    def order(self) -> OrderBody:
-        """The order for the decode side's daemon. Raises KvferryError naming the field that cannot be used."""
-        handoff = Handoff.parse(self.content)
-        source = handoff.source()
-        if source is None:
-            raise _bad_params(f"{PARAMS}.order", handoff.order)
-        return OrderBody(request_id=self.request_id, source=source)
+def order(params: JsonObject) -> OrderBody:
+    """The order for the decode side's daemon. Raises KvferryError naming the field that cannot be used."""
+    handoff = Handoff.parse(params)
+    source = handoff.source()
+    if source is None:
+        raise _bad_params(f"{PARAMS}.order", handoff.order)
+    return OrderBody(request_id=lease_name(params), source=source)
 
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
-
-
-def _json_type(value: object) -> str:
-    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
-
-
-def _malformed(message: str) -> KvferryError:
-    return Malformed("malformed_json", message, remedy='send an object such as {"model": "m", "prompt": "Once"}')
 
 
 def _bad_params(field: str, value: object) -> KvferryError:

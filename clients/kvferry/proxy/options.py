@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Annotated, Literal
+
+import httpx
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvferry import __version__
+from kvferry.flags import add_flags, checked
 
 DESCRIPTION = """\
 The reference routing proxy of kvferry: one OpenAI-compatible door in front of prefill and decode engines.
@@ -46,13 +48,6 @@ examples
 """
 
 
-class OrderedBy(enum.StrEnum):
-    """What tells the decode side's daemon where the KV is."""
-
-    ENGINE = "engine"
-    ROUTER = "router"
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """An engine's base URL, and the REST URLs of its ranks' daemons, rank 0 first (empty where not given)."""
@@ -63,116 +58,100 @@ class Endpoint:
     @property
     def host_port(self) -> str:
         """As x-prefiller-host-port names it."""
-        parts = urlsplit(self.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        return f"{parts.netloc.rpartition(':')[0] if parts.port else parts.netloc}:{port}".lower()
+        url = httpx.URL(self.url)
+        netloc = url.netloc.decode()
+        return netloc if url.port else f"{netloc}:{443 if url.scheme == 'https' else 80}"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Times in seconds; each bounds a whole leg, connecting and reading included."""
-
-    prefill: tuple[Endpoint, ...]
-    decode: tuple[Endpoint, ...]
-    order: OrderedBy = OrderedBy.ENGINE
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_token: str = ""
-    daemon_token: str = ""
-    connect_timeout_s: float = 5.0
-    prefill_timeout_s: float = 120.0
-    decode_timeout_s: float = 600.0
-    order_timeout_s: float = 30.0
-    prefill_attempts: int = 3
-    max_body_bytes: int = 32 << 20
-    max_connections: int = 4096
-
-
-def parse(argv: Sequence[str] | None = None) -> Options:
-    """Read the flags. Exits with 2 and one line that says what to change, as argparse does."""
-    parser = _parser()
-    flags = vars(parser.parse_args(argv))
-    host, port = flags.pop("listen")
-    flags |= {"prefill": tuple(flags["prefill"]), "decode": tuple(flags["decode"]), "order": OrderedBy(flags["order"])}
-    options = Options(**flags, host=host, port=port)
-    for endpoint in options.decode:
-        if options.order is OrderedBy.ROUTER and not endpoint.daemons:
-            parser.error(
-                f"--order router orders at the decode daemons, and --decode {endpoint.url} names none: "
-                f"--decode {endpoint.url},daemon=http://HOST:7410"
-            )
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvferry proxy",
-        usage="kvferry proxy --prefill URL --decode URL [options]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    default = {field.name: field.default for field in dataclasses.fields(Options)}
-    engine = "URL[,daemon=URL]..."
-    for name in ("prefill", "decode"):
-        add(f"--{name}", type=endpoint, action="append", required=True, metavar=engine,
-            help=f"a {name} engine; repeatable")  # fmt: skip
-    add("--order", choices=[who.value for who in OrderedBy], default="engine", help="who orders (default: engine)")
-    add("--listen", type=_listen, default=("127.0.0.1", 8000), metavar="HOST:PORT", help="default: 127.0.0.1:8000")
-    add("--api-token-file", type=_token, default=argparse.SUPPRESS, dest="api_token", metavar="FILE",
-        help="clients must send this bearer token; it is not passed on to the engines")  # fmt: skip
-    add("--daemon-token-file", type=_token, default=argparse.SUPPRESS, dest="daemon_token", metavar="FILE",
-        help="bearer token of the daemons' REST service")  # fmt: skip
-    for name, what in (
-        ("connect", "until a connection to an engine stands"),
-        ("prefill", "for the prefill leg"),
-        ("decode", "for the decode leg, its whole stream included"),
-        ("order", "for placing the order, waiting for a full daemon included"),
-    ):
-        seconds = default[f"{name}_timeout_s"]
-        add(f"--{name}-timeout", type=_seconds, default=seconds, dest=f"{name}_timeout_s", metavar="S",
-            help=f"{what} (default: {seconds:g})")  # fmt: skip
-    for name, what in (
-        ("prefill-attempts", "prefill engines to try when one is down or answers 502, 503 or 504"),
-        ("max-connections", "to all engines"),
-    ):
-        count = default[name.replace("-", "_")]
-        add(f"--{name}", type=_count, default=count, metavar="N", help=f"{what} (default: {count})")
-    add("--max-body-mb", type=lambda text: _count(text) << 20, default=default["max_body_bytes"],
-        dest="max_body_bytes", metavar="N", help="largest request body in MiB (default: 32)")  # fmt: skip
-    add("--version", action="version", version=f"kvferry {__version__}")
-    return parser
-
-
-def endpoint(text: str) -> Endpoint:
-    """`URL[,daemon=URL]...` as an Endpoint. Raises argparse.ArgumentTypeError."""
+def endpoint(text: str | Endpoint) -> Endpoint:
+    """`URL[,daemon=URL]...` as an Endpoint. Raises ValueError."""
+    if isinstance(text, Endpoint):
+        return text
     url, *rest = text.split(",")
     daemons = []
     for part in rest:
         key, _, value = part.partition("=")
         if key.strip() != "daemon":
-            raise argparse.ArgumentTypeError(f"{part!r} in {text!r} is not understood: write ,daemon=http://host:7410")
+            raise ValueError(f"{part!r} in {text!r} is not understood: write ,daemon=http://host:7410")
         daemons.append(_base_url(value))
     return Endpoint(_base_url(url), tuple(daemons))
 
 
 def _base_url(text: str) -> str:
-    url = text.strip().rstrip("/")
-    if "://" not in url:
-        url = f"http://{url}"
     try:
-        parts = urlsplit(url)
-        bad = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
-    except ValueError:
-        bad = True
-    if bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://10.0.0.7:8100")
-    if parts.path or parts.query or parts.username:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a base URL: scheme, host and port, without a path such as /v1"
-        )
-    return url
+        url = httpx.URL(text.strip() if "://" in text else f"http://{text.strip()}")
+        fine = url.scheme in ("http", "https") and url.host and (url.port is None or 0 < url.port < 1 << 16)
+    except httpx.InvalidURL:
+        fine = False
+    if not fine or url.path != "/" or url.query or url.userinfo:
+        raise ValueError(f"{text!r} is no base URL such as http://10.0.0.7:8100, without a path such as /v1")
+    return str(url).rstrip("/")
+
+
+Endpoints = tuple[Annotated[Endpoint, BeforeValidator(endpoint)], ...]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Count = Annotated[int, Field(gt=0, le=1 << 20)]
+ENGINE = ["URL[,daemon=URL]..."]
+
+
+class Options(BaseModel):
+    """Times in seconds; each bounds a whole leg, connecting and reading included. What is described is a flag."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    prefill: Endpoints = Field(examples=ENGINE, description="a prefill engine; repeatable")
+    decode: Endpoints = Field(examples=ENGINE, description="a decode engine; repeatable")
+    order: Literal["engine", "router"] = Field(default="engine", description="who orders the transfer")
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_token: str = ""
+    daemon_token: str = ""
+    connect_timeout_s: Seconds = Field(
+        default=5.0, alias="connect_timeout", description="until a connection to an engine stands"
+    )
+    prefill_timeout_s: Seconds = Field(default=120.0, alias="prefill_timeout", description="for the prefill leg")
+    decode_timeout_s: Seconds = Field(
+        default=600.0, alias="decode_timeout", description="for the decode leg, its whole stream included"
+    )
+    order_timeout_s: Seconds = Field(
+        default=30.0, alias="order_timeout", description="for placing the order, waiting for a full daemon included"
+    )
+    prefill_attempts: Count = Field(
+        default=3, description="prefill engines to try when one is down or answers 502, 503 or 504"
+    )
+    max_connections: Count = Field(default=4096, description="to all engines")
+    max_body_mb: float = Field(default=32, gt=0, examples=["N"], description="largest request body in MiB")
+
+    @model_validator(mode="after")
+    def _daemons_for_orders(self) -> Options:
+        for decode in self.decode:
+            if self.order == "router" and not decode.daemons:
+                example = f"--decode {decode.url},daemon=http://HOST:7410"
+                raise ValueError(
+                    f"--order router orders at the decode daemons, and --decode {decode.url} names none: {example}"
+                )
+        return self
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Read the flags. Exits with 2 and one line that says what to change, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="kvferry proxy", usage="kvferry proxy --prefill URL --decode URL [options]", description=DESCRIPTION,
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--listen", type=_listen, default="127.0.0.1:8000", metavar="HOST:PORT", help="default: 127.0.0.1:8000")
+    for whose, help in {
+        "api": "clients must send this bearer token; it is not passed on to the engines",
+        "daemon": "bearer token of the daemons' REST service",
+    }.items():
+        name, default = f"{whose}_token", argparse.SUPPRESS
+        add(f"--{whose}-token-file", type=_token, default=default, dest=name, metavar="FILE", help=help)
+    add_flags(parser, Options)
+    add("--version", action="version", version=f"kvferry {__version__}")
+    args = parser.parse_args(argv)
+    args.host, args.port = args.listen
+    return checked(parser, Options, args)
 
 
 def _listen(text: str) -> tuple[str, int]:
@@ -190,19 +169,3 @@ def _token(path: str) -> str:
     if not token or not token.isascii() or not token.isprintable():
         raise argparse.ArgumentTypeError(f"{path!r} must hold one line of printable ASCII: the token")
     return token
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds, above 0 and at most a day")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 
 from kvferry.errors import KvferryError
-from kvferry.reference.cache import LAYOUTS
+from kvferry.flags import add_flags, checked
 from kvferry.reference.config import PRESETS, EngineConfig, ModelSource, read_model_config
 from kvferry.reference.engine import Engine
 from kvferry.reference.server import build_app
@@ -39,98 +37,45 @@ A router sends {"kv_transfer_params": {"do_remote_decode": true}} to prefill and
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m kvferry.reference", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
-
-    serve = commands.add_parser(
+    serve = top.add_subparsers(dest="command", required=True).add_parser(
         "serve", help="serve a model over HTTP", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="A small Llama engine with a paged KV cache, which kvferry daemons may own.",
     )  # fmt: skip
-    _model_options(serve)
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one; the ready line names it")
-    serve.add_argument(
-        "--daemon", action="append", default=[], metavar="SOCKET", dest="daemons",
-        help="engine socket of a rank's daemon; once per rank, in rank order. Without: private memory, no transfers",
-    )  # fmt: skip
-    orders = "; ".join(f"{name} = {order}" for name, order in LAYOUTS.items())
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    for name, what in {
-        "engine_id": "names this engine to routers and daemons",
-        "tp": "ranks, one process each; need not divide the KV heads",
-        "layout": f"{orders}; or any order of these axes",
-        "block_size": "tokens in a block",
-        "num_blocks": "blocks in the cache",
-        "max_step_tokens": "prefill chunk",
-        "max_requests": "requests that run at once",
-        "request_timeout_s": "a request's whole life",
-        "load_timeout_s": "until the KV of a request must have arrived",
-        "step_timeout_s": "a worker that takes longer for one step has failed",
-        "start_timeout_s": "until every worker must be ready",
-        "daemon_timeout_s": "a daemon's answer to one call",
-        "lease_ttl_s": "how long published KV waits for a reader; 0: as the daemon is configured",
-    }.items():
-        flag = {"max_step_tokens": "max_tokens_per_step"}.get(name, name).replace("_", "-")
-        default = defaults[name]
-        help = f"{what} (default {default})"
-        serve.add_argument(f"--{flag}", type=type(default), default=default, dest=name, help=help)
-    serve.add_argument("--no-prefix-cache", action="store_false", dest="prefix_cache")
-    serve.add_argument(
-        "--progressive", action=argparse.BooleanOptionalAction, default=True,
-        help="publish a prefill's tokens chunk by chunk, so that decode reads while prefill computes",
-    )  # fmt: skip
-    serve.add_argument(
-        "--on-load-failure", choices=("fail", "recompute"), default="fail",
-        help="when KV does not arrive: answer 502, or prefill here",
-    )  # fmt: skip
+    add = serve.add_argument
+    model = serve.add_mutually_exclusive_group()
+    model.add_argument("--preset", choices=sorted(PRESETS), default="demo", help="a built-in shape (default: demo)")
+    model.add_argument("--config", type=Path, help="a config.json; the weights come from --seed")
+    model.add_argument("--checkpoint", type=Path, help="folder with config.json, safetensors and maybe tokenizer.json")
+    add("--seed", type=int, default=0, help="of the random weights")
+    add("--model-name", help="the name in /v1/models")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8100, help="0 takes a free one; the ready line names it")
+    add_flags(serve, EngineConfig)
     return top
 
 
-def _model_options(command: argparse.ArgumentParser) -> None:
-    model = command.add_mutually_exclusive_group()
-    model.add_argument("--preset", choices=sorted(PRESETS), default="demo", help="a built-in shape (default demo)")
-    model.add_argument("--config", type=Path, help="a config.json; the weights come from --seed")
-    model.add_argument(
-        "--checkpoint", type=Path, help="a folder with config.json, safetensors and maybe tokenizer.json"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the random weights")
-    command.add_argument("--model-name", help="the name in /v1/models")
-
-
 def model_source(args: argparse.Namespace) -> ModelSource:
+    name = args.model_name or "reference"
     if args.checkpoint is not None:
-        config = read_model_config(args.checkpoint / "config.json")
-        return ModelSource(
-            config, args.checkpoint.resolve(), name=args.model_name or args.checkpoint.name or "reference"
-        )
+        name = args.model_name or args.checkpoint.name or name
+        return ModelSource(read_model_config(args.checkpoint / "config.json"), args.checkpoint.resolve(), name=name)
     config = read_model_config(args.config) if args.config is not None else PRESETS[args.preset]
-    return ModelSource(config, seed=args.seed, name=args.model_name or "reference")
+    return ModelSource(config, seed=args.seed, name=name)
 
 
-class Server(uvicorn.Server):
-    """uvicorn raises a signal again once it has served: that would end the driver before it has stopped its workers."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def finish(self, *_: object) -> None:
-        self.should_exit = True
-
-
-async def serve(args: argparse.Namespace) -> int:
+async def serve(args: argparse.Namespace, how: EngineConfig) -> int:
     """Until a signal or until the engine fails. Returns the exit status."""
     source = model_source(args)
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
-    options = {name: value for name, value in vars(args).items() if name in names}
-    engine = Engine(source, EngineConfig(**options | {"daemons": tuple(args.daemons)}))
+    engine = Engine(source, how)
     listener = socket.create_server((args.host, args.port), backlog=256)
     try:
         await engine.start()
         app = build_app(engine, tokenizer_of(source))
-        server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=60))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, server.finish)
-        engine.failed.add_done_callback(server.finish)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=60)
+        server = uvicorn.Server(config)
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has served
+            signal.signal(number, lambda *_: None)
+        engine.failed.add_done_callback(lambda _: setattr(server, "should_exit", True))
         host, port = listener.getsockname()[:2]
         print(f"ready on http://{host}:{port}", flush=True)
         await server.serve(sockets=[listener])
@@ -145,8 +90,9 @@ async def serve(args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
+    config = checked(parser(), EngineConfig, args)
     try:
-        return asyncio.run(serve(args))
+        return asyncio.run(serve(args, config))
     except (KvferryError, OSError) as error:
         print(f"kvferry.reference: {error}", file=sys.stderr)
         return 1

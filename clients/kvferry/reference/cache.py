@@ -1,32 +1,27 @@
-"""The paged KV cache of one rank: an axis order becomes strides, and strides become tensors and a manifest.
+"""One rank's share of the model and the layout of its paged KV cache, as the daemon is told of it. No torch.
 
 The whole cache is one array with six axes. A layout is the order in which they lie in memory, nothing more: the worker
-sees every layout as views with the axes (block, slot, head, dim), and the daemon sees it as a manifest.
+sees every layout as views with the axes (block, slot, head, dim), and the daemon sees those views in a manifest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TYPE_CHECKING
 
 from kvferry.errors import Malformed
 from kvferry.manifest import ITEMSIZE, Manifest, ManifestBuilder, ModelInfo, Shard
-from kvferry.reference.config import EngineConfig, ModelConfig
-from kvferry.reference.sharding import RankShard
+from kvferry.reference.config import LAYOUTS, EngineConfig, ModelConfig, ModelSource
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvferry.reference.model import LayerCache
 
 AXES = ("layer", "kv", "block", "slot", "head", "dim")
 VIEW_AXES = ("block", "slot", "head", "dim")
-COMPONENTS = ("k", "v")
-
-LAYOUTS = {
-    "NHD": "layer kv block slot head dim",
-    "HND": "layer kv block head slot dim",
-    "interleaved": "layer block slot kv head dim",
-    "cross_layer": "block layer kv head slot dim",
-}
-"""Outermost first. Any other order of the six axes is as good: `--layout "block head layer kv slot dim"`."""
 
 
 def axis_order(layout: str) -> tuple[str, ...]:
@@ -40,84 +35,75 @@ def axis_order(layout: str) -> tuple[str, ...]:
     return order
 
 
-class ArrayInterface(TypedDict):
-    data: tuple[int, bool]
-
-
 @dataclass(frozen=True, slots=True)
-class CacheView:
-    """The keys or values of one layer, with axes VIEW_AXES: what numpy would call a strided array, without the bytes.
+class RankShard:
+    """The global ranges that a tensor-parallel rank holds. Nothing has to divide evenly."""
 
-    offset and strides in bytes from the start of the region, which lies at `address` (0 where it does not matter).
-    """
+    kv_heads: range
+    heads: range
+    columns: range
+    """Of the MLP's intermediate size."""
 
-    layer: int
-    name: str
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    address: int = 0
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, tp: int) -> RankShard:
+        """6 KV heads over 4 ranks: 2, 2, 1, 1. With more ranks than KV heads, each rank holds one KV head and the
+        ranks that hold the same one share out its query heads. Raises KvferryError for more ranks than query heads."""
+        per_kv = config.num_heads // config.num_kv_heads
+        if tp > min(config.num_heads, config.intermediate_size):
+            raise Malformed(
+                "bad_option", f"{tp} ranks for {config.num_heads} query heads leave a rank without work",
+                field="tp", value=tp, remedy=f"use at most {config.num_heads} ranks",
+            )  # fmt: skip
+        columns = _share(config.intermediate_size, rank, tp)
+        if tp <= config.num_kv_heads:
+            kv = _share(config.num_kv_heads, rank, tp)
+            return cls(kv, range(kv.start * per_kv, kv.stop * per_kv), columns)
+        kv_head = rank * config.num_kv_heads // tp
+        holders = [other for other in range(tp) if other * config.num_kv_heads // tp == kv_head]
+        queries = _share(per_kv, rank - holders[0], len(holders), kv_head * per_kv)
+        return cls(range(kv_head, kv_head + 1), queries, columns)
 
-    @property
-    def __array_interface__(self) -> ArrayInterface:
-        """What ManifestBuilder reads of any array: where its first element lies."""
-        return {"data": (self.address + self.offset, False)}
+
+def _share(total: int, rank: int, size: int, first: int = 0) -> range:
+    """The rank's part of `total` positions from `first` on; the first ranks take one more where it does not divide."""
+    whole, extra = divmod(total, size)
+    start = first + rank * whole + min(rank, extra)
+    return range(start, start + whole + (rank < extra))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """Sizes of one rank's cache."""
+    """Sizes of one rank's cache. extents: of the axes, outermost first."""
 
-    order: tuple[str, ...]
     extents: dict[str, int]
     dtype: str
 
     @classmethod
     def of(cls, model: ModelConfig, engine: EngineConfig, rank: int) -> CacheGeometry:
-        extents = {
-            "layer": model.num_layers,
-            "kv": len(COMPONENTS),
-            "block": engine.num_blocks,
-            "slot": engine.block_size,
-            "head": len(RankShard.of(model, rank, engine.tp).kv_heads),
-            "dim": model.head_dim,
-        }
-        return cls(axis_order(engine.layout), extents, model.dtype)
+        heads = len(RankShard.of(model, rank, engine.tp).kv_heads)
+        sizes = model.num_layers, 2, engine.num_blocks, engine.block_size, heads, model.head_dim
+        extents = dict(zip(AXES, sizes, strict=True))
+        return cls({axis: extents[axis] for axis in axis_order(engine.layout)}, model.dtype)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.extents.values()) * ITEMSIZE[self.dtype]
 
-    def views(self, address: int = 0) -> Iterator[CacheView]:
-        """Keys and values of every layer, for a region that begins at `address`."""
-        strides, stride = {}, ITEMSIZE[self.dtype]
-        for axis in reversed(self.order):
-            strides[axis] = stride
-            stride *= self.extents[axis]
-        shape = tuple(self.extents[axis] for axis in VIEW_AXES)
-        steps = tuple(strides[axis] for axis in VIEW_AXES)
-        for layer in range(self.extents["layer"]):
-            for kv, name in enumerate(COMPONENTS):
-                offset = layer * strides["layer"] + kv * strides["kv"]
-                yield CacheView(layer, name, self.dtype, offset, shape, steps, address)
-
 
 def describe(
-    model: ModelConfig, engine: EngineConfig, rank: int, *, epoch: str, info: ModelInfo, kind: str, address: int
-) -> Manifest:
-    """The manifest of one rank whose cache lies in region 0, which begins at `address` in this process."""
-    geometry = CacheGeometry.of(model, engine, rank)
-    heads = RankShard.of(model, rank, engine.tp).kv_heads
-    builder = ManifestBuilder(
-        engine.engine_id, epoch, info, rank=rank, world_size=engine.tp, parallel={"tp": engine.tp}
-    )  # fmt: skip
-    builder.region(0, kind, nbytes=geometry.nbytes, address=address)
+    source: ModelSource, engine: EngineConfig, rank: int, *, epoch: str, region: torch.Tensor,
+    caches: Sequence[LayerCache],
+) -> Manifest:  # fmt: skip
+    """The manifest of one rank, whose layers' `caches` lie in `region`."""
+    model, parallel = source.config, {"tp": engine.tp}
+    info = ModelInfo(name=source.name, fingerprint=source.fingerprint())
+    builder = ManifestBuilder(engine.engine_id, epoch, info, rank=rank, world_size=engine.tp, parallel=parallel)
+    builder.region(0, "host", nbytes=region.nbytes, address=region.data_ptr())
     for group, window in model.groups.items():
         builder.group(group, num_blocks=engine.num_blocks, block_size=engine.block_size, window=window)
+    heads = RankShard.of(model, rank, engine.tp).kv_heads
     shard = Shard(axis="head", start=heads.start, total=model.num_kv_heads)
-    for view in geometry.views(address):
-        builder.component(
-            model.group_of(view.layer), layer=view.layer, name=view.name, array=view, axes=VIEW_AXES, shard=shard
-        )
+    for layer, cache in enumerate(caches):
+        for name, view in (("k", cache.k), ("v", cache.v)):
+            builder.component(model.group_of(layer), layer=layer, name=name, array=view, axes=VIEW_AXES, shard=shard)
     return builder.build()

@@ -1,51 +1,71 @@
-"""What is served (ModelConfig) and how (EngineConfig)."""
+"""What is served (ModelConfig, ModelSource), how (EngineConfig), and whether two engines serve the same. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
 
 from kvferry.errors import KvferryError, Malformed
 
-DTYPES = ("float32", "float16", "bfloat16")
+_NAMES = {
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings", "tied": "tie_word_embeddings", "window": "sliding_window",
+    "dtype": "kvferry_dtype",
+}  # fmt: skip
+"""Our names and those of config.json, where they differ."""
+LAYOUTS = {
+    "NHD": "layer kv block slot head dim",
+    "HND": "layer kv block head slot dim",
+    "interleaved": "layer block slot kv head dim",
+    "cross_layer": "block layer kv head slot dim",
+}
+"""Outermost first. Any other order of the six axes is as good: `--layout "block head layer kv slot dim"`."""
+_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+_SAMPLES, _SAMPLE_NBYTES = 64, 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    frozen=True, config=ConfigDict(alias_generator=lambda name: _NAMES.get(name, name), populate_by_name=True)
+)  # fmt: skip
 class ModelConfig:
-    """A Llama-style decoder, by the names of Hugging Face's config.json.
+    """A Llama-style decoder.
 
     `sliding`: one flag per layer; a sliding layer looks back over `window` tokens, its own included.
     """
 
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]  # even, for RoPE
+    vocab_size: PositiveInt
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    max_positions: int = 4096
+    max_positions: PositiveInt = 4096
     tied: bool = False
-    window: int | None = None
+    window: PositiveInt | None = None
     sliding: tuple[bool, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
-    dtype: str = "float32"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise _unsupported(name, getattr(self, name), "a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise _unsupported("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} KV heads")
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise _unsupported("head_dim", self.head_dim, "an even number, for RoPE")
-        if self.dtype not in DTYPES:
-            raise _unsupported("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if not self.sliding:
             object.__setattr__(self, "sliding", (self.window is not None,) * self.num_layers)
         if len(self.sliding) != self.num_layers or (any(self.sliding) and not self.window):
@@ -64,45 +84,37 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, data: dict[str, Any]) -> ModelConfig:
         """From the parsed config.json. Raises KvferryError (`unsupported_model`) for what the model lacks."""
-        if (architecture := (data.get("architectures") or ["LlamaForCausalLM"])[0]) not in _ARCHITECTURES:
-            raise _unsupported("architectures", architecture, f"one of {', '.join(_ARCHITECTURES)}")
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        if (rope_type := rope.get("rope_type", rope.get("type", "default"))) != "default":
-            raise _unsupported("rope_type", rope_type, "default")
-        for name in ("attention_bias", "mlp_bias"):
-            if data.get(name):
-                raise _unsupported(name, True, "false")
-        if (act := data.get("hidden_act", "silu")) != "silu":
-            raise _unsupported("hidden_act", act, "silu")
-        fields = {name: data[theirs] for name, theirs in _NAMES.items() if data.get(theirs) is not None}
+        for field, value, served in (
+            ("architectures", (data.get("architectures") or [None])[0], (None, *_ARCHITECTURES)),
+            ("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",)),
+            ("attention_bias", data.get("attention_bias"), (None, False)),
+            ("mlp_bias", data.get("mlp_bias"), (None, False)),
+            ("hidden_act", data.get("hidden_act", "silu"), ("silu",)),
+        ):  # fmt: skip
+            if value not in served:
+                raise _unsupported(field, value, " or ".join(str(each) for each in served if each is not None))
         heads, eos = data["num_attention_heads"], data.get("eos_token_id")
-        derived = {"num_kv_heads": heads, "head_dim": data["hidden_size"] // heads}
-        fields |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-        fields |= {name: float(fields[name]) for name in ("rope_theta", "rms_norm_eps") if name in fields}
-        return cls(
-            **derived | fields | {"window": data.get("sliding_window") or None},
-            sliding=tuple(kind == "sliding_attention" for kind in data.get("layer_types") or ()),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        )
+        derived = {"num_key_value_heads": heads, "head_dim": data["hidden_size"] // heads}
+        given = {name: value for name, value in ({**rope, **data}).items() if value is not None}
+        given |= {"sliding": [kind == "sliding_attention" for kind in data.get("layer_types") or ()]}
+        given |= {"sliding_window": data.get("sliding_window") or None}
+        given |= {"eos_token_ids": eos if isinstance(eos, list) else [] if eos is None else [eos]}
+        try:
+            return cls(**derived | given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise _unsupported(str(first["loc"][0]), first["input"], first["msg"]) from None
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` reads back; other software reads all of it but `kvferry_dtype`."""
-        return {name: getattr(self, ours) for ours, name in _NAMES.items()} | {
+        fields = TypeAdapter(ModelConfig).dump_python(self, by_alias=True, exclude={"sliding", "eos_token_ids"})
+        return dict(fields) | {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
             "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in self.sliding],
             "eos_token_id": list(self.eos_token_ids) or None,
         }  # fmt: skip
 
-
-_NAMES = {
-    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
-    "vocab_size": "vocab_size", "rms_norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
-    "max_positions": "max_position_embeddings", "tied": "tie_word_embeddings", "window": "sliding_window",
-    "dtype": "kvferry_dtype",
-}  # fmt: skip
-"""Our names and those of config.json."""
-_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
 PRESETS = {
     "demo": ModelConfig(
@@ -118,13 +130,16 @@ def read_model_config(path: Path) -> ModelConfig:
     """From a config.json. Raises KvferryError (`unsupported_model`) for an unreadable or unsupported one."""
     try:
         return ModelConfig.from_hf(json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError) as error:
-        raise _unsupported(str(path), error, "a readable config.json") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise _unsupported(str(path), repr(error), "a config.json with every field of a Llama model") from None
 
 
-@dataclass(frozen=True, slots=True)
+def _unsupported(field: str, value: object, wanted: str) -> KvferryError:
+    what = "the reference engine cannot serve this model"
+    return Malformed("unsupported_model", what, field=field, value=value, remedy=f"it takes {wanted}")
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """Where weights come from: a checkpoint folder, or `seed` for random ones of the same shape."""
 
@@ -133,46 +148,78 @@ class ModelSource:
     seed: int = 0
     name: str = "reference"
 
+    def fingerprint(self) -> str:
+        """Equal for engines whose KV can be exchanged: the configuration, and the seed or a sample of the weights."""
+        digest = hashlib.sha256(json.dumps(self.config.to_hf(), sort_keys=True).encode())
+        if self.checkpoint is None:
+            digest.update(f"seed {self.seed}".encode())
+        else:
+            sample_weights(self.checkpoint, digest)
+        return digest.hexdigest()[:32]
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How the model is served. Sizes in tokens or blocks as named, times in seconds.
 
-    daemons: the engine socket of one daemon per rank; empty for a standalone engine with private memory.
-    lease_ttl_s: 0 for the daemon's default.
-    """
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder. Raises KvferryError (`malformed_checkpoint`)."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        held = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+        files = [folder / Path(str(name)).name for name in sorted(set(held))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Malformed("malformed_checkpoint", f"{index} is not a safetensors index: {error}") from None
+    if missing := [file for file in files if not file.is_file()]:
+        remedy = "a checkpoint folder holds config.json and model.safetensors, or its shards and their index"
+        raise Malformed("malformed_checkpoint", f"{missing[0]} is missing", remedy=remedy)
+    return files
 
-    engine_id: str = "reference"
-    tp: int = 1
-    layout: str = "NHD"
-    block_size: int = 16
-    num_blocks: int = 512
-    max_step_tokens: int = 128
-    max_requests: int = 16
-    max_waiting: int = 1024
-    prefix_cache: bool = True
-    progressive: bool = True
-    on_load_failure: Literal["fail", "recompute"] = "fail"
-    daemons: tuple[str, ...] = ()
-    start_timeout_s: float = 120.0
-    step_timeout_s: float = 60.0
-    request_timeout_s: float = 300.0
-    load_timeout_s: float = 60.0
-    daemon_timeout_s: float = 10.0
-    lease_ttl_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise Malformed("bad_option", f"{field.name} must be 1 or more", field=field.name, value=value)
+def sample_weights(folder: Path, digest: hashlib._Hash) -> None:
+    """Feed a sample of a checkpoint folder's weights: reading 100 GB twice at start is no good trade, so it is 64 pages
+    of each file, its header among them. Raises KvferryError (`malformed_checkpoint`)."""
+    for path in weight_files(folder):
+        nbytes = path.stat().st_size
+        digest.update(f"{path.name} {nbytes}".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(i * max(0, nbytes - _SAMPLE_NBYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_NBYTES))
+
+
+class EngineConfig(BaseModel):
+    """How the model is served. Sizes in tokens or blocks as named, times in seconds. What is described is a flag."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    engine_id: str = Field(default="reference", description="names this engine to routers and daemons")
+    tp: PositiveInt = Field(default=1, description="ranks, one process each; need not divide the KV heads")
+    layout: str = Field(default="NHD", description=f"order of the cache's axes: {', '.join(LAYOUTS)}, or spelled out")
+    block_size: PositiveInt = Field(default=16, description="tokens in a block")
+    num_blocks: PositiveInt = Field(default=512, description="blocks in the cache")
+    max_tokens_per_step: PositiveInt = Field(default=128, description="prefill chunk")
+    max_requests: PositiveInt = Field(default=16, description="requests that run at once")
+    max_waiting: PositiveInt = 1024
+    prefix_cache: bool = Field(default=True, description="find the blocks of known prefixes again")
+    progressive: bool = Field(
+        default=True, description="publish a prefill chunk by chunk, so that decode reads while prefill computes"
+    )
+    on_load_failure: Literal["fail", "recompute"] = Field(
+        default="fail", description="when KV does not arrive: answer 502, or prefill here"
+    )
+    daemons: tuple[str, ...] = Field(
+        default=(), alias="daemon", examples=["SOCKET"],
+        description="engine socket of a rank's daemon, once per rank, in rank order; without: no transfers",
+    )  # fmt: skip
+    start_timeout_s: PositiveFloat = Field(default=120.0, description="until every worker must be ready")
+    step_timeout_s: PositiveFloat = Field(default=60.0, description="a worker that takes longer for a step has failed")
+    request_timeout_s: PositiveFloat = Field(default=300.0, description="a request's whole life")
+    load_timeout_s: PositiveFloat = Field(default=60.0, description="until the KV of a request must have arrived")
+    daemon_timeout_s: PositiveFloat = Field(default=10.0, description="a daemon's answer to one call")
+    lease_ttl_s: float = Field(
+        default=0.0, ge=0, description="how long published KV waits for a reader; 0: as the daemon is configured"
+    )
+
+    @model_validator(mode="after")
+    def _one_daemon_per_rank(self) -> EngineConfig:
         if self.daemons and len(self.daemons) != self.tp:
-            raise Malformed(
-                "bad_option", f"{len(self.daemons)} daemons for {self.tp} ranks", field="daemon", value=self.daemons,
-                remedy="give --daemon once per rank, in rank order, or not at all",
-            )  # fmt: skip
-
-
-def _unsupported(field: str, value: object, wanted: str) -> KvferryError:
-    what = "the reference engine cannot serve this model"
-    return Malformed("unsupported_model", what, field=field, value=value, remedy=f"it takes {wanted}")
+            what = f"{len(self.daemons)} daemons for {self.tp} ranks"
+            raise ValueError(f"{what}: give --daemon once per rank, in rank order, or not at all")
+        return self

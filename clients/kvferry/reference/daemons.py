@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
-from kvferry.errors import Caused, Deadline, Internal, KvferryError, Malformed, Unavailable
+from kvferry.errors import Caused, KvferryError, Malformed, Unavailable
 from kvferry.handoff import Attempts, Origin
-from kvferry.manifest import ModelInfo
+from kvferry.manifest import Manifest
 from kvferry.memory import SharedRegion
-from kvferry.reference.cache import CacheGeometry, describe
+from kvferry.reference.cache import CacheGeometry
 from kvferry.reference.config import EngineConfig, ModelConfig
 from kvferry.tables import Tables
 
@@ -22,169 +22,127 @@ T = TypeVar("T")
 class LoadFailed(Caused):
     """The KV of a request did not arrive on every rank. Its blocks may be reused once `quiesced()` has returned."""
 
-    def __init__(self, cause: KvferryError, quiescence: Sequence[Awaitable[object]]) -> None:
+    def __init__(self, cause: KvferryError, in_doubt: Iterable[Unsettled | ReceiveCancelled]) -> None:
         super().__init__(cause)
-        self._quiescence = quiescence
+        self._in_doubt = in_doubt
 
     async def quiesced(self) -> None:
-        await asyncio.gather(*self._quiescence)
+        for error in self._in_doubt:
+            with suppress(KvferryError):  # the client is closed: the engine stops
+                await error.quiesced()
 
 
 class Daemons:
     """The sessions of one engine start. Make with `connect`, end with `close`."""
 
-    def __init__(self, engine: EngineConfig, epoch: str, clients: Sequence[EngineClient]) -> None:
+    def __init__(self, engine: EngineConfig, clients: Sequence[EngineClient], owned: AsyncExitStack) -> None:
         self._engine = engine
-        self._epoch = epoch
         self._clients = clients
-        self._regions: list[SharedRegion] = []
+        self._owned = owned
         self._attempts = Attempts()
 
     @classmethod
     async def connect(cls, engine: EngineConfig, epoch: str) -> Daemons:
-        attempts = await asyncio.gather(
-            *(
-                EngineClient.connect(
+        timeout_s, clients = engine.daemon_timeout_s, list[EngineClient]()
+        async with AsyncExitStack() as owned:
+            for rank, socket in enumerate(engine.daemons):
+                client = await EngineClient.connect(
                     socket, engine_id=engine.engine_id, epoch=epoch, rank=rank, world_size=engine.tp,
-                    timeout_s=engine.daemon_timeout_s,
-                )
-                for rank, socket in enumerate(engine.daemons)
-            ),
-            return_exceptions=True,
-        )  # fmt: skip
-        clients = [attempt for attempt in attempts if isinstance(attempt, EngineClient)]
-        for attempt in attempts:
-            if isinstance(attempt, BaseException):
-                await asyncio.gather(*(client.close() for client in clients))
-                raise attempt
-        return cls(engine, epoch, clients)
+                    timeout_s=timeout_s, call_timeout_s=timeout_s,
+                )  # fmt: skip
+                clients.append(await owned.enter_async_context(client))
+            return cls(engine, clients, owned.pop_all())
 
     @property
     def address(self) -> str:
         """host:port at which other daemons reach rank 0's; from there they find the other ranks."""
         return self._clients[0].peer_address
 
-    async def allocate(self, model: ModelConfig, info: ModelInfo) -> list[tuple[str, int]]:
-        """Daemon-owned memory for every rank, described by a manifest. Returns its files and offsets, by rank."""
-        self._regions = list(await self._all([self._allocate(rank, model, info) for rank in range(self._engine.tp)]))
-        return [(region.path, region.offset) for region in self._regions]
+    async def allocate(self, model: ModelConfig) -> list[tuple[str, int]]:
+        """Daemon-owned memory for every rank. Returns its files and offsets, by rank."""
+        files = []
+        for rank, client in enumerate(self._clients):
+            region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
+            self._owned.callback(region.close)
+            if not isinstance(region, SharedRegion):
+                raise Malformed(
+                    "wrong_memory_kind", "the reference engine computes on the CPU, its daemon runs beside a GPU",
+                    field="device", value=client.device, remedy="start the daemon with --device cpu",
+                )  # fmt: skip
+            files.append((region.path, region.offset))
+        return files
 
-    async def _allocate(self, rank: int, model: ModelConfig, info: ModelInfo) -> SharedRegion:
-        client = self._clients[rank]
-        region = await client.allocate(CacheGeometry.of(model, self._engine, rank).nbytes)
-        if not isinstance(region, SharedRegion):
-            raise Malformed(
-                "wrong_memory_kind", "the reference engine computes on the CPU, its daemon runs beside a GPU",
-                field="device", value=client.device, remedy="start the daemon with --device cpu",
-            )  # fmt: skip
-        manifest = describe(
-            model, self._engine, rank, epoch=self._epoch, info=info, kind=region.kind, address=region.address
-        )
-        await client.register(manifest)
-        return region
+    async def register(self, manifests: Iterable[Manifest]) -> None:
+        await _all(client.register(manifest) for client, manifest in zip(self._clients, manifests, strict=True))
 
     async def publish(
         self, request_id: str, tables: Tables, num_tokens: int, *, more: bool, metadata: bytes, digest: bytes
     ) -> list[Lease]:
         ttl_s = self._engine.lease_ttl_s
-        return await self._all(
-            [
-                client.publish(request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, digest=digest)
-                for client in self._clients
-            ]
+        return await _all(
+            client.publish(request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, digest=digest)
+            for client in self._clients
         )
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
-        """Rank 0's result, when every rank has received. Raises LoadFailed with the first rank's reason."""
+        """Rank 0's result, when every rank has received. Raises LoadFailed with the reason of the first that failed."""
+        in_doubt: list[Unsettled | ReceiveCancelled] = []
         deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
-        receives = [
-            asyncio.create_task(
-                client.receive(
+
+        async def receive(client: EngineClient) -> Received:
+            try:
+                return await client.receive(
                     origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
                     digest=origin.digest, attempt=attempt,
-                )
-            )
-            for client in self._clients
-        ]  # fmt: skip
-        # The daemon keeps the deadline; twice that is for a daemon that does not answer at all.
-        await asyncio.wait(receives, timeout=2 * deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-        if not all(receive.done() and receive.exception() is None for receive in receives):
-            cause = next((_failure(receive) for receive in receives if receive.done() and receive.exception()), None)
-            with suppress(KvferryError):
-                await self.abort(origin.request_id)
-            await asyncio.wait(receives, timeout=self._engine.daemon_timeout_s)
-            raise LoadFailed(
-                cause or Deadline("deadline", f"request {origin.request_id} did not arrive in {deadline_s:g} s"),
-                [_quiescence(receive) for receive in receives],
-            )
-        return receives[0].result()
+                )  # fmt: skip
+            except (Unsettled, ReceiveCancelled) as error:
+                in_doubt.append(error)
+                raise
+
+        try:
+            async with asyncio.TaskGroup() as ranks:  # one that fails cancels the others
+                receives = [ranks.create_task(receive(client)) for client in self._clients]
+        except* KvferryError as failed:
+            cause = failed.exceptions[0]
+            assert isinstance(cause, KvferryError)
+            error = LoadFailed(cause, in_doubt)
+        else:
+            return receives[0].result()
+        raise error
 
     async def abort(self, request_id: str) -> None:
-        """End the request's transfer and lease on every rank. Idempotent."""
-        await self._all([client.abort(request_id) for client in self._clients])
+        """End the request's transfer and lease on every rank. Idempotent. Returns when its blocks are quiet."""
 
-    async def withdraw(self, request_id: str) -> None:
-        """As `abort`; returns when nobody reads the request's blocks any more."""
-
-        async def revoked(client: EngineClient) -> None:
-            try:
-                await client.abort(request_id)
-            except Unsettled as error:
-                with suppress(KvferryError):  # the client is closed: the engine stops
+        async def abort(client: EngineClient) -> None:
+            with suppress(KvferryError):  # the client is closed: the engine stops
+                try:
+                    await client.abort(request_id)
+                except Unsettled as error:
                     await error.quiesced()
 
-        await asyncio.gather(*(revoked(client) for client in self._clients))
+        await _all(abort(client) for client in self._clients)
 
     async def gone(self) -> KvferryError:
         """Returns when the first session has ended."""
-        waits = [asyncio.create_task(client.closed.wait()) for client in self._clients]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            rank = next(rank for rank, wait in enumerate(waits) if wait.done())
-        finally:
-            for wait in waits:
-                wait.cancel()
-        socket = self._engine.daemons[rank]
-        return Unavailable(
-            "daemon_gone", f"the daemon of rank {rank} on {socket} ended the session", field="daemon", value=socket,
-            remedy="start the engine again when its daemon is back",
-        )  # fmt: skip
+
+        async def closed(rank: int, client: EngineClient) -> KvferryError:
+            await client.closed.wait()
+            socket = self._engine.daemons[rank]
+            return Unavailable(
+                "daemon_gone", f"the daemon of rank {rank} on {socket} ended the session", field="daemon", value=socket,
+                remedy="start the engine again when its daemon is back",
+            )  # fmt: skip
+
+        return await next(asyncio.as_completed([closed(*each) for each in enumerate(self._clients)]))
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients))
-        for region in self._regions:
-            region.close()
-
-    async def _all(self, calls: Sequence[Awaitable[T]]) -> list[T]:
-        """Every rank's answer, within daemon_timeout_s; the first rank's error when one failed."""
-        try:
-            async with asyncio.timeout(self._engine.daemon_timeout_s):
-                results = await asyncio.gather(*calls, return_exceptions=True)
-        except TimeoutError:
-            raise Deadline("deadline", f"a daemon did not answer in {self._engine.daemon_timeout_s:g} s") from None
-        answers: list[T] = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            answers.append(result)
-        return answers
+        await self._owned.aclose()
 
 
-def _failure(receive: asyncio.Task[Received]) -> KvferryError:
-    error = receive.exception()
-    if isinstance(error, KvferryError):
-        return error
-    return Internal("internal", f"receiving failed: {error!r}")
-
-
-async def _quiescence(receive: asyncio.Task[Received]) -> None:
-    """Until nothing can write to this rank's blocks: it has arrived, was never begun, or the daemon says so."""
-    receive.cancel()
-    await asyncio.wait([receive])
-    try:
-        error = receive.exception()
-    except asyncio.CancelledError as cancelled:
-        error = cancelled
-    if isinstance(error, Unsettled | ReceiveCancelled):
-        with suppress(KvferryError):  # the client is closed: the engine stops
-            await error.quiesced()
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Every rank's answer, when all have answered or failed; the first rank's error when one failed."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

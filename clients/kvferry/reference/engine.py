@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
+from kvferry.digest import prompt_digest
+from kvferry.engine import Lease
 from kvferry.errors import Conflict, Deadline, Full, KvferryError, Malformed, Unavailable
-from kvferry.handoff import Handoff, answer
-from kvferry.manifest import ModelInfo
-from kvferry.reference.cache import axis_order
+from kvferry.handoff import answer
+from kvferry.reference.cache import RankShard, axis_order
 from kvferry.reference.config import EngineConfig, ModelSource
 from kvferry.reference.daemons import Daemons, LoadFailed
-from kvferry.reference.fingerprint import fingerprint
-from kvferry.reference.publication import Publication, first_token, tables_of
-from kvferry.reference.request import Output, Request, RequestState
-from kvferry.reference.scheduler import Occupancy, Scheduled, Scheduler, step_input
-from kvferry.reference.sharding import RankShard
+from kvferry.reference.scheduler import Output, Request, RequestState, Scheduled, Scheduler, step_input
 from kvferry.reference.workers import Workers
+from kvferry.tables import BlockTable
 
 _LAST_STEP_S = 5.0
 
@@ -37,12 +35,11 @@ class Engine:
         self.config = config
         self.epoch = uuid.uuid4().hex
         self.failed: asyncio.Future[KvferryError] = asyncio.get_running_loop().create_future()
-        self._scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config)
         self._workers: Workers | None = None
         self._daemons: Daemons | None = None
         self._wake = asyncio.Event()
         self._requests: set[Request] = set()
-        self._publications: dict[Request, Publication] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.Task[None] | None = None
 
@@ -53,10 +50,11 @@ class Engine:
             regions: list[tuple[str, int]] = []
             if self.config.daemons:
                 self._daemons = await Daemons.connect(self.config, self.epoch)
-                info = ModelInfo(name=self.source.name, fingerprint=fingerprint(self.source))
-                regions = await self._daemons.allocate(self.source.config, info)
                 self._spawn(self._watch(self._daemons.gone()))
-            await self._workers.start(self.source, regions)
+                regions = await self._daemons.allocate(self.source.config)
+            manifests = await self._workers.start(self.source, self.epoch, regions)
+            if self._daemons is not None:
+                await self._daemons.register(manifests)
         except BaseException:
             await self.stop()
             raise
@@ -77,28 +75,34 @@ class Engine:
         if self._daemons is not None:
             await self._daemons.close()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Outputs until one has a finish_reason. Leaving early aborts the request. Raises KvferryError."""
-        self._submit(request)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.config.request_timeout_s
-        finished = False
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
+        """Outputs of all requests as they come, until each has had one with a finish_reason.
+
+        Leaving early aborts what is unfinished. Raises KvferryError.
+        """
+        outputs: asyncio.Queue[Output | KvferryError] = asyncio.Queue()
+        unfinished: set[Request] = set()
+        limit_s = self.config.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + limit_s
         try:
-            while not finished:
-                output = await asyncio.wait_for(request.outputs.get(), deadline - loop.time())
+            for request in requests:
+                request.outputs = outputs
+                self._submit(request)
+                unfinished.add(request)
+            while unfinished:
+                async with asyncio.timeout_at(deadline):  # wait_for would swallow a cancellation beside an output
+                    output = await outputs.get()
                 if isinstance(output, KvferryError):
                     raise output
-                finished = output.finish_reason is not None
+                if output.finish_reason is not None:
+                    unfinished.remove(output.request)
                 yield output
         except TimeoutError:
-            limit = f"{self.config.request_timeout_s:g} s"
-            raise Deadline("deadline", f"request {request.request_id} took more than {limit}") from None
+            request_id = requests[0].request_id
+            raise Deadline("deadline", f"request {request_id} took more than {limit_s:g} s") from None
         finally:
-            if not finished:
+            for request in unfinished:
                 self._cancel(request)
-
-    def occupancy(self) -> Occupancy:
-        return self._scheduler.occupancy()
 
     def _submit(self, request: Request) -> None:
         if self.failed.done():
@@ -125,35 +129,28 @@ class Engine:
                     "request_exists", f"the KV of request {other.request_id} is being exchanged already",
                     field="X-Request-Id", value=other.request_id, remedy="use a new id for a new request",
                 )  # fmt: skip
-        if self._daemons is not None and request.hold:
-            self._publications[request] = Publication(request, self.source.config, self.config, self._daemons)
         self._requests.add(request)
         self._spawn(self._live(request))
 
     def _cancel(self, request: Request) -> None:
         """The client has left; `_live` frees what the request holds."""
-        self._scheduler.cancel(request)
-        if (publication := self._publications.get(request)) is not None:
-            publication.withdraw()
+        self.scheduler.cancel(request)
         if request.state is RequestState.LOADING and request.origin and self._daemons:
-            self._spawn(self._abort(self._daemons, request.origin.request_id))
-
-    async def _abort(self, daemons: Daemons, request_id: str) -> None:
-        with suppress(KvferryError):
-            await daemons.abort(request_id)
+            self._spawn(self._daemons.abort(request.origin.request_id))
 
     async def _run(self, workers: Workers) -> None:
         """One step at a time, for as long as there is something to do."""
         try:
             while not self.failed.done():
-                self._scheduler.admit()
-                step = self._scheduler.schedule()
+                for request in self.scheduler.admit():
+                    self._spawn(self._load(request))
+                step = self.scheduler.schedule()
                 if not step:
                     await self._wake.wait()
                     self._wake.clear()
                     continue
                 sampled = await workers.step(step_input(step))
-                for entry in self._scheduler.complete(sampled):
+                for entry in self.scheduler.complete(sampled):
                     self._advanced(entry)
         except KvferryError as error:
             self._fail(error)
@@ -165,48 +162,40 @@ class Engine:
             return
         if entry.samples:
             self._emit(request)
-        elif (
-            self.config.progressive
-            and request.max_tokens == 1  # so that what the lease will hold is known: its digest is that of the whole
-            and (publication := self._publications.get(request)) is not None
-        ):
-            publication.advance()
+        elif self.config.progressive and request.max_tokens == 1:
+            # Only then is it known what the lease will hold: its digest is that of the whole.
+            request.moved.set()
 
     @staticmethod
     def _emit(request: Request) -> None:
         """The newest token. The last output of a request that is held comes when its KV is published."""
         finish_reason = None if request.hold else request.finish_reason
-        request.outputs.put_nowait(Output((request.generated[-1],), finish_reason))
+        request.outputs.put_nowait(Output(request, (request.generated[-1],), finish_reason))
 
     async def _live(self, request: Request) -> None:
-        """A request's life: admitted, loaded, run by `_run`, held for other engines; then its blocks go back."""
+        """A request's life: admitted, loaded and run by `_run`, held for other engines; then its blocks go back."""
         try:
-            self._scheduler.add(request)
+            self.scheduler.add(request)
             self._wake.set()
-            await request.admitted.wait()
-            if request.state is RequestState.LOADING:
-                await self._load(request)
-            if (publication := self._publications.get(request)) is not None:
-                await self._share(request, publication)
+            if self._daemons and request.hold:
+                await self._share(request, self._daemons)
             await request.left.wait()
-            self._scheduler.release(request)
+            self.scheduler.release(request)
             self._wake.set()
         finally:
             self._requests.discard(request)
-            self._publications.pop(request, None)
 
     async def _load(self, request: Request) -> None:
         """Read the prompt's KV from the engine that prefilled it; after this the request runs, or has left."""
-        assert self._daemons is not None
-        assert request.origin is not None
+        assert self._daemons is not None and request.origin is not None
         if request.cancelled:
-            self._scheduler.loaded(request)
+            self.scheduler.loaded(request)
             return
         reach = request.origin.num_tokens
         start = min(request.cached, reach)
         size, window = self.config.block_size, self.source.config.window
         window_first = max(start, (reach - window) // size * size) if window else 0
-        tables = tables_of(request, self.source.config, self.config, start=start, stop=reach, window_first=window_first)
+        tables = self._tables(request, start, reach, window_first)
         try:
             received = await self._daemons.receive(request.origin, tables, (start, reach))
         except LoadFailed as error:
@@ -218,53 +207,63 @@ class Engine:
             request.received = reach - start
             request.window_first = window_first if window_first > start else 0
             whole = reach == len(request.prompt)
-            token = first_token(received.metadata, self.source.config.vocab_size) if whole else None
+            token = _first_token(received.metadata, self.source.config.vocab_size) if whole else None
             # Without a first token the last token of the prompt runs again: its KV is there, the next token is not.
             request.computed = max(request.cached, reach - 1 if whole and token is None else reach)
-            self._scheduler.remember(request)
+            self.scheduler.remember(request)
             if token is not None and not request.cancelled:
                 request.accept(token)
                 self._emit(request)
-        self._scheduler.loaded(request)
+        self.scheduler.loaded(request)
         self._wake.set()
 
-    async def _share(self, request: Request, publication: Publication) -> None:
-        """Publish while the request runs, and hold its blocks until the leases have ended."""
-        publishing = asyncio.create_task(publication.complete())
-        left = asyncio.create_task(request.left.wait())
+    async def _share(self, request: Request, daemons: Daemons) -> None:
+        """Publish while the request runs, always the newest state, and hold its blocks until the leases have ended."""
+        leases: Sequence[Lease] = ()
+        last = False
         try:
-            await asyncio.wait({publishing, left}, return_when=asyncio.FIRST_COMPLETED)
-            if request.cancelled:
-                publication.withdraw()
-            elif left.done():
-                self._scheduler.hold(request)
-                publication.advance(last=True)
-            await publishing
-            request.outputs.put_nowait(Output((), request.finish_reason, self._handoff(request)))
-            await publication.ended()
+            while not last:
+                await request.moved.wait()
+                request.moved.clear()
+                _check(request)
+                if last := request.left.is_set():
+                    self.scheduler.hold(request)
+                leases = await daemons.publish(
+                    request.request_id, self._held(request), request.computed, more=not last,
+                    digest=prompt_digest(request.tokens[: request.computed] if last else request.prompt),
+                    metadata=json.dumps({"first_token": request.generated[-1]}).encode() if last else b"",
+                )  # fmt: skip
+            _check(request)
+            handoff = answer(
+                engine_id=self.config.engine_id, epoch=self.epoch, address=daemons.address,
+                request_id=request.request_id, num_tokens=request.computed, tp=self.config.tp,
+                block_ids=[table.block_ids.tolist() for table in self._held(request).values()],
+                second_turn=request.second_turn,
+            )  # fmt: skip
+            request.outputs.put_nowait(Output(request, (), request.finish_reason, handoff))
         except KvferryError as error:
             request.outputs.put_nowait(error)
-            self._scheduler.cancel(request)
-            await publication.revoke()
-        finally:
-            publishing.cancel()
-            left.cancel()
+            self.scheduler.cancel(request)
+            await daemons.abort(request.request_id)
+        # Until no reader may read any more: read, expired, revoked, or the daemon is gone.
+        await asyncio.gather(*(lease.ended() for lease in leases), return_exceptions=True)
 
-    def _handoff(self, request: Request) -> Handoff:
-        assert self._daemons is not None
-        tables = tables_of(
-            request, self.source.config, self.config, start=0, stop=request.computed, window_first=request.window_first
-        )
-        return answer(
-            engine_id=self.config.engine_id,
-            epoch=self.epoch,
-            address=self._daemons.address,
-            request_id=request.request_id,
-            block_ids=[table.block_ids.tolist() for table in tables.values()],
-            num_tokens=request.computed,
-            tp=self.config.tp,
-            second_turn=request.second_turn,
-        )
+    def _held(self, request: Request) -> dict[str, BlockTable]:
+        """Where the KV of all computed tokens is."""
+        return self._tables(request, 0, request.computed, request.window_first)
+
+    def _tables(self, request: Request, start: int, stop: int, window_first: int) -> dict[str, BlockTable]:
+        """Block tables for tokens [start, stop), sliding layers from `window_first` on. Both begin at a block.
+
+        Empty tables, not absent ones, for no tokens: nothing is wanted, and the lease is closed all the same.
+        """
+        size = self.config.block_size
+        end = -(-stop // size) if stop > start else 0
+        tables = {}
+        for group, window in self.source.config.groups.items():
+            first = start if window is None else max(start, window_first)
+            tables[group] = BlockTable.of(request.blocks[first // size : end], first)
+        return tables
 
     async def _watch(self, loss: Coroutine[Any, Any, KvferryError]) -> None:
         self._fail(await loss)
@@ -282,3 +281,17 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _check(request: Request) -> None:
+    if request.cancelled:
+        raise Conflict("aborted", f"request {request.request_id} was aborted")
+
+
+def _first_token(metadata: bytes, vocab_size: int) -> int | None:
+    """The token that follows the published ones; None when another engine's metadata is not in our form."""
+    try:
+        token = json.loads(metadata)["first_token"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return token if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size else None

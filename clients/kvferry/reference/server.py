@@ -1,58 +1,154 @@
-"""HTTP: completions, models and health."""
+"""HTTP: completions as OpenAI has them, with vLLM's return_token_ids and kv_transfer_params; models and health."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import FastAPI, Header, Response
+from fastapi import FastAPI, Header, HTTPException, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
 
 from kvferry.asgi import disconnected, openai_error
+from kvferry.digest import prompt_digest
 from kvferry.errors import KvferryError, Malformed
-from kvferry.reference.completions import Choice, Completion, CompletionBody, Usage, requests_of
+from kvferry.handoff import Handoff
 from kvferry.reference.daemons import LoadFailed
 from kvferry.reference.engine import Engine
-from kvferry.reference.request import Output, Request
+from kvferry.reference.scheduler import Output, Request
 from kvferry.reference.tokenizer import TextStream, Tokenizer
 
 T = TypeVar("T")
 CLIENT_GONE = 499
 """nginx's status for a client that closed the connection; no client sees it."""
+Token = Annotated[int, Field(ge=0, strict=True)]
+Prompt = list[Token] | list[list[Token]] | str | list[str]
+MAX_PROMPTS = 64
+SERVED: dict[str, tuple[object, ...]] = {
+    "temperature": (None, 0.0), "n": (None, 1), "best_of": (None, 1), "echo": (None, False), "suffix": (None, ""),
+    "logprobs": (None,), "presence_penalty": (None, 0.0), "frequency_penalty": (None, 0.0),
+}  # fmt: skip
+"""Parameters of which only these values are served."""
 STATUS = {
-    "malformed_request": 400,
-    "malformed_kv_transfer_params": 400,
-    "other_prompt": 400,
-    "unsupported_parameter": 400,
-    "prompt_too_long": 400,
-    "no_daemon": 400,
-    "request_exists": 409,
-    "full": 429,
-    "worker_failed": 503,
-    "daemon_gone": 503,
-    "stopping": 503,
-    "deadline": 504,
-}
+    **dict.fromkeys(("malformed_request", "malformed_kv_transfer_params", "other_prompt"), 400),
+    **dict.fromkeys(("unsupported_parameter", "prompt_too_long", "no_daemon"), 400),
+    **dict.fromkeys(("worker_failed", "daemon_gone", "stopping"), 503),
+    "request_exists": 409, "full": 429, "deadline": 504,
+}  # fmt: skip
 """HTTP status by error code. All others are 502, and so is a failed load, unless another prompt's KV was asked for."""
 
 
-def status_of(error: KvferryError) -> int:
-    if isinstance(error, LoadFailed) and error.code != "other_prompt":
-        return 502
-    return STATUS.get(error.code, 502)
-
-
 def error_answer(error: KvferryError) -> JSONResponse:
-    status = status_of(error)
+    unloaded = isinstance(error, LoadFailed) and error.code != "other_prompt"
+    status = 502 if unloaded else STATUS.get(error.code, 502)
     return JSONResponse(openai_error(error, status), status, {"Retry-After": "1"} if status == 429 else None)
+
+
+class CompletionBody(BaseModel):
+    """What changes the result and is not served is refused by name; what greedy decoding has no use for is ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raises KvferryError (`unsupported_parameter`) for what is not served."""
+        for name, value in (self.model_extra or {}).items():
+            if value not in (served := SERVED.get(name, (value,))):
+                raise Malformed(
+                    "unsupported_parameter", f"{name} = {value} is not supported: the engine decodes greedily",
+                    field=name, value=value, remedy=f"leave {name} out or send {served[-1]}",
+                )  # fmt: skip
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in texts if text)
+
+    def token_lists(self, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
+        """One list of token ids per prompt. Raises KvferryError (`malformed_request`)."""
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts: list[Any] = [self.prompt] if one else list(self.prompt)
+        lists = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        if not 1 <= len(lists) <= MAX_PROMPTS or not all(lists):
+            raise _malformed("prompt", len(lists), f"one to {MAX_PROMPTS} prompts, none of them empty")
+        for tokens in lists:
+            if (highest := max(tokens)) >= vocab_size:
+                raise _malformed("prompt", highest, f"token ids below the vocabulary's size, {vocab_size}")
+        return lists
+
+
+def requests_of(body: CompletionBody, prompts: list[list[int]], request_id: str, eos: tuple[int, ...]) -> list[Request]:
+    """One engine request per prompt. Raises KvferryError for kv_transfer_params that are malformed."""
+    handoff = Handoff.parse(body.kv_transfer_params) if body.kv_transfer_params is not None else Handoff()
+    if len(prompts) > 1 and (handoff.do_remote_prefill or handoff.do_remote_decode):
+        raise _malformed("prompt", len(prompts), "a single prompt with kv_transfer_params")
+    return [
+        Request(
+            request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
+            prompt=prompt,
+            max_tokens=body.max_tokens or body.max_completion_tokens or 16,
+            min_tokens=body.min_tokens,
+            stop_token_ids=frozenset() if body.ignore_eos else frozenset(eos),
+            origin=handoff.origin(request_id, len(prompt), lambda num_tokens: prompt_digest(prompts[0][:num_tokens])),
+            hold=handoff.do_remote_decode,
+            second_turn=handoff.do_remote_decode and handoff.do_remote_prefill,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+class Choice(BaseModel):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """An answer, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: dict[str, Any] | None = None
+    kv_transfer_params: Handoff | None = None
+
+
+def usage_of(requests: list[Request]) -> dict[str, Any]:
+    """cached_tokens: held by the prefix cache. received_tokens: read from another engine."""
+    prompt = sum(len(request.prompt) for request in requests)
+    completion = sum(len(request.generated) for request in requests)
+    cached, received = sum(each.cached for each in requests), sum(each.received for each in requests)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "received_tokens": received},
+    }  # fmt: skip
+
+
+def _malformed(field: str, value: object, wanted: str) -> KvferryError:
+    return Malformed("malformed_request", f"{field}: expected {wanted}", field=field, value=value)
 
 
 def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
@@ -73,7 +169,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
         if engine.failed.done():
             return error_answer(engine.failed.result())
         names = {"status": "ok", "engine_id": engine.config.engine_id, "epoch": engine.epoch}
-        return JSONResponse(names | dataclasses.asdict(engine.occupancy()))
+        return JSONResponse(names | engine.scheduler.occupancy())
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
@@ -85,20 +181,17 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
         body: CompletionBody,
         http: HttpRequest,
         x_request_id: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
-    ) -> Response:
+    ) -> Response | Completion:
         body.check()
         request_id = x_request_id or uuid.uuid4().hex
         prompts = body.token_lists(tokenizer, engine.source.config.vocab_size)
         requests = requests_of(body, prompts, request_id, engine.source.config.eos_token_ids)
         answer = Answer(engine, tokenizer, body, request_id, requests)
         if not body.stream:
-            whole = await _unless_disconnected(http, answer.whole())
-            return _json(whole) if whole is not None else Response(status_code=CLIENT_GONE)
+            return await _while_connected(http, answer.whole())
         events = answer.events()
-        first = await _unless_disconnected(http, _next(events))  # so that an early failure still has a status
-        if first is None:
-            return Response(status_code=CLIENT_GONE)
-        return StreamingResponse(_sse(first, events), media_type="text/event-stream")
+        first = await _while_connected(http, anext(events))  # so that an early failure still has a status
+        return _Stream(first, events)
 
     return app
 
@@ -121,87 +214,70 @@ class Answer:
     async def whole(self) -> Completion:
         choices = [Choice(index=i, text="") for i in range(len(self._requests))]
         handoff = None
-        async with aclosing(self._outputs()) as outputs:
-            async for i, output in outputs:
-                choices[i].text += self._texts[i].feed(output.tokens, last=output.finish_reason is not None)
-                choices[i].finish_reason = output.finish_reason
+        async with aclosing(self._engine.generate(self._requests)) as outputs:
+            async for output in outputs:
+                piece = self._piece(output)
+                choices[piece.index].text += piece.text
+                choices[piece.index].finish_reason = piece.finish_reason
                 handoff = handoff or output.handoff
         if self._body.return_token_ids:
             for choice, request in zip(choices, self._requests, strict=True):
                 choice.token_ids, choice.prompt_token_ids = request.generated, request.prompt
-        usage = Usage.of(self._requests)
+        usage = usage_of(self._requests)
         return self._head.model_copy(update={"choices": choices, "usage": usage, "kv_transfer_params": handoff})
 
     async def events(self) -> AsyncGenerator[Completion, None]:
         """One per output; the last of a request carries its finish_reason and kv_transfer_params."""
-        fresh = set(range(len(self._requests)))
-        async with aclosing(self._outputs()) as outputs:
-            async for i, output in outputs:
-                last = output.finish_reason is not None
-                choice = Choice(index=i, text=self._texts[i].feed(output.tokens, last=last))
-                choice.finish_reason = output.finish_reason
+        fresh = set(self._requests)
+        async with aclosing(self._engine.generate(self._requests)) as outputs:
+            async for output in outputs:
+                choice = self._piece(output)
                 if self._body.return_token_ids:
                     choice.token_ids = list(output.tokens)
-                    choice.prompt_token_ids = self._requests[i].prompt if i in fresh else None
-                    fresh.discard(i)
+                    choice.prompt_token_ids = output.request.prompt if output.request in fresh else None
+                    fresh.discard(output.request)
                 yield self._head.model_copy(update={"choices": [choice], "kv_transfer_params": output.handoff})
-        if self._body.stream_options and self._body.stream_options.include_usage:
-            yield self._head.model_copy(update={"usage": Usage.of(self._requests)})
+        if (self._body.stream_options or {}).get("include_usage"):
+            yield self._head.model_copy(update={"usage": usage_of(self._requests)})
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """The outputs of all requests as they come. Leaving early aborts what is unfinished."""
-        merged: asyncio.Queue[tuple[int, Output] | KvferryError] = asyncio.Queue()
-
-        async def pump(i: int, request: Request) -> None:
-            try:
-                async with aclosing(self._engine.generate(request)) as outputs:
-                    async for output in outputs:
-                        merged.put_nowait((i, output))
-            except KvferryError as error:
-                merged.put_nowait(error)
-
-        pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(self._requests)]
-        try:
-            unfinished = len(pumps)
-            while unfinished:
-                item = await merged.get()
-                if isinstance(item, KvferryError):
-                    raise item
-                unfinished -= item[1].finish_reason is not None
-                yield item
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+    def _piece(self, output: Output) -> Choice:
+        i = self._requests.index(output.request)
+        text = self._texts[i].feed(output.tokens, last=output.finish_reason is not None)
+        return Choice(index=i, text=text, finish_reason=output.finish_reason)
 
 
-def _json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
-
-
-async def _next(events: AsyncGenerator[Completion, None]) -> Completion:
-    return await anext(events)
-
-
-async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result; None, and the work cancelled, when the client goes away first."""
-    working = asyncio.create_task(work)
+async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
+    """The result. Cancels the work when the client goes away first."""
+    working = asyncio.ensure_future(work)
     gone = asyncio.create_task(disconnected(http.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
+        if not working.done():
+            raise HTTPException(CLIENT_GONE)
+        return working.result()
     finally:
-        for task in (working, gone):
-            task.cancel()
+        working.cancel()
+        gone.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _sse(first: Completion, events: AsyncGenerator[Completion, None]) -> AsyncIterator[str]:
+class _Stream(StreamingResponse):
+    """Closes its events whatever becomes of the client: one that is only dropped lives until it is collected."""
+
+    def __init__(self, first: Completion, events: AsyncGenerator[Completion, None]) -> None:
+        super().__init__(_lines(first, events), media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def _lines(first: Completion, events: AsyncGenerator[Completion, None]) -> AsyncIterator[str]:
     try:
         yield f"data: {first.model_dump_json()}\n\n"
-        async with aclosing(events):
-            async for event in events:
-                yield f"data: {event.model_dump_json()}\n\n"
+        async for event in events:
+            yield f"data: {event.model_dump_json()}\n\n"
     except KvferryError as error:
         yield f"data: {bytes(error_answer(error).body).decode()}\n\n"
     yield "data: [DONE]\n\n"

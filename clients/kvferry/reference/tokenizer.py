@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from kvferry.errors import Malformed
 from kvferry.reference.config import ModelSource
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 def tokenizer_of(source: ModelSource) -> Tokenizer:
@@ -55,6 +50,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+Tokenizer: TypeAlias = ByteTokenizer | HuggingFaceTokenizer
 
 
 class TextStream:

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 import traceback
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 
 from kvferry.errors import KvferryError
 from kvferry.memory import open_file_region
-from kvferry.reference.cache import CacheGeometry
-from kvferry.reference.model import Chunk, Decoder, LayerCache, map_cache
-from kvferry.reference.weights import weights_of
-from kvferry.reference.wire import Done, Failed, Start, Step, packed, unpacked
-
-_PR_SET_PDEATHSIG = 1
+from kvferry.reference.cache import CacheGeometry, describe
+from kvferry.reference.model import Chunk, Decoder, map_cache, weights_of
+from kvferry.reference.workers import Reply, Start, Step
 
 
 class Worker:
     def __init__(self, start: Start) -> None:
         config, engine = start.source.config, start.engine
         if engine.tp > 1:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{start.rendezvous}",
-                rank=start.rank,
-                world_size=engine.tp,
-                timeout=timedelta(seconds=engine.step_timeout_s),
-            )
+            timeout, at = timedelta(seconds=engine.step_timeout_s), f"file://{start.rendezvous}"
+            dist.init_process_group("gloo", init_method=at, rank=start.rank, world_size=engine.tp, timeout=timeout)
         geometry = CacheGeometry.of(config, engine, start.rank)
-        self._caches: list[LayerCache] = map_cache(_region(start, geometry.nbytes), geometry)
+        region = _region(start, geometry.nbytes)
+        self._caches = map_cache(region, geometry)
+        self.manifest = describe(
+            start.source, engine, start.rank, epoch=start.epoch, region=region, caches=self._caches
+        )
         self._decoder = Decoder(config, weights_of(start.source), start.rank, engine.tp)
 
     def step(self, step: Step) -> list[int]:
         """The sampled tokens, in the order of the sequences that sample; empty on every rank but 0."""
-        tables = torch.split(torch.tensor(step.blocks), step.num_blocks)
+        tables = [torch.tensor(blocks) for blocks in step.blocks]
         chunks = [Chunk(*chunk) for chunk in zip(step.starts, step.counts, tables, strict=True)]
         last = (torch.tensor(step.counts).cumsum(0) - 1)[torch.tensor(step.sample)]
         logits = self._decoder.step(torch.tensor(step.tokens), chunks, self._caches, last)
@@ -48,39 +43,35 @@ class Worker:
 
 
 def _region(start: Start, nbytes: int) -> torch.Tensor:
-    if not start.region_path:
+    if start.region is None:
         return torch.zeros(nbytes, dtype=torch.uint8)
-    return open_file_region(start.region_path, nbytes, offset=start.region_offset).tensor()
+    path, offset = start.region
+    return open_file_region(path, nbytes, offset=offset).tensor()
 
 
-def _die_with_parent(parent: int) -> None:
-    """Linux ends this process with its driver, however that ended; elsewhere the closed pipe does, a step later."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver stops its workers
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit(1)
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer every message until the driver closes its end, or has gone."""
 
+    def reply(message: Reply) -> None:
+        replies.write(message.model_dump_json().encode() + b"\n")
+        replies.flush()
 
-def serve(pipe: Connection) -> None:
-    """Answer every message until the driver's end of the pipe is gone."""
     try:
-        start = unpacked(pipe.recv_bytes())
-        assert isinstance(start, Start)
-        worker = Worker(start)
-        pipe.send_bytes(packed(Done()))
-        while True:
-            step = unpacked(pipe.recv_bytes())
-            assert isinstance(step, Step)
-            pipe.send_bytes(packed(Done(worker.step(step))))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the driver has gone, or wants this process to go
+        if first := requests.readline():
+            worker = Worker(Start.model_validate_json(first))
+            reply(Reply(manifest=worker.manifest.to_json()))
+        for line in requests:
+            reply(Reply(tokens=worker.step(Step.model_validate_json(line))))
+    except ConnectionError:
+        return
     except (RuntimeError, ValueError, OSError, IndexError, KvferryError) as error:
         traceback.print_exc()
-        pipe.send_bytes(packed(Failed(f"{type(error).__name__}: {error}")))
+        reply(Reply(failed=f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":
-    _die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver stops its workers
     torch.set_num_threads(1)
-    serve(Connection(int(sys.argv[1])))
+    with os.fdopen(os.dup(1), "wb") as replies:
+        os.dup2(2, 1)  # whatever a library prints is no reply
+        serve(sys.stdin.buffer, replies)

@@ -1,162 +1,148 @@
-"""The driver's side of the worker processes."""
+"""The driver's side of the worker processes, and what the two send each other: a JSON object a line, over stdin and
+stdout."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import socket
-import struct
 import sys
 import tempfile
-from asyncio.subprocess import Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
+from contextlib import suppress
+
+from pydantic import BaseModel
 
 from kvferry.errors import Internal, KvferryError
+from kvferry.manifest import Manifest
 from kvferry.reference.config import EngineConfig, ModelSource
-from kvferry.reference.wire import Done, Failed, Message, Start, Step, packed, unpacked
 
 _STOP_S = 5.0
-_SEND_S = 10
 _EXIT_S = 1.0
 
 
-class _Worker:
-    """One rank's process and the driver's end of its pipe."""
+class Start(BaseModel):
+    """The first message. rendezvous: a file that the ranks of one start share, to find each other.
 
-    def __init__(self, rank: int, process: Process, pipe: Connection) -> None:
-        self.rank = rank
-        self.process = process
-        self._pipe = pipe
+    region: file and offset of the daemon-owned memory to map; None for private memory.
+    """
 
-    @classmethod
-    async def spawn(cls, rank: int) -> _Worker:
-        ours, theirs = socket.socketpair()
-        # A worker reads whenever it owes no answer, so a send that blocks this long has met a stopped process.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
-        with theirs:
-            # From the loop's own thread: the kernel ends a worker with the thread that forked it (PR_SET_PDEATHSIG).
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvferry.reference.worker", str(theirs.fileno()), str(os.getpid())),
-                pass_fds=[theirs.fileno()],
-                env={"GLOO_SOCKET_IFNAME": "lo"} | os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        return cls(rank, process, Connection(ours.detach()))
+    source: ModelSource
+    engine: EngineConfig
+    rank: int
+    epoch: str
+    rendezvous: str
+    region: tuple[str, int] | None = None
 
-    def send(self, message: Message) -> None:
-        try:
-            self._pipe.send_bytes(packed(message))
-        except OSError as error:
-            raise self.failed(f"the pipe broke: {error}") from None
 
-    async def done(self, timeout_s: float) -> Done:
-        """The next message. Raises KvferryError (`worker_failed`)."""
-        loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        loop.add_reader(self._pipe.fileno(), readable.set)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await readable.wait()
-        except TimeoutError:
-            raise self.failed(f"no answer within {timeout_s:g} s") from None
-        finally:
-            loop.remove_reader(self._pipe.fileno())
-        try:
-            message = unpacked(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            raise self.failed("it closed its pipe") from None
-        if not isinstance(message, Done):
-            raise self.failed(message.why if isinstance(message, Failed) else f"it sent {message.op}")
-        return message
+class Step(BaseModel):
+    """One step of all ranks. Per sequence: its first position, how many tokens, its blocks, whether to sample."""
 
-    def failed(self, why: str) -> KvferryError:
-        return Internal(
-            "worker_failed", f"the worker of rank {self.rank}, process {self.process.pid}, failed: {why}",
-            field="rank", value=self.rank, remedy="its last words are on stderr; start the engine again",
-        )  # fmt: skip
+    tokens: list[int]
+    starts: list[int]
+    counts: list[int]
+    blocks: list[list[int]]
+    sample: list[bool]
 
-    async def ended(self) -> KvferryError:
-        """Returns when the process has ended."""
-        status = await self.process.wait()
-        return self.failed(f"killed by signal {-status}" if status < 0 else f"exit status {status}")
 
-    def hang_up(self) -> None:
-        """A worker ends at its next read."""
-        self._pipe.close()
+class Reply(BaseModel):
+    """The start, or a step, is done. manifest: of the rank's cache, after the start.
 
-    async def stop(self) -> None:
-        """Returns when the process has ended, killed if it takes too long."""
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await self.process.wait()
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
+    tokens: sampled, in the order of the sequences that sample; rank 0's only. failed: why the worker ends, for people.
+    """
+
+    manifest: str = ""
+    tokens: list[int] = []
+    failed: str = ""
 
 
 class Workers:
     """All ranks. Make with `spawn`, then `start`, one `step` at a time, end with `stop`."""
 
-    def __init__(self, engine: EngineConfig, workers: Sequence[_Worker]) -> None:
+    def __init__(self, engine: EngineConfig, processes: Sequence[Process]) -> None:
         self._engine = engine
-        self._workers = workers
-        self._folder = tempfile.mkdtemp(prefix="kvferry-ranks-")
+        self._processes = processes
 
     @classmethod
     async def spawn(cls, engine: EngineConfig) -> Workers:
-        return cls(engine, [await _Worker.spawn(rank) for rank in range(engine.tp)])
+        command = (sys.executable, "-m", "kvferry.reference.worker")
+        env = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | {"OMP_NUM_THREADS": "1"}
+        spawn = asyncio.create_subprocess_exec
+        return cls(engine, [await spawn(*command, stdin=PIPE, stdout=PIPE, env=env) for _ in range(engine.tp)])
 
-    async def start(self, source: ModelSource, regions: Sequence[tuple[str, int]]) -> None:
-        """`regions`: file and offset of each rank's daemon-owned memory; empty for private memory."""
-        rendezvous = str(Path(self._folder) / "rendezvous")
-        for worker in self._workers:
-            path, offset = regions[worker.rank] if regions else ("", 0)
-            worker.send(Start(source, self._engine, worker.rank, rendezvous, path, offset))
-        await self._all_done(self._engine.start_timeout_s)
-        self._forget_folder()  # the ranks have met; a driver that is killed leaves nothing behind
+    async def start(self, source: ModelSource, epoch: str, regions: Sequence[tuple[str, int]]) -> list[Manifest]:
+        """`regions`: file and offset of each rank's daemon-owned memory; empty for private memory.
+
+        Returns what each rank has in its region. Raises KvferryError (`worker_failed`).
+        """
+        with tempfile.TemporaryDirectory(prefix="kvferry-ranks-") as folder:
+            at = f"{folder}/rendezvous"
+            starts = [
+                Start(source=source, engine=self._engine, rank=rank, epoch=epoch, rendezvous=at, region=region)
+                for rank, region in enumerate(regions or [None] * self._engine.tp)
+            ]
+            return [Manifest.from_json(each.manifest) for each in await self._ask(starts, self._engine.start_timeout_s)]
 
     async def step(self, step: Step) -> list[int]:
-        """Run one step on all ranks; the sampled tokens. When it returns, every rank has written its KV."""
-        for worker in self._workers:
-            worker.send(step)
-        return (await self._all_done(self._engine.step_timeout_s))[0].tokens
+        """Run one step on all ranks; the sampled tokens. When it returns, every rank has written its KV.
 
-    async def _all_done(self, timeout_s: float) -> list[Done]:
-        """One message of each rank. Raises KvferryError for the rank that died, else for the first that failed."""
-        waits = [asyncio.create_task(worker.done(timeout_s)) for worker in self._workers]
+        Raises KvferryError (`worker_failed`).
+        """
+        return (await self._ask([step] * self._engine.tp, self._engine.step_timeout_s))[0].tokens
+
+    async def _ask(self, messages: Sequence[Start | Step], timeout_s: float) -> list[Reply]:
+        """Each rank's reply. Raises KvferryError for the rank that died, else for the first that failed."""
         try:
-            return await asyncio.gather(*waits)
+            return await asyncio.gather(*(self._ask_rank(rank, each, timeout_s) for rank, each in enumerate(messages)))
         except KvferryError as error:
             # The rank that died is the reason; the others only noticed that an all-reduce broke.
             try:
                 raise await asyncio.wait_for(self.died(), _EXIT_S)
             except TimeoutError:
                 raise error from None
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _ask_rank(self, rank: int, message: Start | Step, timeout_s: float) -> Reply:
+        requests, replies = self._processes[rank].stdin, self._processes[rank].stdout
+        assert requests is not None and replies is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                requests.write(message.model_dump_json().encode() + b"\n")
+                await requests.drain()
+                line = await replies.readline()
+        except TimeoutError:
+            raise self._failed(rank, f"no answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise self._failed(rank, f"the pipe broke: {error}") from None
+        reply = Reply.model_validate_json(line) if line else Reply(failed="it closed its pipe")
+        if reply.failed:
+            raise self._failed(rank, reply.failed)
+        return reply
+
+    def _failed(self, rank: int, why: str) -> KvferryError:
+        return Internal(
+            "worker_failed", f"the worker of rank {rank}, process {self._processes[rank].pid}, failed: {why}",
+            field="rank", value=rank, remedy="its last words are on stderr; start the engine again",
+        )  # fmt: skip
 
     async def died(self) -> KvferryError:
         """Returns when a worker's process has ended, at work or idle."""
-        waits = [asyncio.create_task(worker.ended()) for worker in self._workers]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for wait in waits:
-                wait.cancel()
+
+        async def ended(rank: int, process: Process) -> KvferryError:
+            status = await process.wait()
+            return self._failed(rank, f"killed by signal {-status}" if status < 0 else f"exit status {status}")
+
+        return await next(asyncio.as_completed([ended(*each) for each in enumerate(self._processes)]))
 
     async def stop(self, *, healthy: bool = True) -> None:
-        """Ends within seconds. After a failure the others may sit in an all-reduce: they are not waited for."""
-        for worker in self._workers:
-            worker.hang_up()
-            if not healthy and worker.process.returncode is None:
-                worker.process.kill()
-        await asyncio.gather(*(worker.stop() for worker in self._workers))
-        self._forget_folder()
+        """A worker ends at its next read. After a failure they may sit in an all-reduce: they are not waited for."""
 
-    def _forget_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        async def stop(process: Process) -> None:
+            assert process.stdin is not None
+            process.stdin.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _STOP_S if healthy else 0)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+        await asyncio.gather(*(stop(process) for process in self._processes))

@@ -14,8 +14,8 @@ from vllm.v1.request import RequestStatus
 from kvferry.errors import KvferryError
 from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer
 from kvferry.tables import BlockTable
+from kvferry.vllm.identity import digest_of
 from kvferry.vllm.options import Options
-from kvferry.vllm.prompt import digest_of
 from kvferry.vllm.step import Address, Load, Publish, Step
 
 if TYPE_CHECKING:

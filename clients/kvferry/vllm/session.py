@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -14,7 +16,6 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import Unsettled
 from kvferry.errors import KvferryError
 from kvferry.memory.fences import Fence
-from kvferry.vllm.ended import Ended
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Load, Publish
 
@@ -28,27 +29,45 @@ GONE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A request that is published. `held`: the scheduler waits for the end of its lease. `over`: it has ended."""
+    """A request that is published. order: of its publishes. over: set when the lease of the last one has ended."""
 
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    held: bool = False
-    over: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class End(enum.Enum):
+    SENT = "nobody reads its blocks any more"
+    ARRIVED = "its KV is there"
+    FAILED = "nothing is written to its blocks any more, and its KV is not there"
 
 
 class Session:
-    """`ended` is for the worker to take from."""
+    """Called by the worker's thread; the work is done on the client's event loop."""
 
     def __init__(self, daemon: BlockingEngineClient, options: Options) -> None:
         self._daemon = daemon
         self._options = options
         self._kept: dict[str, Kept] = {}
         self._loading: dict[str, str] = {}
-        self.ended = Ended()
+        self._ends: SimpleQueue[tuple[str, End]] = SimpleQueue()
 
     @property
     def waiting(self) -> bool:
         """Whether a load or a lease is still to end."""
         return bool(self._loading or self._kept)
+
+    def ended(self, wait_s: float) -> dict[End, set[str]]:
+        """The requests that have ended in each way since the last call.
+
+        wait_s: where nothing has ended yet, wait so long for the first.
+        """
+        ended: dict[End, set[str]] = {end: set() for end in End}
+        with suppress(Empty):
+            while True:
+                request_id, end = self._ends.get(timeout=wait_s) if wait_s else self._ends.get_nowait()
+                ended[end].add(request_id)
+                wait_s = 0.0
+        return ended
 
     def publish(self, publish: Publish, after: Fence | None = None) -> None:
         """In the order of calls for each request. `after`: when the KV is in memory. Without a daemon it is dropped."""
@@ -68,6 +87,9 @@ class Session:
 
     def release(self, load: Load) -> None:
         self._start(self._receive(load))
+
+    def refuse(self, request_id: str) -> None:
+        self._ends.put((request_id, End.FAILED))
 
     def cancel(self, request_id: str) -> None:
         """The load is not needed any more: end it early. It is reported as any other."""
@@ -105,18 +127,15 @@ class Session:
             await error.quiesced()
             raise
         finally:
-            kept.over = publish.last
-            self._report(publish.request_id, kept)
+            if publish.last:
+                kept.over.set()
 
     async def _hold(self, request_id: str) -> None:
         kept = self._kept[request_id]
-        kept.held = True
-        self._report(request_id, kept)
-
-    def _report(self, request_id: str, kept: Kept) -> None:
-        if kept.held and kept.over and self._kept.get(request_id) is kept:
+        await kept.over.wait()
+        if self._kept.get(request_id) is kept:  # not revoked meanwhile
             del self._kept[request_id]
-            self.ended.sent(request_id)
+            self._ends.put((request_id, End.SENT))
 
     async def _revoke(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
@@ -130,16 +149,16 @@ class Session:
                 await asyncio.wait_for(error.quiesced(), GONE_S)
 
     async def _load(self, load: Load, before: torch.cuda.Event | None) -> None:
-        whole = False
+        end = End.FAILED
         try:
             if before is not None:
                 await asyncio.to_thread(before.synchronize)
             if load.request_id in self._loading:  # not cancelled meanwhile
                 await self._receive(load)
-                whole = True
+                end = End.ARRIVED
         finally:
             self._loading.pop(load.request_id, None)
-            self.ended.arrived(load.request_id, whole=whole)
+            self._ends.put((load.request_id, end))
 
     async def _receive(self, load: Load) -> None:
         try:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs, get_kv_cache_spec_sliding_window
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_sliding_window,
+)
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
-from kvferry.vllm.fingerprint import fingerprint
-from kvferry.vllm.geometry import parts
+from kvferry.vllm.identity import fingerprint
 from kvferry.vllm.options import Options
-from kvferry.vllm.parts import Describing
-from kvferry.vllm.session import Session
+from kvferry.vllm.parts import Describing, Part, attention_parts, recurrent_parts
+from kvferry.vllm.session import End, Session
 from kvferry.vllm.step import Address, Step
 from kvferry.vllm.torch_place import placed, region_nbytes
 
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvferry.worker")
 LINGER_S = 0.005
 """How long a new request may have to wait for an engine that has nothing to compute."""
+CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
+"""What a recurrent layer's convolution remembers, by the layer's kind."""
 
 
 class WorkerSide:
@@ -111,7 +118,7 @@ class WorkerSide:
                 block_size=1 if recurrent else spec.block_size, window=get_kv_cache_spec_sliding_window(spec),
             )  # fmt: skip
             for name in names:
-                found = parts(
+                found = _parts(
                     layers[name], name, specs[name], caches[name], self._num_blocks, model.dtype, self._tp,
                     model.get_total_num_kv_heads(),
                 )  # fmt: skip
@@ -139,7 +146,7 @@ class WorkerSide:
         for load in step.release:
             session.release(load)
         for request_id in step.refuse:
-            session.ended.arrived(request_id, whole=False)
+            session.refuse(request_id)
 
     def computed(self, step: Step) -> None:
         """The forward pass is under way: publish what it computes as soon as it has."""
@@ -156,11 +163,46 @@ class WorkerSide:
         core from the daemon, and the end would be seen some steps later.
         """
         session = self._session
-        sent, arrived, failed = session.ended.take(LINGER_S if step.idle and session.waiting else 0.0)
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=arrived, failed_recving=failed)
+        ended = session.ended(LINGER_S if step.idle and session.waiting else 0.0)
+        arrived, failed = ended[End.ARRIVED], ended[End.FAILED]
+        return KVConnectorTransferResults(
+            finished_sending=ended[End.SENT], finished_recving=arrived | failed, failed_recving=failed
+        )
 
     def close(self) -> None:
         """What is published stays readable until it is read or expires."""
         self._daemon.close()
         if isinstance(self._memory, SharedRegion | CudaRegion):
             self._memory.close()
+
+
+def _parts(
+    layer: Any, name: str, spec: Any, cache: torch.Tensor, num_blocks: int, dtype: torch.dtype, ranks: int, heads: int
+) -> list[Part]:
+    """The components of a layer. `cache`: [block, head, slot, content], of blocks or of the kernel's smaller ones.
+
+    The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
+    gets. A cache of anything but one key and one value per head and token is one component, moved as it is.
+    ranks: of tensor parallelism; heads: the model's. Raises KvferryError: `unknown_layout`; `unsupported_cache` for a
+    state of another kind, or one of several tokens.
+    """
+    if isinstance(spec, MambaSpec) and spec.mamba_type.name in CONVOLVED and len(layer.kv_cache) <= 2:
+        conv, *states = layer.kv_cache
+        conv = conv if is_conv_state_dim_first() else conv.transpose(1, 2)
+        shards = 1 if spec.tp_replicated else ranks
+        narrow = min(shards, layer.norm.n_groups) if spec.mamba_type.name == "MAMBA2" else shards
+        return recurrent_parts(conv, states, CONVOLVED[spec.mamba_type.name], shards, narrow)
+    if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
+        remedy = "serve a model whose layers docs/vllm.md names"
+        raise Malformed("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
+    shards = min(ranks, spec.max_tp_shards or heads)
+    blocks = cache.view(num_blocks, -1, *cache.shape[1:])
+    plain = cache.shape[1] == spec.num_kv_heads and cache.shape[3] == spec.head_size + spec.head_size_v
+    if not plain or not spec.head_size_v or layer.get_attn_backend().forward_includes_kv_cache_update:
+        return [Part("kv", blocks, ("block", "slot", "head", "slot", "content"), "head", shards)]
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+
+    shape, sizes = (spec.block_size, spec.num_kv_heads), (spec.head_size, spec.head_size_v)
+    return attention_parts(write, blocks, shape, sizes, dtype, name, shards)
