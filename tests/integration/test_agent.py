@@ -106,11 +106,9 @@ async def test_words_are_those_of_the_peer_whoever_posts_them(source: Source, re
     assert (reader.memory == np.arange(len(reader.memory), dtype=np.uint64)).all()
 
 
-async def test_a_read_is_quiet_by_the_time_that_it_is_done(
-    source: Source, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent's thread may be held up after each message to the loop. An engine reserves the blocks of a transfer
-    again as soon as it is done, and that is refused while a read of it is not quiet."""
+@contextmanager
+def held_up() -> Iterator[None]:
+    """The agent's thread is held up after each message to the loop, until the loop has acted on it."""
     loop, here = asyncio.get_running_loop(), threading.current_thread()
     send = loop.call_soon_threadsafe
 
@@ -122,11 +120,30 @@ async def test_a_read_is_quiet_by_the_time_that_it_is_done(
             acted.wait(WAIT_S)
         return handle
 
-    monkeypatch.setattr(loop, "call_soon_threadsafe", send_and_wait)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_soon_threadsafe", send_and_wait)
+        yield
+
+
+async def test_a_read_is_quiet_by_the_time_that_it_is_done(source: Source, reader: Reader) -> None:
+    """An engine reserves the blocks of a transfer again as soon as it is done, and that is refused while a read of it
+    is not quiet."""
     async with asyncio.timeout(WAIT_S):
-        read = reader.read(source, 0, len(reader.memory))
-        await read.done
-        assert read.quiet.done()
+        with held_up():
+            read = reader.read(source, 0, len(reader.memory))
+            await read.done
+            assert read.quiet.done()
+
+
+async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken() -> None:
+    with a_source(TLS="tcp") as source:  # over TCP no word arrives inside the post
+        async with asyncio.timeout(WAIT_S), a_reader(source, TLS="tcp") as reader:
+            with held_up():
+                peeks = []
+                for index in range(1, 2000):
+                    peeks.append(asyncio.create_task(reader.agent.peek(source.name, source.word(index))))
+                    await asyncio.sleep(0)  # one more in each turn of the loop, whatever the others wait for
+                assert await asyncio.gather(*peeks) == list(range(1, 2000))
 
 
 async def test_a_word_of_a_peer_that_is_gone_fails(source: Source, reader: Reader) -> None:

@@ -143,11 +143,13 @@ class Agent:
         self._scratch[index] = 0
         local = Span(self._scratch.ctypes.data + WORD * index, nbytes, "host")
         read = self.read(peer, local.row(), span.row(nbytes), "DRAM", span.memory_type, FETCH_PRIORITY)
-        read.quiet.add_done_callback(lambda _: self._free.append(index))  # not before: it may still be written
-        await read.done
-        if read.at_once and peer in self._peers:
-            self._near.add(peer)
-        return int(self._scratch[index])
+        try:
+            await read.done
+            if read.at_once and peer in self._peers:
+                self._near.add(peer)
+            return int(self._scratch[index])
+        finally:  # free when its value has been taken and nothing writes to it any more
+            read.quiet.add_done_callback(lambda _: self._free.append(index))
 
     def read(
         self, peer: str, local: Descriptors, remote: Descriptors, local_type: str, remote_type: str, priority: int = 0
