@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 CONTINUE = 'read -r _; kill -CONT "$0"'
@@ -20,14 +20,16 @@ def stopped(pid: int, *, group: bool = True) -> Iterator[None]:
     It stands still before the block begins: the kernel has said so.
     """
     with _continued(pid, group):
-        _send(pid, signal.SIGSTOP, group)
-        assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+        _stop(pid, group)
         yield
 
 
 @asynccontextmanager
-async def slowed(pid: int, runs_s: float = 0.002, stands_s: float = 0.05, *, group: bool = True) -> AsyncIterator[None]:
-    """Inside the block the process runs for `runs_s` and then stands still for `stands_s`, again and again."""
+async def slowed(
+    pid: int, runs_s: float = 0.002, stands_s: float = 0.05, *, group: bool = True
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Inside the block the process runs for `runs_s` and then stands still for `stands_s`, again and again; once what
+    this yields was awaited, it stands still until the end of the block."""
 
     async def slow() -> None:
         while True:
@@ -38,11 +40,22 @@ async def slowed(pid: int, runs_s: float = 0.002, stands_s: float = 0.05, *, gro
 
     with _continued(pid, group):
         slowing = asyncio.create_task(slow())
+
+        async def stand() -> None:
+            slowing.cancel()
+            await asyncio.wait([slowing])
+            _stop(pid, group)
+
         try:
-            yield
+            yield stand
         finally:
             slowing.cancel()
             await asyncio.wait([slowing])
+
+
+def _stop(pid: int, group: bool) -> None:
+    _send(pid, signal.SIGSTOP, group)
+    assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
 
 
 @contextmanager

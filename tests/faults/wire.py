@@ -24,7 +24,7 @@ from fleet import Daemons, under_way, until
 from pair import is_in
 from ranks import TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 from slots import gauge
-from stopping import slowed, stopped
+from stopping import slowed
 
 from kvferry.engine import Lease
 from kvferry.router import RouterClient
@@ -71,14 +71,12 @@ class TcpPair:
     ) -> AsyncIterator[asyncio.Task[T]]:
         """Inside the block `receive` is a task that has begun to read, and the source's daemon stands still."""
         pid = self.source_daemon.process.pid
-        async with under_way(receive) as receiving:
-            async with slowed(pid):  # at full speed the read might be over before we see that it has begun
-                await until(
-                    lambda: is_in(self.reader_router, request_id, TransferState.READING), f"{request_id} is read"
-                )
-            with stopped(pid):
-                assert await is_in(self.reader_router, request_id, TransferState.READING), "it was over already"
-                yield receiving
+        # At full speed the read might be over before we see that it has begun.
+        async with under_way(receive) as receiving, slowed(pid) as stand:
+            await until(lambda: is_in(self.reader_router, request_id, TransferState.READING), f"{request_id} is read")
+            await stand()
+            assert await is_in(self.reader_router, request_id, TransferState.READING), "it was over already"
+            yield receiving
 
     async def quarantined(self) -> float:
         """Bytes that the reader's daemon holds back, as it says in its metrics."""
