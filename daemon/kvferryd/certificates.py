@@ -16,13 +16,15 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the three files held at one time, checked to fit together."""
+    """What the files held at one time, checked to fit together."""
 
     certificate: bytes
     key: bytes
     authority: bytes
-    context: ssl.SSLContext = field(compare=False)
-    """For a server that asks its clients for certificates."""
+    name: str = ""
+    """For which peers' certificates must be; empty: for the address that is dialled."""
+    context: ssl.SSLContext | None = field(default=None, compare=False)
+    """For a REST server, which asks its clients for certificates."""
 
     def for_dialling(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
@@ -34,20 +36,14 @@ class Identity:
 class Certificates:
     """Files that do not fit together are logged, and the last ones that did stay in use. Any thread may ask."""
 
-    def __init__(self, certificate: Path, key: Path, authority: Path) -> None:
+    def __init__(self, setting: str, remedy: str, *files: Path) -> None:
         """Raises KvferryError (`bad_config`) when the files cannot be used."""
-        self._files = (certificate, key, authority)
+        self._files = files
         try:
             self._seen = self._stamps()
             self._current = self._read()
         except OSError as error:
-            remedy = "name a certificate, its own private key and the authority that signed it, all PEM"
-            raise bad_config("tls_cert", certificate, f"the tls_* files cannot be used: {error}", remedy) from None
-
-    @classmethod
-    def of(cls, config: Config) -> Certificates | None:
-        """None where the settings name no certificate."""
-        return cls(*config.tls) if config.tls else None
+            raise bad_config(setting, files[0], f"{setting} cannot be used: {error}", remedy) from None
 
     def current(self) -> Identity:
         try:
@@ -55,19 +51,14 @@ class Certificates:
             if stamps != self._seen:
                 self._seen = stamps  # first: files that do not fit are reported once
                 self._current = self._read()
-                log.info("certificates were read again", tls_cert=str(self._files[0]))
+                log.info("certificates were read again", file=str(self._files[0]))
         except OSError as error:  # ssl.SSLError is one
-            log.error("new certificates do not fit, the old ones stay", reason=str(error))
+            log.error("new certificates do not fit, the old ones stay", file=str(self._files[0]), reason=str(error))
         return self._current
 
     def _read(self) -> Identity:
-        certificate, key, authority = self._files
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(certificate, key)
-        context.load_verify_locations(authority)
-        context.verify_mode = ssl.CERT_REQUIRED
-        return Identity(certificate.read_bytes(), key.read_bytes(), authority.read_bytes(), context)
+        """Raises OSError."""
+        raise NotImplementedError
 
     def _stamps(self) -> list[tuple[int, int]]:
         return [(status.st_mtime_ns, status.st_ino) for status in (file.stat() for file in self._files)]
@@ -87,12 +78,37 @@ class Certificates:
         # The stubs leave out that None keeps the configuration.
         return grpc.dynamic_ssl_server_credentials(served.for_serving(), renewed, True)  # type: ignore[arg-type]
 
+
+class CertificateFiles(Certificates):
+    """The tls_* files."""
+
+    def __init__(self, certificate: Path, key: Path, authority: Path) -> None:
+        remedy = "name a certificate, its own private key and the authority that signed it, all PEM"
+        super().__init__("tls_cert", remedy, certificate, key, authority)
+
+    @classmethod
+    def of(cls, config: Config) -> CertificateFiles | None:
+        """None where the settings name no certificate."""
+        return cls(*config.tls) if config.tls else None
+
+    def _read(self) -> Identity:
+        certificate, key, authority = self._files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return Identity(certificate.read_bytes(), key.read_bytes(), authority.read_bytes(), context=context)
+
     def server_context(self) -> ssl.SSLContext:
         """For asyncio and uvicorn: the same."""
         front = self._read().context
+        assert front is not None
 
         def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            connection.context = self.current().context
+            current = self.current().context
+            assert current is not None
+            connection.context = current
 
         front.sni_callback = renew
         return front

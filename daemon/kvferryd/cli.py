@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         "Runs the daemon beside one GPU, until SIGTERM; then it drains. Settings come from flags, KVFERRY_* variables"
         " and a TOML file, in this order.",
         "kvferry serve --device cpu --engine-socket /tmp/kvferry.sock",
-        "kvferry serve --device cuda:0 --peer 0.0.0.0:7411 --advertise 10.0.0.7:7411 --allow-peers 10.0.0.0/16",
+        "kvferry serve --device cuda:0 --peer 0.0.0.0:7411 --advertise 10.0.0.7:7411 --allow-peers 10.0.0.0/16"
+        " --peer-secret-file /etc/kvferry/peers",
         "KVFERRY_DEVICE=cuda:0 kvferry serve --config /etc/kvferry.toml --check",
     )  # fmt: skip
     serve.settings = True

@@ -63,6 +63,11 @@ class Config(BaseModel):
     tls_cert: File = _about(None, "certificate (chain), PEM; read again on change")
     tls_key: File = _about(None, "its private key, PEM")
     tls_ca: File = _about(None, "authority that peers' certificates must be signed by, PEM")
+    peer_secret_file: File = _about(
+        None,
+        "what peers share where they have no certificates: a secret of 32 characters or more, on a second line the one "
+        "before; read again on change",
+    )
     rest_tls: bool = _about(False, "serve REST over mutual TLS with the tls_* files as well")
     log_format: Literal["text", "json"] = _about("text", "text for people, json for machines")
     log_level: Literal["debug", "info", "warning", "error"] = _about("info", "the least serious line that is logged")
@@ -100,8 +105,6 @@ class Config(BaseModel):
         """What is allowed but should be known, one sentence each."""
         if not settings.is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
             yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
-        if not settings.is_loopback(self.peer) and not self.tls:
-            yield f"peers speak to {self.peer} without TLS: set tls_cert, tls_key and tls_ca"
 
 
 OPTIONS: Mapping[str, FieldInfo] = Config.model_fields
@@ -239,6 +242,11 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str,
             yield name, "is missing beside the other tls_* settings", "set all three or none"
     if config.rest_tls and not config.tls:
         yield "rest_tls", "has no certificate", "set tls_cert, tls_key and tls_ca"
+    if config.tls and config.peer_secret_file:
+        yield "peer_secret_file", "is set beside the tls_* settings", "peers prove themselves in one way: set one"
+    if not settings.is_loopback(config.peer) and not config.tls and not config.peer_secret_file:
+        remedy = "set peer_secret_file, or tls_cert, tls_key and tls_ca; or listen on 127.0.0.1"
+        yield "peer", "is open to other hosts, and its callers need not prove who they are", remedy
     if not config.arena_mb and (config.strict or config.way == "staged"):
         why = f"is too little: {'strict = true' if config.strict else 'way = staged'} needs a staging arena"
         yield "arena_mb", why, "raise arena_mb, or set strict = false and way = auto, direct or mapped"

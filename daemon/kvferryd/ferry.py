@@ -16,7 +16,7 @@ from kvferry.errors import KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
-from kvferryd.certificates import Certificates
+from kvferryd.certificates import CertificateFiles, Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -44,8 +44,10 @@ class Ferry:
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self.memory = provider(config)
-        self.certificates = Certificates.of(config)
-        self.peers_known = Peers(config, metrics, self.certificates)
+        self.certificates = CertificateFiles.of(config)
+        self.proof = self.certificates or _shared_secret(config)
+        """How peers prove themselves; None on loopback only."""
+        self.peers_known = Peers(config, metrics, self.proof)
         self.roster = Roster(config, self.peers_known.channels, Seed())
         self.jobs = Transfers(config, self.peers_known, metrics)
         # What an engine that has left published may still be read; nothing more is read for it.
@@ -297,6 +299,14 @@ class Ferry:
         await self.roster.leave(engine)
         await self.jobs.leave(engine)
         await self.peers_known.forget_engine(engine)
+
+
+def _shared_secret(config: Config) -> Certificates | None:
+    if config.peer_secret_file is None:
+        return None
+    from kvferryd.peers.secret import PeerSecret  # 60 ms, for who needs it
+
+    return PeerSecret(config.peer_secret_file)
 
 
 def _over(transfer: Transfer) -> bool:

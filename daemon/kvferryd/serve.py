@@ -110,6 +110,7 @@ async def _serve(config: Config) -> int:
         log.info(
             "serving", version=__version__, rest=config.rest, peer=config.peer, advertise=config.advertise,
             engine_socket=str(config.engine_socket), device=config.device, pid=os.getpid(),
+            peers_prove="a certificate" if config.tls else "the secret" if ferry.proof else "nothing: loopback only",
         )  # fmt: skip
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -155,8 +156,8 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     server = grpc.aio.server(options=[*PEER_OPTIONS, ("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_RPCS)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry), server)
     try:
-        if ferry.certificates:
-            server.add_secure_port(config.peer, ferry.certificates.server_credentials())
+        if ferry.proof:
+            server.add_secure_port(config.peer, ferry.proof.server_credentials())
         else:
             server.add_insecure_port(config.peer)
     except RuntimeError:

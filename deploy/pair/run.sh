@@ -10,6 +10,7 @@ image=$1
 tool=${ENGINE_TOOL:-podman}
 here=$(cd "$(dirname "$0")" && pwd)
 name=kvferry-pair
+secret=$(mktemp)
 
 clean() {
     for role in prefill decode; do
@@ -22,11 +23,17 @@ clean() {
     $tool network rm $name >/dev/null 2>&1 || true
 }
 
+finish() {
+    clean
+    rm -f "$secret"
+}
+
 daemon() { # ROLE ADDRESS
     $tool volume create --driver local --opt type=tmpfs --opt device=tmpfs --opt o=uid=10001,gid=10001 \
         $name-"$1"-run >/dev/null
     $tool run --detach --name $name-"$1"-daemon --network $name --ip "$2" \
-        --volume $name-"$1"-run:/run/kvferry \
+        --volume $name-"$1"-run:/run/kvferry --volume "$secret":/etc/kvferry/peers/secret:ro \
+        --env KVFERRY_PEER_SECRET_FILE=/etc/kvferry/peers/secret \
         --env KVFERRY_PEER=0.0.0.0:7411 --env KVFERRY_ADVERTISE="$2":7411 --env KVFERRY_ALLOW_PEERS=10.89.77.0/24 \
         --env KVFERRY_UCX="TCP_PORT_RANGE=17411-17490" \
         "$image" serve >/dev/null
@@ -40,8 +47,11 @@ engine() { # ROLE ARGUMENTS...
         --entrypoint python "$image" /pair/engine.py "$role" "$@"
 }
 
-trap clean EXIT
+trap finish EXIT
 clean
+# What two daemons must know to speak to each other. Another user reads it in the container.
+head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$secret"
+chmod 0444 "$secret"
 $tool network create --subnet 10.89.77.0/24 $name >/dev/null
 daemon prefill 10.89.77.7
 daemon decode 10.89.77.8

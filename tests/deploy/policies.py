@@ -34,7 +34,7 @@ def _vllm_options() -> Any:
 Options = _vllm_options()
 Check = Callable[[Cluster], Iterator[str]]
 Loss = Callable[[Cluster], object]
-FILES = {"token_file", "tls_cert", "tls_key", "tls_ca"}
+FILES = {"token_file", "tls_cert", "tls_key", "tls_ca", "peer_secret_file"}
 """Settings whose values are of the container's file system."""
 MARGIN_S = 10
 POD_IP, POD_NAME, POD_NAMESPACE = "<status.podIP>", "<metadata.name>", "<metadata.namespace>"
@@ -147,7 +147,9 @@ def one_user_owns_the_socket(cluster: Cluster) -> Iterator[str]:
 
 @policy(
     socket=variables("KVFERRY_ENGINE_SOCKET", "/run/elsewhere/engine.sock"),
-    daemons_mount=on_daemon(lambda daemon: daemon["volumeMounts"].pop(0)),
+    daemons_mount=on_daemon(
+        lambda daemon: daemon.update(volumeMounts=[one for one in daemon["volumeMounts"] if one["name"] != "kvferry"])
+    ),
     engines_mount=on_engine(lambda engine: engine.engine["volumeMounts"].pop(0)),
     engines_option=on_engine(
         lambda engine: engine.engine.update(
@@ -650,6 +652,29 @@ def rest_asks_for_a_token(cluster: Cluster) -> Iterator[str]:
             yield f"{engine.name}: no token in a Secret"
         elif not volume["secret"].get("defaultMode", 0o644) & 0o040:
             yield f"{engine.name}: the group of the volumes may not read the token"
+
+
+@policy(
+    but="tls",
+    no_secret=variables("KVFERRY_PEER_SECRET_FILE", None),
+    elsewhere=variables("KVFERRY_PEER_SECRET_FILE", "/etc/kvferry/secret"),
+    not_mounted=_lost_secret("peers"),
+    not_in_a_secret=on_engine(
+        lambda engine: next(v for v in engine.pod["volumes"] if v["name"] == "peers").pop("secret")
+    ),
+)
+def daemons_without_certificates_share_a_secret(cluster: Cluster) -> Iterator[str]:
+    """A daemon listens on no address of a pod's network without a proof of who calls. One secret for all."""
+    secrets = set()
+    for engine, daemon in daemons(cluster):
+        file = variable(daemon, "KVFERRY_PEER_SECRET_FILE")
+        volume = engine.volume(daemon, file) if file else None
+        if volume is None or not volume.get("secret", {}).get("defaultMode", 0) & 0o040:
+            yield f"{engine.name}: {daemon['name']} has no secret that its group may read"
+        else:
+            secrets.add((volume["secret"]["secretName"], PurePosixPath(file).name))
+    if len(secrets) > 1:
+        yield f"not one secret for all: {sorted(secrets)}"
 
 
 @policy(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -126,8 +127,11 @@ def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) ->
     """In the network namespace of this thread."""
     rest, peer = (f"{address}:{daemons.fleet.free_port()}" for _ in range(2))
     places = ("--rest", rest, "--peer", peer, "--roster", peer, "--allow-peers", f"{far.here},{far.there}")
+    secret = daemons.fleet.directory / "peer-secret"
+    if not secret.exists():
+        secret.write_text(secrets.token_hex(32))
     device = far.device if address == far.here else "eth0"
-    apart = ("--ucx", f"TLS=tcp NET_DEVICES={device}")
+    apart = ("--peer-secret-file", str(secret), "--ucx", f"TLS=tcp NET_DEVICES={device}")
     before = os.environ.pop("UCX_NET_DEVICES", None)  # of the tests that stay on loopback
     try:
         started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])

@@ -74,6 +74,13 @@ def test_check_prints_every_setting_and_its_origin(capsys: pytest.CaptureFixture
     assert "note: REST listens on 0.0.0.0:7410 and takes requests without a token" in said
 
 
+def test_check_refuses_a_peer_port_that_is_open_to_strangers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--check", "--peer", "0.0.0.0:7411", "--advertise", "10.0.0.7:7411") == 2
+    said = capsys.readouterr().err
+    assert "peer from flag --peer is open to other hosts" in said
+    assert "-> set peer_secret_file, or tls_cert, tls_key and tls_ca" in said
+
+
 @pytest.mark.parametrize("command", ["status", "transfers", "peers", "drain"])
 def test_a_daemon_that_does_not_answer_exits_2_with_a_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--daemon", "127.0.0.1:9") == 2

@@ -144,6 +144,12 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     assert "No such file" in str(refused(environment={"KVFERRY_CONFIG": "/not/there.toml"}))
 
 
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    (tmp_path / "secret").write_text(32 * "x")
+    return str(tmp_path / "secret")
+
+
 def test_tls_files_go_together(tmp_path: Path) -> None:
     cert = tmp_path / "cert"
     cert.write_text("x")
@@ -159,15 +165,32 @@ def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     assert "is an empty file" in str(refused({"token_file": str(tmp_path / "token")}))
 
 
-def test_listening_everywhere_needs_an_address_to_advertise() -> None:
-    assert refused({"peer": "0.0.0.0:7411"}).field == "advertise"
-    assert load({"peer": "[::]:7411", "advertise": "node-3:7411"}, {}).advertise == "node-3:7411"
+def test_listening_everywhere_needs_an_address_to_advertise(secret: str) -> None:
+    assert refused({"peer": "0.0.0.0:7411", "peer_secret_file": secret}).field == "advertise"
+    everywhere = {"peer": "[::]:7411", "advertise": "node-3:7411", "peer_secret_file": secret}
+    assert load(everywhere, {}).advertise == "node-3:7411"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7411", "0.0.0.0:7411", "[::]:7411", "*:7411", "node-3:7411"])
+def test_peers_of_other_hosts_must_prove_who_they_are(address: str, secret: str) -> None:
+    there = {"peer": address, "advertise": "node-3:7411"}
+    error = refused(there)
+    assert error.field == "peer"
+    assert "peer_secret_file" in error.remedy
+    assert load(there | {"peer_secret_file": secret}, {}).peer == address
+    files = {"tls_cert": secret, "tls_key": secret, "tls_ca": secret}
+    assert load(there | files, {}).tls
+    assert refused(there | files | {"peer_secret_file": secret}).field == "peer_secret_file"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7411", "127.8.0.1:0", "localhost:7411", "[::1]:7411"])
+def test_peers_of_this_host_need_no_proof(address: str) -> None:
+    assert load({"peer": address, "advertise": "127.0.0.1:7411"}, {}).peer == address
 
 
 def test_what_is_open_to_others_is_warned_of() -> None:
     assert list(Config().warnings()) == []
-    exposed = Config(rest="0.0.0.0:7410", peer="10.0.0.1:7411")
-    assert [warning.split()[0] for warning in exposed.warnings()] == ["REST", "peers"]
+    assert [warning.split()[0] for warning in Config(rest="0.0.0.0:7410").warnings()] == ["REST"]
 
 
 def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> None:

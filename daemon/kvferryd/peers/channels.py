@@ -36,7 +36,7 @@ class Channel:
 
 
 class Channels:
-    """The channels to other daemons. Those dialled after a change of the tls_* files use the new ones."""
+    """The channels to other daemons. Those dialled after a change of the certificates' files use the new ones."""
 
     def __init__(self, config: Config, certificates: Certificates | None = None) -> None:
         self._config, self._certificates = config, certificates
@@ -93,7 +93,7 @@ class _Shared:
 
 
 def _dial(address: str, identity: Identity | None) -> grpc.aio.Channel:
-    options = [
+    options: list[tuple[str, int | str]] = [
         *PEER_OPTIONS,
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
@@ -101,6 +101,8 @@ def _dial(address: str, identity: Identity | None) -> grpc.aio.Channel:
     ]
     if identity is None:
         return grpc.aio.insecure_channel(address, options=options)
+    if identity.name:
+        options.append(("grpc.ssl_target_name_override", identity.name))
     return grpc.aio.secure_channel(address, identity.for_dialling(), options=options)
 
 

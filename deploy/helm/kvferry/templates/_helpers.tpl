@@ -57,6 +57,7 @@ app.kubernetes.io/part-of: kvferry
     - {name: KVFERRY_TLS_CA, value: /etc/kvferry/tls/ca.crt}
     {{- else }}
     - {name: KVFERRY_ADVERTISE, value: "$(POD_IP):{{ $peer }}"}
+    - {name: KVFERRY_PEER_SECRET_FILE, value: /etc/kvferry/peers/secret}
     {{- end }}
     {{- if gt (int .Values.nodes) 1 }}
     - {name: KVFERRY_ROSTER, value: "{{ include "kvferry.podName" (merge (dict "pod" 0) .) }}.$(POD_NAMESPACE).svc:7411"}
@@ -127,6 +128,8 @@ app.kubernetes.io/part-of: kvferry
     - {name: daemon-tmp, mountPath: /tmp}
     {{- if .Values.tls.enabled }}
     - {name: tls, mountPath: /etc/kvferry/tls, readOnly: true}
+    {{- else }}
+    - {name: peers, mountPath: /etc/kvferry/peers, readOnly: true}
     {{- end }}
 {{- end }}
 
