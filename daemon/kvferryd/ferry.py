@@ -180,7 +180,7 @@ class Ferry:
 
     def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
-        if not found:
+        if not self.peers_known.unbind(engine_id) and not found:
             why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them"
             raise NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
         for peer in found:

@@ -32,6 +32,11 @@ class Impostor(peer_pb2_grpc.PeerServicer):
     def __init__(self, said: peer_pb2.HandshakeReply) -> None:
         self._said, self.metadata, self.name = said, said.agent_metadata, said.agent_name
 
+    def moves_to(self, address: str) -> None:
+        """Say that the engine's only rank is here."""
+        del self._said.members[1:]
+        self._said.members[0].address = address
+
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: object) -> peer_pb2.HandshakeReply:
         said = peer_pb2.HandshakeReply()
         said.CopyFrom(self._said)
@@ -101,6 +106,7 @@ async def test_metadata_that_no_agent_wrote_is_refused_and_the_real_peer_is_read
         said = await stub.Handshake(peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="source"))
     good = said.agent_metadata
     async with impostor(said) as (service, address):
+        service.moves_to(address)
 
         async def dial(metadata: bytes) -> str:
             service.metadata = metadata

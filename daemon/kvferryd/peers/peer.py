@@ -177,6 +177,15 @@ class PeerRank:
         return self.manifest.rank
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where an engine is in one epoch: what tells it from another of the same id."""
+
+    epoch: str
+    addresses: tuple[str, ...]
+    """Of its ranks' daemons, as its roster has them."""
+
+
 @dataclass(slots=True, eq=False)
 class PeerEngine:
     """A peer engine as one engine of ours sees it: all ranks, and the plan between the two."""
@@ -195,6 +204,10 @@ class PeerEngine:
     """Transfers that read or may still be written to: the names stay loaded until they are quiet."""
     stale: bool = False
     used_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def home(self) -> Home:
+        return Home(self.epoch, tuple(self.ranks[rank].address for rank in sorted(self.ranks)))
 
     @property
     def lost(self) -> bool:

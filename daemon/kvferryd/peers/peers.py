@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Iterator
 
+from cachetools import LRUCache
+
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
@@ -19,7 +21,7 @@ from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.channels import Channel, Channels, asking
-from kvferryd.peers.peer import PeerEngine, PeerRank, Staging
+from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport import Span
@@ -31,6 +33,10 @@ COMPILE_S = 20.0
 """What a source may take to compile its kernels, beside the usual time to answer."""
 IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made."""
+HOMES = 4096
+"""Engines whose daemons are remembered after they are forgotten as peers."""
+OVER = frozenset({"peer_unreachable", "peer_lost", "unknown_engine"})
+"""What a handshake is answered with where the engine is no more."""
 
 
 class Peers:
@@ -43,6 +49,8 @@ class Peers:
         self._known: dict[tuple[Engine, str], PeerEngine] = {}
         self._shaking: dict[tuple[Engine, str, str], asyncio.Task[PeerEngine]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
+        self._homes: LRUCache[tuple[Engine, str], Home] = LRUCache(HOMES)
+        """Whose an engine id is: a stranger may answer to it as well."""
 
     def __iter__(self) -> Iterator[PeerEngine]:
         return iter(list(self._known.values()))
@@ -50,7 +58,7 @@ class Peers:
     async def get(self, engine: Engine, engine_id: str, address: str, epoch: str = "") -> PeerEngine:
         """The peer engine, from memory or by a handshake that concurrent callers share.
 
-        Raises KvferryError: `peer_unreachable`, `unknown_engine`, `stale_epoch`, `protocol`, PlanRefused, ...
+        Raises KvferryError: `peer_unreachable`, `unknown_engine`, `engine_taken`, `stale_epoch`, `protocol`, ...
         """
         if engine_id == engine.engine_id:
             raise Malformed(
@@ -88,6 +96,10 @@ class Peers:
             if engine.session.retired.is_set():
                 await self._unload(peer)
                 raise Unavailable("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
+            home = self._homes.setdefault((engine, engine_id), peer.home)
+            if home.addresses != peer.home.addresses:  # of a handshake that was quicker
+                await self._unload(peer)
+                raise _taken(engine_id, home)
         except KvferryError as error:
             outcome = error.code
             raise
@@ -95,11 +107,12 @@ class Peers:
             self._metrics.handshake(outcome, time.monotonic() - began)
         before = self._known.get((engine, engine_id))
         self._known[engine, engine_id] = peer
+        self._homes[engine, engine_id] = peer.home
         for rank in peer.ranks.values():
             if rank.mapping is not None:
                 rank.mapping.add_done_callback(lambda _: self._memory_gone(peer))
         if before is not None:
-            if before.epoch == peer.epoch:
+            if before.home == peer.home:
                 peer.addresses |= before.addresses
             self.forget(before)
         self._forget_idle(engine)
@@ -116,25 +129,35 @@ class Peers:
         """The ranks that have answered, whatever comes of it."""
         peer: PeerEngine | None = None
         try:
-            first, members = await self._ask(engine, engine_id, address)
+            first, told = await self._ask(engine, engine_id, address)
             asked.append(first)
-            others = [self._ask(engine, engine_id, member.address) for member in members if member.rank != first.rank]
+            if told.get(first.rank) != address:
+                # Whoever answers at the address of an order only names the ranks: each is read where its roster has it.
+                asked.remove(first)
+                await first.close()
+            whole = sorted(told) == list(range(len(told))) and len(told) == first.manifest.world_size
+            others = [rank for rank in told if first not in asked or rank != first.rank] if whole else []
             # All of them to the end: one that answers after another has failed is closed with the rest.
-            answers = await asyncio.gather(*others, return_exceptions=True)
+            answers = await asyncio.gather(
+                *(self._ask(engine, engine_id, told[rank]) for rank in others), return_exceptions=True
+            )
             asked += [answer[0] for answer in answers if not isinstance(answer, BaseException)]
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
+                whole = whole and answer[1] == told
             ranks = {rank.rank: rank for rank in sorted(asked, key=lambda rank: rank.rank)}
             epochs = {rank.manifest.epoch for rank in asked}
-            missing = set(range(first.manifest.world_size)) - set(ranks)
-            if len(epochs) > 1 or missing:
+            if not whole or len(epochs) > 1 or set(ranks) != set(told):
                 raise Unavailable(
                     "roster_incomplete",
-                    f"engine {engine_id} is not whole: ranks {sorted(missing)} are missing, epochs {sorted(epochs)}",
+                    f"engine {engine_id} is not whole: of {first.manifest.world_size} ranks {sorted(told)[:64]} are "
+                    f"named, not all in the same way, or not in one epoch: {sorted(epochs)}",
                     field="source.engine_id", value=engine_id,
                     remedy="wait until all its daemons run with one roster and all its ranks registered in one epoch",
                 )  # fmt: skip
+            home = Home(epochs.pop(), tuple(rank.address for rank in ranks.values()))
+            await self._check_home(engine, engine_id, home)
             planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
             addresses = {address, *(rank.address for rank in asked)}
             peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
@@ -145,6 +168,32 @@ class Peers:
             await asyncio.gather(*(rank.close() for rank in asked))
             raise
         return peer
+
+    async def _check_home(self, engine: Engine, engine_id: str, home: Home) -> None:
+        """The engine id is this one's: nobody else had it, or that engine is over. In one epoch an engine never moves.
+
+        Raises KvferryError (`engine_taken`).
+        """
+        before = self._homes.get((engine, engine_id))
+        if before is None or before.addresses == home.addresses:
+            return
+        if before.epoch == home.epoch or await self._lives(engine, engine_id, before):
+            raise _taken(engine_id, before)
+        if self._homes.get((engine, engine_id)) == before:
+            del self._homes[engine, engine_id]
+
+    async def _lives(self, engine: Engine, engine_id: str, home: Home) -> bool:
+        """Whether any of its daemons still holds the engine in that epoch."""
+
+        async def lives(address: str) -> bool:
+            try:
+                rank, _ = await self._ask(engine, engine_id, address)
+            except KvferryError as error:
+                return error.code not in OVER
+            await rank.close()
+            return rank.manifest.epoch == home.epoch
+
+        return any(await asyncio.gather(*map(lives, home.addresses)))
 
     async def _ready(self, peer: PeerEngine) -> None:
         """Make every rank readable, and the first transfer as fast as the next."""
@@ -193,7 +242,8 @@ class Peers:
             log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
             self.forget(peer)
 
-    async def _ask(self, engine: Engine, engine_id: str, address: str) -> tuple[PeerRank, list[peer_pb2.Member]]:
+    async def _ask(self, engine: Engine, engine_id: str, address: str) -> tuple[PeerRank, dict[int, str]]:
+        """The rank that answers at this address, and where the engine's ranks are, as it says."""
         request = peer_pb2.HandshakeRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id
         )
@@ -201,7 +251,7 @@ class Peers:
         try:
             async with asking(address):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
-            return _rank(reply, channel, engine, engine_id), list(reply.members)
+            return _rank(reply, channel, engine, engine_id), {each.rank: each.address for each in reply.members}
         except BaseException:
             await channel.close()
             raise
@@ -236,8 +286,17 @@ class Peers:
             for name in names:
                 await peer.own.agent.remove_peer(name)
 
+    def unbind(self, engine_id: str) -> bool:
+        """Whoever answers to this engine id next is its owner. Whether anybody was."""
+        bound = [key for key in self._homes if key[1] == engine_id]
+        for key in bound:
+            del self._homes[key]
+        return bool(bound)
+
     async def forget_engine(self, engine: Engine) -> None:
         """Our own engine is retired, its agent with it: nothing to unload."""
+        for home in [key for key in self._homes if key[0] is engine]:
+            del self._homes[home]
         for key in [key for key in self._known if key[0] is engine]:
             peer = self._known.pop(key)
             peer.stale = True
@@ -254,6 +313,12 @@ class Peers:
             await asyncio.wait(self._unloading, timeout=UNLOAD_S)
         await self._screen.close()
         await self.channels.close()
+
+
+def _taken(engine_id: str, home: Home) -> Conflict:
+    why = f"engine {engine_id} is that of {', '.join(home.addresses)}, in epoch {home.epoch}"
+    remedy = "give every engine an id of its own; DELETE /v1/peers/ENGINE_ID lets another daemon have this one"
+    return Conflict("engine_taken", why, field="source.engine_id", value=engine_id, remedy=remedy)
 
 
 def _rank(reply: peer_pb2.HandshakeReply, channel: Channel, engine: Engine, engine_id: str) -> PeerRank:
