@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from kvferry.errors import Malformed
 from kvferry.schemas import Way
 from kvferryd import settings
-from kvferryd.settings import ADDRESS, Device, Dial, File, Form, Listen, Peers, Seconds, Socket, Ucx, Whole
+from kvferryd.settings import ADDRESS, Device, Dial, File, Form, Listen, Peers, Seconds, SecretFile, Socket, Ucx, Whole
 
 PREFIX = "KVFERRY_"
 WAYS: tuple[str, ...] = get_args(Way)
@@ -59,14 +59,17 @@ class Config(BaseModel):
     )
     strict: bool = _about(False, "register and export staging slots only: peers can read nothing else")
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
+    order_tables: bool = _about(
+        True, "orders may name the blocks to write; false: only blocks that the engine reserved"
+    )
     token_file: File = _about(None, "bearer tokens of the REST API, one a line; read again on change")
     tls_cert: File = _about(None, "certificate (chain), PEM; read again on change")
     tls_key: File = _about(None, "its private key, PEM")
     tls_ca: File = _about(None, "authority that peers' certificates must be signed by, PEM")
-    peer_secret_file: File = _about(
+    peer_secret_file: SecretFile = _about(
         None,
-        "what peers share where they have no certificates: a secret of 32 characters or more, on a second line the one "
-        "before; read again on change",
+        "a secret that all daemons share, where they have no certificates; on a second line the one before; read again "
+        "on change",
     )
     rest_tls: bool = _about(False, "serve REST over mutual TLS with the tls_* files as well")
     log_format: Literal["text", "json"] = _about("text", "text for people, json for machines")

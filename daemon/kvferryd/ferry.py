@@ -116,22 +116,24 @@ class Ferry:
         ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
         return schemas.AbortResult(transfers_ended=ended, leases_ended=revoked)
 
-    def abort_here(self, engine: Engine, request_id: str, why: str) -> tuple[int, int]:
+    def abort_here(self, engine: Engine, request_id: str, why: str, *, lease_only: bool = False) -> tuple[int, int]:
         """(transfers, leases) ended on this rank."""
-        ended = self.jobs.abort(engine, request_id, why)
+        ended = not lease_only and self.jobs.abort(engine, request_id, why)
         return int(ended), int(engine.leases.revoke(request_id, f"aborted: {why}"))
 
-    async def fan_out_abort(self, engine: Engine, request_id: str) -> tuple[int, int]:
+    async def fan_out_abort(self, engine: Engine, request_id: str, *, lease_only: bool = False) -> tuple[int, int]:
         """(transfers, leases) ended by the daemons of the engine's other ranks."""
         others = [address for rank, address in engine.members.items() if rank != engine.rank]
-        return _total(await asyncio.gather(*(self._abort_at(each, engine.engine_id, request_id) for each in others)))
+        key = b"" if lease_only else engine.roster_key
+        aborts = (self._abort_at(each, engine.engine_id, request_id, key=key) for each in others)
+        return _total(await asyncio.gather(*aborts))
 
     async def _abort_at(
-        self, address: str, engine_id: str, request_id: str, *, fan_out: bool = False
+        self, address: str, engine_id: str, request_id: str, *, fan_out: bool = False, key: bytes = b""
     ) -> tuple[int, int]:
         """Best effort: a peer that is not reached has its own deadlines."""
         request = peer_pb2.AbortRequest(
-            engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router"
+            engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router", key=key
         )
         try:
             async with self.peers_known.channels.calling(address) as stub:

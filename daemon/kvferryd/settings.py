@@ -15,6 +15,9 @@ from pydantic import AfterValidator, BeforeValidator, StringConstraints
 SOCKET_PATH_LIMIT = 104
 """Bytes. Linux takes 107; the handover socket lies beside the engine socket, and its path is 3 bytes longer."""
 
+SHORTEST_SECRET = 32
+"""Characters. A guess can be checked against a certificate that anybody may see."""
+
 
 class Wrong(ValueError):
     """Why a value is refused, as a phrase that follows its name: `is an empty file`."""
@@ -93,6 +96,20 @@ def _file(path: Path) -> Path:
     return path.absolute()
 
 
+def secrets_in(file: Path) -> list[bytes]:
+    """The secret that peers share and, on a second line, the one before. Raises `Wrong`, OSError."""
+    secrets = [line.strip() for line in file.read_bytes().splitlines() if line.strip()]
+    if not 1 <= len(secrets) <= 2 or min(map(len, secrets)) < SHORTEST_SECRET:
+        raise Wrong(f"has not one or two lines of {SHORTEST_SECRET} characters or more")
+    return secrets
+
+
+def _secret_file(path: Path) -> Path:
+    file = _file(path)
+    secrets_in(file)
+    return file
+
+
 def _words(raw: object, between: str) -> list[str]:
     texts: Sequence[Any] = raw if isinstance(raw, list | tuple) else [raw]
     if not all(isinstance(text, str) for text in texts):
@@ -135,6 +152,10 @@ Dial = Annotated[str, AfterValidator(_dial), ADDRESS]
 Whole = Annotated[int, BeforeValidator(_no_flag)]
 Seconds = Annotated[float, BeforeValidator(_no_flag)]
 File = Annotated[Annotated[Path, AfterValidator(_file)] | None, Form("a path of a readable file", "FILE")]
+SecretFile = Annotated[
+    Annotated[Path, AfterValidator(_secret_file)] | None,
+    Form(f"a path of a file with one or two lines of {SHORTEST_SECRET} characters or more", "FILE"),
+]
 Socket = Annotated[
     Path, AfterValidator(_socket), Form(f"an absolute path of at most {SOCKET_PATH_LIMIT} bytes", "PATH")
 ]

@@ -654,6 +654,13 @@ def rest_asks_for_a_token(cluster: Cluster) -> Iterator[str]:
             yield f"{engine.name}: the group of the volumes may not read the token"
 
 
+@policy(by_default=variables("KVFERRY_ORDER_TABLES", None), allowed=variables("KVFERRY_ORDER_TABLES", "true"))
+def only_the_engine_names_blocks(cluster: Cluster) -> Iterator[str]:
+    for engine, daemon in daemons(cluster):
+        if variable(daemon, "KVFERRY_ORDER_TABLES") != "false":
+            yield f"{engine.name}: an order may name the blocks that {daemon['name']} writes"
+
+
 @policy(
     but="tls",
     no_secret=variables("KVFERRY_PEER_SECRET_FILE", None),

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import Daemons, peer_stub
+from fleet import Daemons, Joining, peer_stub
 from ranks import Kv, Shape, TestEngine, start_rank
 from stopping import stopped
 
@@ -64,7 +64,7 @@ async def test_a_rank_whose_daemon_is_stopped(daemons: Daemons, stack: AsyncExit
     fails_at_rank_1(record)
 
 
-class Silent(peer_pb2_grpc.PeerServicer):
+class Silent(Joining):
     """A daemon that takes an order and says nothing."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fleet import TIMEOUT_S, Daemons, peer_stub, under_way, until
+from fleet import TIMEOUT_S, Daemons, peer_stub, tap, under_way, until
 from lives import engine_on, published, receives
 from test_hostile_metadata import Impostor
 
@@ -96,30 +96,6 @@ async def test_daemons_move_bytes_with_one_secret_and_none_with_two(
     assert await prewarm(stranger, source.source()) == "peer_unreachable"
 
 
-class Tap:
-    """Stands between a daemon and the one it dials, and keeps every byte."""
-
-    def __init__(self, to: DaemonService) -> None:
-        self._to = to.peer.rpartition(":")[::2]
-        self.heard = bytearray()
-        self.connections: list[bytearray] = []
-        """What each connection's caller sent."""
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(self._to[0], int(self._to[1]))
-        said = bytearray()
-        self.connections.append(said)
-        with contextlib.suppress(ConnectionError):
-            await asyncio.gather(self._pass(reader, back, said), self._pass(there, writer, self.heard))
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
-        while chunk := await reader.read(1 << 16):
-            kept += chunk
-            writer.write(chunk)
-            await writer.drain()
-        writer.close()
-
-
 async def test_what_was_heard_between_two_daemons_is_of_no_use(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
@@ -127,13 +103,10 @@ async def test_what_was_heard_between_two_daemons_is_of_no_use(
     there = await start(daemons, "tapped", ours)
     await engine_on(stack, "tapped", there)
     _, router = await engine_on(stack, "dials", await start(daemons, "dials", ours))
-    tap = Tap(there)
-    server = await asyncio.start_server(tap, "127.0.0.1", 0)
-    stack.push_async_callback(server.wait_closed)
-    stack.callback(server.close)
-    port = server.sockets[0].getsockname()[1]
-    assert await prewarm(router, SourceBody(engine_id="tapped", address=f"127.0.0.1:{port}")) == "let in"
-    heard = bytes(tap.heard) + b"".join(tap.connections)
+    tapped, address = await stack.enter_async_context(tap())
+    tapped.to = there.peer
+    assert await prewarm(router, SourceBody(engine_id="tapped", address=address)) == "let in"
+    heard = bytes(tapped.answered) + b"".join(tapped.said)
     for part in (OURS.encode(), bytes.fromhex(OURS), b"tapped", b"kvferry.v1.Peer"):
         assert part not in heard, "neither the secret nor a message went in the clear"
     shaken = there.log.read_text().count('"event": "handshake"')
@@ -141,7 +114,7 @@ async def test_what_was_heard_between_two_daemons_is_of_no_use(
     # The same bytes again, to the same daemon: a proof is of no use a second time.
     host, _, at = there.peer.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(at))
-    writer.write(bytes(tap.connections[0]))
+    writer.write(bytes(tapped.said[0]))
     await writer.drain()
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(TIMEOUT_S):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -74,6 +75,70 @@ async def peer_stub(daemon: DaemonService) -> AsyncIterator[peer_pb2_grpc.PeerAs
     """The peer service as another daemon, or something that pretends to be one, would see it."""
     async with grpc.aio.insecure_channel(daemon.peer) as channel:
         yield peer_pb2_grpc.PeerStub(channel)
+
+
+class Joining(peer_pb2_grpc.PeerServicer):
+    """A rank's daemon as far as its seed asks it."""
+
+    key = b""
+
+    async def Admit(self, request: peer_pb2.AdmitRequest, context: object) -> peer_pb2.AdmitReply:
+        self.key = request.key
+        return peer_pb2.AdmitReply()
+
+
+@asynccontextmanager
+async def serving(service: peer_pb2_grpc.PeerServicer) -> AsyncIterator[str]:
+    """Its address."""
+    server = grpc.aio.server()
+    peer_pb2_grpc.add_PeerServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+class Tap:
+    """Stands before a daemon, passes on what is said to it, and keeps every byte."""
+
+    def __init__(self) -> None:
+        self.to = ""
+        self.said: list[bytearray] = []
+        """What each connection's caller sent."""
+        self.answered = bytearray()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.to.rpartition(":")
+        there, back = await asyncio.open_connection(host, int(port))
+        self.said.append(bytearray())
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(self._pass(reader, back, self.said[-1]), self._pass(there, writer, self.answered))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
+        while chunk := await reader.read(1 << 16):
+            kept += chunk
+            writer.write(chunk)
+            await writer.drain()
+        writer.close()
+
+    def roster_key(self) -> bytes:
+        """What the seed gave to the daemon: the two last fields of an AdmitRequest, in the clear."""
+        found = re.search(rb"\x1a\x20.{32}\x22\x20(.{32})", b"".join(self.said), re.DOTALL)
+        assert found is not None
+        return found[1]
+
+
+@asynccontextmanager
+async def tap() -> AsyncIterator[tuple[Tap, str]]:
+    """Give `to` the address of the daemon that it stands before."""
+    tapping = Tap()
+    server = await asyncio.start_server(tapping, "127.0.0.1", 0)
+    try:
+        yield tapping, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
 
 
 async def refusal(call: Awaitable[object]) -> KvferryError:

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal
-from ranks import Blocks
+from fleet import TIMEOUT_S, ByHand, Daemons, Joining, peer_stub, refusal, serving
+from ranks import Blocks, Shape, start_rank
 from victim import NOWHERE, Victim
 
 from kvferry.schemas import LeaseState
@@ -102,23 +102,34 @@ async def test_a_lease_is_closed_only_by_who_opened_it(victim: Victim, request_i
     await client.abort(request_id)
 
 
-async def test_an_order_between_ranks_is_checked_like_any_other(victim: Victim) -> None:
+async def test_an_order_between_ranks_is_checked_like_any_other(daemons: Daemons, victim: Victim) -> None:
+    """Rank 0 is real, rank 1 is played here."""
     good = engine_pb2.Source(engine_id="prefill", address="127.0.0.1:9")
     tables = tables_to_proto(Blocks((1, 99), 1).tables())
-    async with peer_stub(victim.daemon) as stub:
+    (daemon,) = await daemons.start("of-two")
+    real = await start_rank("of-two", daemon.socket, Shape.tp(2, num_blocks=32), 0, "1")
+    played = Joining()
+    async with serving(played) as address, peer_stub(daemon) as stub:
+        member = peer_pb2.Member(rank=1, address=address, epoch="1")
+        joining = peer_pb2.JoinRequest(protocol_min=1, protocol_max=1, engine_id="of-two", member=member, world_size=2)
+        held = stub.Join(joining)
+        await held.read()
         for change, code in (
             ({"engine_id": "nobody"}, "unknown_engine"),
+            ({"key": b""}, "not_a_rank"),
             ({"request_id": ""}, "malformed_request_id"),
             ({"source": engine_pb2.Source(engine_id="prefill", address=NOWHERE)}, "address_not_allowed"),
             ({"source": engine_pb2.Source()}, "malformed_address"),
             ({"tables": tables}, "block_id_out_of_range"),
             ({"deadline_s": math.nan}, "malformed_seconds"),
         ):
-            told: dict[str, Any] = {"engine_id": "victim", "request_id": "bad", "source": good} | change
-            assert (await refusal(stub.Order(peer_pb2.OrderRequest(**told)).read())).code == code
+            told: dict[str, Any] = {"engine_id": "of-two", "request_id": "bad", "source": good, "key": played.key}
+            assert (await refusal(stub.Order(peer_pb2.OrderRequest(**told | change)).read())).code == code
         assert (await refusal(stub.Abort(peer_pb2.AbortRequest(engine_id="nobody", request_id="r")))).code == (
             "unknown_engine"
         )
+        held.cancel()
+    await real.client.close()
 
 
 GARBAGE = {

@@ -7,7 +7,7 @@ import signal
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import Daemons, ended, peer_stub, refusal, until
+from fleet import Daemons, Joining, ended, peer_stub, refusal, serving, until
 from pair import Pair
 from ranks import HND, Blocks, Kv, Rank, Shape, TestEngine, start_rank
 
@@ -150,24 +150,27 @@ async def test_a_rank_that_dies_leaves_and_the_next_start_is_whole_again(
 
 
 async def test_a_rank_has_one_daemon(two: list[DaemonService]) -> None:
-    async with peer_stub(two[0]) as stub:
-        held = stub.Join(joining("raw", 0, "127.0.0.1:1001"))
+    async with serving(Joining()) as first, serving(Joining()) as other, peer_stub(two[0]) as stub:
+        held = stub.Join(joining("raw", 0, first))
         assert isinstance(await held.read(), peer_pb2.Roster)
-        refused = await refusal(stub.Join(joining("raw", 0, "127.0.0.1:1002")).read())
+        refused = await refusal(stub.Join(joining("raw", 0, other)).read())
         assert refused.code == "rank_taken"
-        assert "127.0.0.1:1001" in refused.message
+        assert first in refused.message
         held.cancel()
 
 
-async def test_a_rank_that_joins_again_before_its_old_stream_has_ended_stays(two: list[DaemonService]) -> None:
+async def test_a_rank_that_joins_again_before_its_old_stream_has_ended_stays(
+    two: list[DaemonService], stack: AsyncExitStack
+) -> None:
+    zero, one, last = [await stack.enter_async_context(serving(Joining())) for _ in range(3)]
     async with peer_stub(two[0]) as stub, peer_stub(two[0]) as again:
-        old, watching = stub.Join(joining("raw", 0, "127.0.0.1:1001")), stub.Join(joining("raw", 1, "127.0.0.1:1002"))
+        old, watching = stub.Join(joining("raw-2", 0, zero)), stub.Join(joining("raw-2", 1, one))
         await old.read()
         await watching.read()
-        new = again.Join(joining("raw", 0, "127.0.0.1:1001"))
+        new = again.Join(joining("raw-2", 0, zero))
         await new.read()
         old.cancel()
-        third = stub.Join(joining("raw", 2, "127.0.0.1:1003"))
+        third = stub.Join(joining("raw-2", 2, last))
         told = await third.read()
         assert isinstance(told, peer_pb2.Roster)
         assert sorted(member.rank for member in told.members) == [0, 1, 2]

@@ -183,6 +183,14 @@ def test_peers_of_other_hosts_must_prove_who_they_are(address: str, secret: str)
     assert refused(there | files | {"peer_secret_file": secret}).field == "peer_secret_file"
 
 
+def test_a_secret_is_long_and_has_one_before_it_at_most(secret: str) -> None:
+    for lines in ("short", "\n".join(3 * [32 * "x"]), f"{32 * 'x'}\nshort"):
+        Path(secret).write_text(lines)
+        assert refused({"peer_secret_file": secret}).field == "peer_secret_file"
+    Path(secret).write_text(f"{32 * 'x'}\n\n{40 * 'y'}\n")
+    assert load({"peer_secret_file": secret}, {}).peer_secret_file
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:7411", "127.8.0.1:0", "localhost:7411", "[::1]:7411"])
 def test_peers_of_this_host_need_no_proof(address: str) -> None:
     assert load({"peer": address, "advertise": "127.0.0.1:7411"}, {}).peer == address

@@ -260,10 +260,13 @@ class JoinRequest(google.protobuf.message.Message):
     ENGINE_ID_FIELD_NUMBER: builtins.int
     MEMBER_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    CHALLENGE_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     engine_id: builtins.str
     world_size: builtins.int
+    challenge: builtins.bytes
+    """made for this call: who repeats it in Admit has been asked by us"""
     @property
     def member(self) -> Global___Member: ...
     def __init__(
@@ -274,11 +277,47 @@ class JoinRequest(google.protobuf.message.Message):
         engine_id: builtins.str = ...,
         member: Global___Member | None = ...,
         world_size: builtins.int = ...,
+        challenge: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["member", b"member"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "member", b"member", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "engine_id", b"engine_id", "member", b"member", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "world_size", b"world_size"]) -> None: ...
 
 Global___JoinRequest: typing_extensions.TypeAlias = JoinRequest
+
+@typing.final
+class AdmitRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    CHALLENGE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    epoch: builtins.str
+    challenge: builtins.bytes
+    key: builtins.bytes
+    """of the roster: known to the daemons of this engine's ranks and to nobody else"""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        epoch: builtins.str = ...,
+        challenge: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["challenge", b"challenge", "engine_id", b"engine_id", "epoch", b"epoch", "key", b"key"]) -> None: ...
+
+Global___AdmitRequest: typing_extensions.TypeAlias = AdmitRequest
+
+@typing.final
+class AdmitReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___AdmitReply: typing_extensions.TypeAlias = AdmitReply
 
 @typing.final
 class Roster(google.protobuf.message.Message):
@@ -484,6 +523,7 @@ class Announcement(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     UPDATE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
+    """hashed: a reader that has not been told the id learns none"""
     @property
     def update(self) -> Global___LeaseUpdate: ...
     def __init__(
@@ -794,6 +834,7 @@ class OrderRequest(google.protobuf.message.Message):
     WAY_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     COUNTED_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
     request_id: builtins.str
@@ -808,6 +849,8 @@ class OrderRequest(google.protobuf.message.Message):
     """counts the attempts at this request from 1; only the newest goes on"""
     counted: builtins.bool
     """the daemon of `rank` counted it: it may have seen fewer attempts than others"""
+    key: builtins.bytes
+    """of the roster: orders come from ranks of the same engine only"""
     @property
     def source(self) -> kvferry.v1.engine_pb2.Source: ...
     @property
@@ -831,9 +874,10 @@ class OrderRequest(google.protobuf.message.Message):
         way: builtins.str = ...,
         attempt: builtins.int = ...,
         counted: builtins.bool = ...,
+        key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 
@@ -903,6 +947,7 @@ class AbortRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
     fan_out: builtins.bool
@@ -913,6 +958,8 @@ class AbortRequest(google.protobuf.message.Message):
     """the rank did not abort but failed"""
     attempt: builtins.int
     """end this attempt only, also if its order comes later; 0: whatever is under way"""
+    key: builtins.bytes
+    """of the roster; without it only the lease ends: whoever knows the request's id may read it"""
     def __init__(
         self,
         *,
@@ -923,8 +970,9 @@ class AbortRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         failed: builtins.bool = ...,
         attempt: builtins.int = ...,
+        key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "rank", b"rank", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "rank", b"rank", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
 

@@ -44,6 +44,11 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.JoinRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.Roster.FromString,
                 _registered_method=True)
+        self.Admit = channel.unary_unary(
+                '/kvferry.v1.Peer/Admit',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.AdmitRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.AdmitReply.FromString,
+                _registered_method=True)
         self.Map = channel.unary_stream(
                 '/kvferry.v1.Peer/Map',
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.MapRequest.SerializeToString,
@@ -88,6 +93,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Admit(self, request, context):
+        """The seed's answer to who joins, at the address that it gave: only the daemon there gets the roster's key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Map(self, request, context):
         """Mapped transfers: what a peer of the same host needs to map one rank's GPU memory. The stream is the memory's
         liveness: when it ends the peer unmaps, for a mapping keeps the memory of an engine that is gone taken.
@@ -120,7 +132,8 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """The request is over: its transfer is aborted and its lease revoked, on every rank if fan_out.
+        """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
+        rank if fan_out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +151,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.JoinRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.Roster.SerializeToString,
+            ),
+            'Admit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Admit,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.AdmitRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.AdmitReply.SerializeToString,
             ),
             'Map': grpc.unary_stream_rpc_method_handler(
                     servicer.Map,
@@ -219,6 +237,33 @@ class Peer(object):
             '/kvferry.v1.Peer/Join',
             kvferry_dot_v1_dot_peer__pb2.JoinRequest.SerializeToString,
             kvferry_dot_v1_dot_peer__pb2.Roster.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Admit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Peer/Admit',
+            kvferry_dot_v1_dot_peer__pb2.AdmitRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.AdmitReply.FromString,
             options,
             channel_credentials,
             insecure,

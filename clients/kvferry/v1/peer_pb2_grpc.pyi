@@ -57,6 +57,22 @@ _PeerJoinType = typing_extensions.TypeVar(
     ],
 )
 
+_PeerAdmitType = typing_extensions.TypeVar(
+    '_PeerAdmitType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.AdmitRequest,
+        kvferry.v1.peer_pb2.AdmitReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.AdmitRequest,
+        kvferry.v1.peer_pb2.AdmitReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.AdmitRequest,
+        kvferry.v1.peer_pb2.AdmitReply,
+    ],
+)
+
 _PeerMapType = typing_extensions.TypeVar(
     '_PeerMapType',
     grpc.UnaryStreamMultiCallable[
@@ -137,7 +153,7 @@ _PeerAbortType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerOrderType, _PeerAbortType]):
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerOrderType, _PeerAbortType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -147,6 +163,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
         grpc.UnaryStreamMultiCallable[
             kvferry.v1.peer_pb2.JoinRequest,
             kvferry.v1.peer_pb2.Roster,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.AdmitRequest,
+            kvferry.v1.peer_pb2.AdmitReply,
         ],
         grpc.UnaryStreamMultiCallable[
             kvferry.v1.peer_pb2.MapRequest,
@@ -180,6 +200,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
             kvferry.v1.peer_pb2.JoinRequest,
             kvferry.v1.peer_pb2.Roster,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.AdmitRequest,
+            kvferry.v1.peer_pb2.AdmitReply,
+        ],
         grpc.aio.UnaryStreamMultiCallable[
             kvferry.v1.peer_pb2.MapRequest,
             kvferry.v1.peer_pb2.MapReply,
@@ -208,6 +232,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
     Join: _PeerJoinType
     """Ranks of one engine find each other at a seed. The stream is the member's liveness."""
 
+    Admit: _PeerAdmitType
+    """The seed's answer to who joins, at the address that it gave: only the daemon there gets the roster's key."""
+
     Map: _PeerMapType
     """Mapped transfers: what a peer of the same host needs to map one rank's GPU memory. The stream is the memory's
     liveness: when it ends the peer unmaps, for a mapping keeps the memory of an engine that is gone taken.
@@ -226,7 +253,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerMapType, _
     """Hands an order to another rank of the same engine; streams that rank's record until it has ended."""
 
     Abort: _PeerAbortType
-    """The request is over: its transfer is aborted and its lease revoked, on every rank if fan_out."""
+    """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
+    rank if fan_out.
+    """
 
 PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -236,6 +265,10 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryStreamMultiCallable[
         kvferry.v1.peer_pb2.JoinRequest,
         kvferry.v1.peer_pb2.Roster,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.AdmitRequest,
+        kvferry.v1.peer_pb2.AdmitReply,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         kvferry.v1.peer_pb2.MapRequest,
@@ -275,6 +308,14 @@ class PeerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.Roster], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.Roster]]:
         """Ranks of one engine find each other at a seed. The stream is the member's liveness."""
+
+    @abc.abstractmethod
+    def Admit(
+        self,
+        request: kvferry.v1.peer_pb2.AdmitRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.peer_pb2.AdmitReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.AdmitReply]]:
+        """The seed's answer to who joins, at the address that it gave: only the daemon there gets the roster's key."""
 
     @abc.abstractmethod
     def Map(
@@ -319,6 +360,8 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.peer_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.peer_pb2.AbortReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.AbortReply]]:
-        """The request is over: its transfer is aborted and its lease revoked, on every rank if fan_out."""
+        """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
+        rank if fan_out.
+        """
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

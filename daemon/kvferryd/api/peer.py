@@ -8,7 +8,7 @@ from contextlib import aclosing
 from urllib.parse import unquote
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed
+from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto
 from kvferryd import logs
@@ -69,14 +69,21 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         protocol(request.protocol_min, request.protocol_max)
         member = request.member
         allow.check(member.address, self._ferry.config.allow_peers)
-        if max(len(request.engine_id), len(member.epoch)) > 256 or member.rank >= MAX_WORLD_SIZE:
+        if max(len(request.engine_id), len(member.epoch)) > 256 or request.world_size > MAX_WORLD_SIZE:
             raise Malformed(
                 "malformed_member", "engine_id, epoch or rank are out of bounds", field="member", value=member.rank
             )
+        await self._ferry.roster.admit(request)
         seed = self._ferry.roster.seed
-        async with aclosing(seed.join(request.engine_id, member.epoch, member.rank, member.address)) as joined:
+        rank = request.engine_id, member.epoch, member.rank, request.world_size
+        async with aclosing(seed.join(*rank, member.address)) as joined:
             async for members in joined:
                 yield peer_pb2.Roster(engine_id=request.engine_id, members=_members(members, member.epoch))
+
+    @unary
+    async def Admit(self, request: peer_pb2.AdmitRequest, context: Context) -> peer_pb2.AdmitReply:
+        self._ferry.roster.admitted(request)
+        return peer_pb2.AdmitReply()
 
     @stream
     async def Map(self, request: peer_pb2.MapRequest, context: Context) -> AsyncIterator[peer_pb2.MapReply]:
@@ -127,6 +134,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Order(self, request: peer_pb2.OrderRequest, context: Context) -> AsyncIterator[peer_pb2.RankTransfer]:
         ferry = self._ferry
         engine = ferry.registry.get(request.engine_id)
+        if not engine.has_rank_with(request.key):
+            why, remedy = f"only ranks of engine {engine.engine_id} hand on its orders", "POST /v1/transfers"
+            raise Forbidden("not_a_rank", why, field="key", remedy=remedy)
         check_request_id(request.request_id)
         order = order_from_proto(request, ferry.config.allow_peers, request.traceparent)
         own = reservation_from_proto(request, engine.manifest) if request.HasField("tables") else None
@@ -146,14 +156,17 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         check_request_id(request.request_id)
         engine = self._ferry.registry.get(request.engine_id)
         why = request.reason or "by a peer"
+        from_rank = engine.has_rank_with(request.key)
         if request.attempt:
             attempt, failed = request.attempt, request.failed
-            ended = self._ferry.jobs.abort(engine, request.request_id, why, attempt=attempt, failed=failed)
+            ended = from_rank and self._ferry.jobs.abort(
+                engine, request.request_id, why, attempt=attempt, failed=failed
+            )
             return peer_pb2.AbortReply(transfers_ended=int(ended))
-        transfers, leases = self._ferry.abort_here(engine, request.request_id, why)
+        transfers, leases = self._ferry.abort_here(engine, request.request_id, why, lease_only=not from_rank)
         if request.fan_out:
-            more_transfers, more_leases = await self._ferry.fan_out_abort(engine, request.request_id)
-            transfers, leases = transfers + more_transfers, leases + more_leases
+            more = await self._ferry.fan_out_abort(engine, request.request_id, lease_only=not from_rank)
+            transfers, leases = transfers + more[0], leases + more[1]
         return peer_pb2.AbortReply(transfers_ended=transfers, leases_ended=leases)
 
     def _of_epoch(self, engine_id: str, epoch: str) -> Engine:

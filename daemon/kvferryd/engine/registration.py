@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,12 +47,18 @@ class Engine:
     members: dict[int, str]
     """The daemons of the engine's ranks, as far as they are known."""
     pairings: Pairings = field(default_factory=Pairings)
+    roster_key: bytes = b""
+    """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def addresses(self) -> dict[int, int]:
         """Where each region begins."""
         return {id: region.span.address for id, region in self.session.regions.items()}
+
+    def has_rank_with(self, key: bytes) -> bool:
+        """Whether who says this key is the daemon of a rank of this engine."""
+        return bool(self.roster_key) and hmac.compare_digest(self.roster_key, key)
 
     def set_members(self, members: dict[int, str]) -> None:
         self.members = members

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -306,6 +307,11 @@ class Lease:
             readers_closed=sum(reader.read for reader in self._readers.values()),
             expires_in_ms=None if self.live_readers or self.state.ended else max(0.0, self.expires_in_s * 1e3),
         )
+
+
+def announced_as(request_id: str) -> str:
+    """What readers that may not know the request id are told instead: with the id they could close its lease."""
+    return hashlib.sha256(request_id.encode()).hexdigest()
 
 
 def lease_ended(request_id: str, why: str) -> KvferryError:

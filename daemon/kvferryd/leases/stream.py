@@ -16,7 +16,7 @@ from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.check import check_request_id
 from kvferryd.leases.gather import Gather, Gatherer
-from kvferryd.leases.lease import Lease, Opened, ReaderId
+from kvferryd.leases.lease import Lease, Opened, ReaderId, announced_as
 from kvferryd.leases.leases import Leases
 
 ENDED_S = 1.0
@@ -236,7 +236,7 @@ class ServedStream:
             self.turns.ask(self._take_announcement)
         if lease.state.ended:
             return None
-        announced = peer_pb2.Announcement(request_id=lease.request_id, update=_update_of(lease))
+        announced = peer_pb2.Announcement(request_id=announced_as(lease.request_id), update=_update_of(lease))
         return peer_pb2.ReadReply(announced=announced)
 
 

@@ -16,6 +16,7 @@ from cachetools import LRUCache
 from kvferry.errors import KvferryError, PeerFailed
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
+from kvferryd.leases.lease import announced_as
 from kvferryd.peers.channels import asking
 
 CLOSE_S = 1.0
@@ -67,7 +68,7 @@ class ReaderStream:
 
     def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
         """The lease as the source announced it before it was asked. Each announcement is given out once."""
-        update: peer_pb2.LeaseUpdate | None = self._announced.pop(request_id, None)
+        update: peer_pb2.LeaseUpdate | None = self._announced.pop(announced_as(request_id), None)
         return update
 
     def follow(self, listener: Listener) -> int:

@@ -1,13 +1,19 @@
-"""How the ranks of one engine find each other: every rank's daemon joins at a seed and holds the stream open."""
+"""How the ranks of one engine find each other: every rank's daemon joins at a seed and holds the stream open.
+
+The seed gives the roster's key to the daemon that answers at the address with which a rank joins. What comes with the
+key comes from a rank of the same engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import hashlib
+import hmac
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
-from kvferry.errors import Conflict, KvferryError
+from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2
 from kvferryd import logs
@@ -28,38 +34,66 @@ class _Member:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ranks:
+    """One engine in one epoch, for as long as any of its ranks is there."""
+
+    world_size: int
+    members: dict[int, _Member] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
+    """Where each rank has joined from: it comes from nowhere else, also after it has left."""
+
+    def wake(self) -> None:
+        for member in self.members.values():
+            member.changed.set()
+
+
 class Seed:
     """The seed's side: which ranks have joined, by (engine, epoch). A member is one as long as its stream is open."""
 
     def __init__(self) -> None:
-        self._members: defaultdict[tuple[str, str], dict[int, _Member]] = defaultdict(dict)
+        self._joined: dict[tuple[str, str], _Ranks] = {}
+        self._secret = secrets.token_bytes(32)
 
-    async def join(self, engine_id: str, epoch: str, rank: int, address: str) -> AsyncGenerator[dict[int, str]]:
-        """The members now and after every change. Closing the iterator leaves."""
-        members = self._members[engine_id, epoch]
-        if rank in members and members[rank].address != address:
+    def key(self, engine_id: str, epoch: str) -> bytes:
+        """What the daemons of this engine's ranks know, and nobody else."""
+        return hmac.digest(self._secret, repr((engine_id, epoch)).encode(), hashlib.sha256)
+
+    def check(self, engine_id: str, epoch: str, rank: int, world_size: int, address: str) -> None:
+        """Whether this rank may join from this address. Raises KvferryError (`rank_taken`, `malformed_member`)."""
+        ranks = self._joined.get((engine_id, epoch)) or _Ranks(world_size)
+        if world_size != ranks.world_size or rank >= world_size:
+            raise Malformed(
+                "malformed_member", f"rank {rank} of {world_size} is none of engine {engine_id}",
+                field="member", value=rank, remedy="ranks count from 0 to world_size - 1, which is the same for all",
+            )  # fmt: skip
+        taken = ranks.places.get(rank, address)
+        if taken != address:
             raise Conflict(
-                "rank_taken", f"rank {rank} of engine {engine_id} has joined from {members[rank].address}",
+                "rank_taken", f"rank {rank} of engine {engine_id} has joined from {taken}",
                 field="rank", value=rank, remedy="give every rank its own daemon and number",
             )  # fmt: skip
-        own = members[rank] = _Member(address)
+
+    async def join(
+        self, engine_id: str, epoch: str, rank: int, world_size: int, address: str
+    ) -> AsyncGenerator[dict[int, str]]:
+        """The members now and after every change. Closing the iterator leaves."""
+        self.check(engine_id, epoch, rank, world_size, address)
+        ranks = self._joined.setdefault((engine_id, epoch), _Ranks(world_size))
+        ranks.places[rank] = address
+        own = ranks.members[rank] = _Member(address)
         try:
-            _wake(members)
+            ranks.wake()
             while True:
                 own.changed.clear()
-                yield {rank: member.address for rank, member in members.items()}
+                yield {rank: member.address for rank, member in ranks.members.items()}
                 await own.changed.wait()
         finally:
-            if members.get(rank) is own:  # it may have joined again before this stream was seen to end
-                del members[rank]
-                if not members:
-                    del self._members[engine_id, epoch]
-                _wake(members)
-
-
-def _wake(members: dict[int, _Member]) -> None:
-    for member in members.values():
-        member.changed.set()
+            if ranks.members.get(rank) is own:  # it may have joined again before this stream was seen to end
+                del ranks.members[rank]
+                if not ranks.members:
+                    del self._joined[engine_id, epoch]
+                ranks.wake()
 
 
 class Roster:
@@ -68,6 +102,8 @@ class Roster:
     def __init__(self, config: Config, channels: Channels, seed: Seed) -> None:
         self._config, self._channels, self.seed = config, channels, seed
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._joining: dict[bytes, Engine] = {}
+        """By the challenge that the seed has to repeat."""
 
     def follow(self, engine: Engine) -> None:
         """Join, and set the engine's members as they change."""
@@ -89,17 +125,42 @@ class Roster:
     async def _members(self, engine: Engine) -> AsyncIterator[dict[int, str]]:
         seed, own = self._config.roster, self._config.advertise
         if seed is None or seed == own:
-            async for members in self.seed.join(engine.engine_id, engine.epoch, engine.rank, own):
+            engine.roster_key = self.seed.key(engine.engine_id, engine.epoch)
+            async for members in self.seed.join(*engine.session.rank, own):
                 yield members
             return
         member = peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch)
         request = peer_pb2.JoinRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine.engine_id, member=member,
-            world_size=engine.world_size,
+            world_size=engine.world_size, challenge=secrets.token_bytes(32),
         )  # fmt: skip
-        async with self._channels.calling(seed) as stub:
-            async for roster in stub.Join(request):
-                yield {member.rank: member.address for member in roster.members}
+        self._joining[request.challenge] = engine
+        try:
+            async with self._channels.calling(seed) as stub:
+                async for roster in stub.Join(request):
+                    yield {member.rank: member.address for member in roster.members}
+        finally:
+            self._joining.pop(request.challenge, None)
+
+    def admitted(self, request: peer_pb2.AdmitRequest) -> None:
+        """The seed has answered our joining. Raises KvferryError (`not_joining`) where it is not ours."""
+        engine = self._joining.get(request.challenge)
+        if engine is None or (engine.engine_id, engine.epoch) != (request.engine_id, request.epoch):
+            why, remedy = f"no rank of engine {request.engine_id} joins from here", "join with one's own address"
+            raise Forbidden("not_joining", why, field="challenge", remedy=remedy)
+        del self._joining[request.challenge]  # once
+        engine.roster_key = request.key
+
+    async def admit(self, request: peer_pb2.JoinRequest) -> None:
+        """Give the key to the daemon at the member's address, if it is the one that joins. Raises KvferryError."""
+        member, engine_id = request.member, request.engine_id
+        self.seed.check(engine_id, member.epoch, member.rank, request.world_size, member.address)
+        admission = peer_pb2.AdmitRequest(
+            engine_id=engine_id, epoch=member.epoch, challenge=request.challenge,
+            key=self.seed.key(engine_id, member.epoch),
+        )  # fmt: skip
+        async with self._channels.calling(member.address) as stub:
+            await stub.Admit(admission, timeout=self._config.connect_timeout_s)
 
     async def leave(self, engine: Engine) -> None:
         task = self._tasks.pop(engine, None)

@@ -22,11 +22,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
 from kvferryd.certificates import Certificates, Identity
+from kvferryd.settings import SHORTEST_SECRET, Wrong, secrets_in
 
 NAME = "kvferry-peer"
 """For which the certificates are: a daemon that knows the secret may have any address."""
-SHORTEST = 32
-"""Characters. Certificates are seen by whoever connects, so a secret that can be guessed can be searched for."""
 ALWAYS = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 """Clocks play no part: a secret holds until it is taken out of the file."""
 CURVE = ec.SECP256R1()
@@ -38,13 +37,14 @@ class PeerSecret(Certificates):
     def __init__(self, file: Path) -> None:
         """Raises KvferryError (`bad_config`) when the file cannot be used."""
         super().__init__(
-            "peer_secret_file", f"write a secret of {SHORTEST} characters or more: openssl rand -hex 32", file
+            "peer_secret_file", f"write a secret of {SHORTEST_SECRET} characters or more: openssl rand -hex 32", file
         )
 
     def _read(self) -> Identity:
-        secrets = [line.strip() for line in self._files[0].read_bytes().splitlines() if line.strip()]
-        if not 1 <= len(secrets) <= 2 or min(map(len, secrets)) < SHORTEST:
-            raise OSError(f"it has not one or two lines (the new secret and the one before) of {SHORTEST} characters")
+        try:
+            secrets = secrets_in(self._files[0])
+        except Wrong as wrong:
+            raise OSError(f"it {wrong}") from None
         authorities = [_derived(secret) for secret in secrets]
         roots = [_certificate(each, each, each.public_key()) for each in authorities]
         crossed = [_certificate(old, new, new.public_key()) for new, old in itertools.pairwise(authorities)]

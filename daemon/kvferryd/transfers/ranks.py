@@ -145,6 +145,7 @@ class Ranks:
             rank=engine.rank,
             attempt=transfer.attempt,
             failed=transfer.state is TransferState.FAILED,
+            key=engine.roster_key,
         )
         with contextlib.suppress(KvferryError):  # best effort: the other rank has the same deadline
             async with self._asking(engine, address) as stub:
@@ -166,6 +167,7 @@ def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
         attempt=transfer.attempt,
         counted=transfer.counted,
         way=order.way,
+        key=transfer.engine.roster_key,
     )
     reservation = transfer.brought.get(rank)
     if reservation is not None:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from cachetools import LRUCache
 
-from kvferry.errors import Conflict, Full, KvferryError, NotFound, PeerFailed, Unavailable
+from kvferry.errors import Conflict, Forbidden, Full, KvferryError, NotFound, PeerFailed, Unavailable
 from kvferry.schemas import TransferState
 from kvferryd import logs
 from kvferryd.aio import Tasks
@@ -92,11 +92,20 @@ class Transfers:
 
         brought: reservations that came with it, by rank. from_rank: the rank that handed it on; None for an order that
         is handed on from here. counted: the number was counted by that rank's daemon. Raises KvferryError:
-        `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `full`, `draining`.
+        `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `tables_not_allowed`,
+        `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
         reservation = brought.get(engine.rank)
         current = self._transfer_of(key, attempt, counted=counted)
+        if (
+            reservation is not None
+            and not self._config.order_tables
+            and reservation != (current and current.reservation)
+        ):
+            why = "this daemon writes only blocks that the engine itself has reserved"
+            remedy = "leave the tables to the engine, or set order_tables = true"
+            raise Forbidden("tables_not_allowed", why, field="destination.tables", remedy=remedy)
         if current is not None and _has(current, order, exactly=from_rank is None):
             if from_rank is None and brought != current.brought:
                 raise _conflict(request_id, "was ordered already, with other tables")

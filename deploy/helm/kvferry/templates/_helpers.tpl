@@ -65,6 +65,8 @@ app.kubernetes.io/part-of: kvferry
     - {name: KVFERRY_ROSTER, value: "$(POD_IP):7411"}
     {{- end }}
     - {name: KVFERRY_ALLOW_PEERS, value: "{{ .Values.podNetwork }},*.{{ .Release.Namespace }}.svc"}
+    # vLLM reserves the blocks that are written: no order need name any.
+    - {name: KVFERRY_ORDER_TABLES, value: "false"}
     - {name: KVFERRY_ENGINE_SOCKET, value: {{ include "kvferry.socket" . }}}
     - {name: KVFERRY_DEVICE, value: "{{ ternary "cpu" (printf "cuda:%d" .rank) (eq .Values.gpu.mode "none") }}"}
     {{- if eq .Values.gpu.mode "runtimeClass" }}
