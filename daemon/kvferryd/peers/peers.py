@@ -238,9 +238,12 @@ class Peers:
 
     async def forget_engine(self, engine: Engine) -> None:
         """Our own engine is retired, its agent with it: nothing to unload."""
-        for key in [key for key in self._known if key[0] is engine]:
-            peer = self._known.pop(key)
+        while keys := [key for key in self._known if key[0] is engine]:  # a handshake may end meanwhile
+            peer = self._known.pop(keys[0])
             peer.stale = True
+            for rank in peer.ranks.values():
+                if rank.mapping is not None:
+                    rank.mapping.cancel()
             await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
 
     def of_engine(self, engine_id: str) -> list[PeerEngine]:
