@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 def checked(parser: argparse.ArgumentParser, model: type[M], args: argparse.Namespace) -> M:
     """What the flags gave. Exits with 2 and one line that names the flag, as argparse does."""
     try:
-        return model.model_validate(vars(args))
+        return model.model_validate({name: value for name, value in vars(args).items() if name in model.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
         where = f"argument {_flag(str(first['loc'][0]))}: " if first["loc"] else ""

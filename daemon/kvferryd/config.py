@@ -57,9 +57,9 @@ class Config(BaseModel):
         ge=1,
         le=1024,
     )
-    strict: bool = _about(False, "register and export staging slots only: peers can read nothing else")
+    strict: settings.Flag = _about(False, "register and export staging slots only: peers can read nothing else")
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
-    order_tables: bool = _about(
+    order_tables: settings.Flag = _about(
         True, "orders may name the blocks to write; false: only blocks that the engine reserved"
     )
     token_file: File = _about(None, "bearer tokens of the REST API, one a line; read again on change")
@@ -71,7 +71,7 @@ class Config(BaseModel):
         "a secret that all daemons share, where they have no certificates; on a second line the one before; read again "
         "on change",
     )
-    rest_tls: bool = _about(False, "serve REST over mutual TLS with the tls_* files as well")
+    rest_tls: settings.Flag = _about(False, "serve REST over mutual TLS with the tls_* files as well")
     log_format: Literal["text", "json"] = _about("text", "text for people, json for machines")
     log_level: Literal["debug", "info", "warning", "error"] = _about("info", "the least serious line that is logged")
     lease_ttl_s: Seconds = _about(30.0, "life of a lease without a live reader", ge=0.1, le=86400)
@@ -81,7 +81,7 @@ class Config(BaseModel):
     max_leases: Whole = _about(4096, "live leases; more are refused", ge=1)
     history: Whole = _about(1000, "ended transfers that can still be looked up", ge=0)
     drain_timeout_s: Seconds = _about(300.0, "longest wait for leases to be read at exit", ge=0, le=86400)
-    require_rdma: bool = _about(False, "without RDMA or NVLink, /readyz says no")
+    require_rdma: settings.Flag = _about(False, "without RDMA or NVLink, /readyz says no")
     nixl_threads: Whole = _about(0, "extra NIXL worker threads; 0: none", ge=0, le=64)
     ucx: Ucx = _about({}, "extra UCX settings, without the prefix UCX_")
     connect_timeout_s: Seconds = _about(5.0, "longest wait for a peer to answer", ge=0.1, le=600)

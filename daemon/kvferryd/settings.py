@@ -37,7 +37,7 @@ def split_address(address: str) -> tuple[str, int]:
     A host is an IP, a name or `*`: gRPC reads a target as a URI, in which `?`, `#` and `%` end or change the host.
     """
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9_.-]+|\*)):([0-9]{1,5})", address)
-    if match is None or int(match[3]) > 65535 or (match[1] and _ip(match[1]) is None):
+    if match is None or int(match[3]) > 65535 or (match[1] and not isinstance(_ip(match[1]), ipaddress.IPv6Address)):
         raise Wrong("is not an address")
     return match[1] or match[2], int(match[3])
 
@@ -112,7 +112,7 @@ def _secret_file(path: Path) -> Path:
 
 def _words(raw: object, between: str) -> list[str]:
     texts: Sequence[Any] = raw if isinstance(raw, list | tuple) else [raw]
-    if not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(text, str) and text.strip() for text in texts):
         raise Wrong("is not a text")
     return [word for text in texts for word in re.split(between, text) if word]
 
@@ -149,6 +149,7 @@ ADDRESS = Form("HOST:PORT, with brackets round IPv6", "HOST:PORT")
 Listen = Annotated[str, AfterValidator(_listen), ADDRESS]
 """Port 0 takes a free one, a wildcard every interface."""
 Dial = Annotated[str, AfterValidator(_dial), ADDRESS]
+Flag = Annotated[bool, BeforeValidator(lambda raw: raw.strip() if isinstance(raw, str) else raw)]
 Whole = Annotated[int, BeforeValidator(_no_flag)]
 Seconds = Annotated[float, BeforeValidator(_no_flag)]
 File = Annotated[Annotated[Path, AfterValidator(_file)] | None, Form("a path of a readable file", "FILE")]

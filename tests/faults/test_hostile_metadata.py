@@ -91,6 +91,10 @@ def malformed(blob: bytes) -> Iterator[bytes]:
     count = blob.index(b"|n") + 2 + 8
     for number in (0, 1 << 20, 1 << 40, (1 << 64) - 1):
         yield blob[:count] + struct.pack("<Q", number) + blob[count + 8 :]
+    for key in inner(blob)[1:]:  # UCX's: a map of memory domains, the type of memory, the domains' keys
+        yield blob[: key.start] + b"\xff" * 8 + blob[key.start + 8 :]
+        for memory_type in (3, 67, 255):
+            yield blob[: key.start + 8] + bytes([memory_type]) + blob[key.start + 9 :]
 
 
 async def test_metadata_that_no_agent_wrote_is_refused_and_the_real_peer_is_read(

@@ -34,7 +34,7 @@ TURNS = 100_000
 """A loop that is not idle after so many turns never will be."""
 PIECE = 1024
 """Bytes that a read samples at once: a token of one component."""
-LENGTH, DESCRIPTOR = struct.Struct("<Q"), struct.Struct("<QQQ")
+LENGTH, DESCRIPTOR, KEY = struct.Struct("<Q"), struct.Struct("<QQQ"), struct.Struct("<QB")
 
 
 Step = Callable[[], None]
@@ -259,7 +259,7 @@ class Agent:
                   _field(b"c", b"address"), _field(b"", b"MemSection"), _field(b"nixlSecElms", LENGTH.pack(1)),
                   _field(b"bknd", b"UCX"), _field(b"nixlDList", b"nixlSDList"), _field(b"t", bytes(4)),
                   _field(b"n", LENGTH.pack(len(self._spans)))]  # fmt: skip
-        fields += [_field(b"", DESCRIPTOR.pack(span.address, span.nbytes, 0) + b"key") for span in self._spans]
+        fields += [_field(b"", DESCRIPTOR.pack(span.address, span.nbytes, 0) + KEY.pack(0, 0)) for span in self._spans]
         return b"nixlSerDes|" + b"".join(fields)
 
     async def add_peer(self, peer: Metadata) -> None:

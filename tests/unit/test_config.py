@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferryd import config as configuration
 from kvferryd.config import Config, ConfigError, load, misspelt, reach, resolve
-from kvferryd.settings import is_loopback, is_wildcard, split_address
+from kvferryd.settings import Wrong, is_loopback, is_wildcard, split_address
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def test_an_empty_variable_is_no_word() -> None:
     ("name", "raw", "value"),
     [
         ("strict", "yes", True),
+        ("strict", " true\n", True),
         ("strict", "OFF", False),
         ("lease_ttl_s", "2.5", 2.5),
         ("device", "cuda:3", "cuda:3"),
@@ -96,6 +97,7 @@ def test_a_file_holds_the_types_of_toml(file: Path) -> None:
         ("arena_mb", "512MB"),
         ("way", "quick"),
         ("strict", "maybe"),
+        ("allow_peers", " "),
         ("allow_peers", "10.0.0.1/8"),
         ("allow_peers", "10.0.0.1:7411"),
         ("allow_peers", "10.0.0.300"),
@@ -227,6 +229,8 @@ def test_commands_refuse_an_address_that_is_none() -> None:
 
 def test_addresses() -> None:
     assert split_address("[fd00::1]:5") == ("fd00::1", 5)
+    with pytest.raises(Wrong):
+        split_address("[10.0.0.7]:5")
     assert is_wildcard("[::]:1")
     assert not is_wildcard("127.0.0.1:1")
     assert is_loopback("127.3.0.1:1")

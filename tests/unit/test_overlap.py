@@ -106,6 +106,20 @@ def test_scales_beside_their_keys_are_apart() -> None:
     assert overlap([keys, scales.model_copy(update={"offset": SLOTS * 64 - 1})]) == (0, 1)
 
 
+@pytest.mark.parametrize("count", [140, 700])
+def test_components_of_many_widths_are_apart_until_one_reaches_into_the_next(count: int) -> None:
+    """All interleaved by block, no two at the same distance."""
+    widths = [40 + 7 * i % 61 for i in range(count)]
+    starts = [sum(widths[:i]) for i in range(count)]
+    components = [
+        component(i, start, 1, (64, sum(widths)), (width, 1))
+        for i, (start, width) in enumerate(zip(starts, widths, strict=True))
+    ]
+    assert overlap(components) is None
+    components[-1] = components[-1].model_copy(update={"offset": starts[-1] - 1})
+    assert overlap(components) == (count - 2, count - 1)
+
+
 def test_digits_of_an_axis_change_nothing() -> None:
     whole = component(0, 0, 1, (12, 100), (30, 1))
     digits = component(1, 30, 1, (3, 400), (4, 100), (2, 15), (15, 1))
@@ -131,7 +145,7 @@ def calls_of(work: Callable[[Any], object], argument: object) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_real_caches_take_few_steps(layout: str) -> None:
-    """256 components: about 10 ms, and so many calls on any machine."""
+    """256 components: about 2 ms, and so many calls on any machine."""
     components = cache(layout, layers=128)
     assert calls_of(overlap, components) < 20_000
 

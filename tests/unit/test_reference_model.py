@@ -213,6 +213,16 @@ def test_a_model_that_is_not_this_one_is_refused_by_field(field, value):
     assert (error.value.code, error.value.field) == ("unsupported_model", field)
 
 
+def test_what_config_json_calls_by_a_name_of_ours_is_not_ours():
+    theirs = TINY.to_hf() | {"dtype": "bfloat16", "window": 7, "tied": True, "num_heads": 1}
+    assert ModelConfig.from_hf(theirs) == TINY
+
+
+def test_the_theta_of_rope_parameters_counts():
+    theirs = TINY.to_hf() | {"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}
+    assert ModelConfig.from_hf(theirs).rope_theta == 500000.0
+
+
 @pytest.mark.parametrize("tp", range(1, 13))
 def test_every_query_head_has_one_rank_which_holds_its_kv_head(tp):
     config = PRESETS["demo"]

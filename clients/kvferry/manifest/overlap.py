@@ -1,21 +1,22 @@
 """Whether two components of a group lie on the same bytes: then one element would be written over another.
 
 A component that keeps the rule of strides is a nest: copies of a smaller nest, `stride` bytes apart and not sharing a
-byte, down to runs of adjacent bytes. So two footprints are compared level by level and never enumerated: K and V that
-are interleaved by slot, or all layers of a block, come apart at the level at which they are interleaved.
+byte, down to runs of adjacent bytes. So footprints are compared level by level and never enumerated: K and V that are
+interleaved by slot, or all layers of a block, come apart at the level at which they are interleaved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations, groupby, pairwise
 from operator import attrgetter
 from typing import TypeAlias
 
 from kvferry.manifest.model import Component
 
-STEPS, COMPARISON = 300_000, 30
-"""The work of one call, about 30 ms; what one comparison of two nests takes of it. Looking one up takes 1."""
+STEPS = 10_000
+"""Comparisons of single pairs, in one call; about 30 ms."""
 
 Axes: TypeAlias = tuple[tuple[int, int], ...]
 """(stride, extent), the largest stride first, extents of more than one position only."""
@@ -30,6 +31,10 @@ class Nest:
     axes: Axes
     index: int
 
+    @property
+    def outer(self) -> Axes:
+        return self.axes[:1]
+
     def inner(self, position: int = 0) -> Nest:
         """The copy at a position of the outermost axis."""
         stride, extent = self.axes[0]
@@ -37,22 +42,14 @@ class Nest:
         return Nest(start, start + self.stop - self.start - (extent - 1) * stride, self.axes[1:], self.index)
 
 
-class _TooMuch(Exception):
-    """The work is more than STEPS."""
-
-
 def overlap(components: Sequence[Component]) -> tuple[int, int] | None:
     """Indices of two components, the earlier first, that share a byte of their region; None where none is known to.
 
-    All must be of one region and keep the rule of strides. What it returns is always true. After STEPS what is left is
-    taken to be apart: a manifest comes from a peer, and one could be made to take for ever. That suffices for 700
-    components of one shape that all reach into each other; those of real caches are at most some hundred.
+    All must be of one region and keep the rule of strides. What it returns is always true. It misses nothing where
+    components that reach into each other have the same strides there, as those of real caches have; others are compared
+    pair by pair, and after STEPS comparisons what is left is taken to be apart.
     """
-    nests = sorted((_nest(component, index) for index, component in enumerate(components)), key=attrgetter("start"))
-    try:
-        return _Search().first(nests)
-    except _TooMuch:
-        return None
+    return _Search().among([_nest(component, index) for index, component in enumerate(components)])
 
 
 def _nest(component: Component, index: int) -> Nest:
@@ -69,39 +66,49 @@ def _nest(component: Component, index: int) -> Nest:
 
 class _Search:
     def __init__(self) -> None:
-        self._left = STEPS
+        self._steps = STEPS
 
-    def _spend(self, steps: int) -> None:
-        self._left -= steps
-        if self._left < 0:
-            raise _TooMuch
+    def among(self, nests: Sequence[Nest]) -> tuple[int, int] | None:
+        for cluster in _clusters(nests):
+            by_outer = groupby(sorted(cluster, key=attrgetter("axes")), attrgetter("outer"))
+            families = [list(family) for _, family in by_outer]
+            for i, family in enumerate(families):
+                found = self._alike(family)
+                if not found and self._steps:
+                    others = chain.from_iterable(families[i + 1 :])
+                    found = self._pairs((a, b) for b in others for a in family)
+                if found:
+                    return found
+        return None
 
-    def first(self, nests: Sequence[Nest]) -> tuple[int, int] | None:
-        """nests: by start. Of pairs of the same shapes at the same distance only one is compared."""
-        shapes: dict[tuple[int, Axes], int] = {}
-        reaching: list[tuple[int, Nest]] = []
-        apart: set[tuple[int, int, int]] = set()
-        for nest in nests:
-            shape = shapes.setdefault((nest.stop - nest.start, nest.axes), len(shapes))
-            reaching = [(of, other) for of, other in reaching if other.stop > nest.start]
-            self._spend(len(reaching))
-            for of, other in reaching:
-                pair = of, shape, nest.start - other.start
-                if pair not in apart:
-                    if self._meet(other, nest):
-                        return min(other.index, nest.index), max(other.index, nest.index)
-                    apart.add(pair)
-            reaching.append((shape, nest))
+    def _alike(self, nests: list[Nest]) -> tuple[int, int] | None:
+        """Of nests with one outermost axis."""
+        if not nests[0].axes:
+            nests.sort(key=attrgetter("start"))
+            return next((_both(a, b) for a, b in pairwise(nests) if b.start < a.stop), None)
+        inner = [nest.inner() for nest in nests]
+        if max(nest.stop for nest in inner) - min(nest.start for nest in inner) <= nests[0].axes[0][0]:
+            return self.among(inner)  # what is at one position is at each, and no two positions touch
+        return self._pairs(combinations(nests, 2))
+
+    def _pairs(self, pairs: Iterable[tuple[Nest, Nest]]) -> tuple[int, int] | None:
+        for a, b in pairs:
+            if self._meet(a, b):
+                return _both(a, b)
+            if not self._steps:
+                break
         return None
 
     def _meet(self, a: Nest, b: Nest) -> bool:
-        """Whether they share a byte."""
-        self._spend(COMPARISON)
+        """Whether they share a byte, as far as STEPS allow to know."""
+        if not self._steps:
+            return False
+        self._steps -= 1
         if a.start >= b.stop or b.start >= a.stop:
             return False
         if not a.axes and not b.axes:
             return True
-        if a.axes[:1] < b.axes[:1]:
+        if a.outer < b.outer:
             a, b = b, a
         stride, extent = a.axes[0]
         first, least = a.inner(), 0
@@ -110,4 +117,28 @@ class _Search:
         # The positions at which it reaches into the span of the other.
         low = max(least, (b.start - first.stop) // stride + 1)
         high = min(extent, -((first.start - b.stop) // stride))
-        return any(self._meet(a.inner(position), b) for position in range(low, high))
+        for position in range(low, high):
+            if self._meet(a.inner(position), b):
+                return True
+            if not self._steps:
+                break
+        return False
+
+
+def _clusters(nests: Sequence[Nest]) -> Iterator[list[Nest]]:
+    """Those whose spans overlap, directly or through others; no cluster of one."""
+    cluster: list[Nest] = []
+    stop = 0
+    for nest in sorted(nests, key=attrgetter("start")):
+        if nest.start >= stop:
+            if len(cluster) > 1:
+                yield cluster
+            cluster = []
+        cluster.append(nest)
+        stop = max(stop, nest.stop)
+    if len(cluster) > 1:
+        yield cluster
+
+
+def _both(a: Nest, b: Nest) -> tuple[int, int]:
+    return min(a.index, b.index), max(a.index, b.index)

@@ -97,7 +97,7 @@ ENGINE = ["URL[,daemon=URL]..."]
 class Options(BaseModel):
     """Times in seconds; each bounds a whole leg, connecting and reading included. What is described is a flag."""
 
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, populate_by_name=True, extra="forbid")
 
     prefill: Endpoints = Field(examples=ENGINE, description="a prefill engine; repeatable")
     decode: Endpoints = Field(examples=ENGINE, description="a decode engine; repeatable")

@@ -74,7 +74,7 @@ async def serve(args: argparse.Namespace, how: EngineConfig) -> int:
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=60)
         server = uvicorn.Server(config)
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has served
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         engine.failed.add_done_callback(lambda _: setattr(server, "should_exit", True))
         host, port = listener.getsockname()[:2]
         print(f"ready on http://{host}:{port}", flush=True)

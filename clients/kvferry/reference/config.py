@@ -96,7 +96,8 @@ class ModelConfig:
                 raise _unsupported(field, value, " or ".join(str(each) for each in served if each is not None))
         heads, eos = data["num_attention_heads"], data.get("eos_token_id")
         derived = {"num_key_value_heads": heads, "head_dim": data["hidden_size"] // heads}
-        given = {name: value for name, value in ({**rope, **data}).items() if value is not None}
+        # Of our own names some mean something else there: `dtype` is what the weights are stored in.
+        given = {name: value for name, value in {**data, **rope}.items() if value is not None and name not in _NAMES}
         given |= {"sliding": [kind == "sliding_attention" for kind in data.get("layer_types") or ()]}
         given |= {"sliding_window": data.get("sliding_window") or None}
         given |= {"eos_token_ids": eos if isinstance(eos, list) else [] if eos is None else [eos]}
@@ -187,7 +188,7 @@ def sample_weights(folder: Path, digest: hashlib._Hash) -> None:
 class EngineConfig(BaseModel):
     """How the model is served. Sizes in tokens or blocks as named, times in seconds. What is described is a flag."""
 
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, populate_by_name=True, extra="forbid")
 
     engine_id: str = Field(default="reference", description="names this engine to routers and daemons")
     tp: PositiveInt = Field(default=1, description="ranks, one process each; need not divide the KV heads")

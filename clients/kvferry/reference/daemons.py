@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
-from kvferry.errors import Caused, KvferryError, Malformed, Unavailable
+from kvferry.errors import Caused, Internal, KvferryError, Malformed, Unavailable
 from kvferry.handoff import Attempts, Origin
 from kvferry.manifest import Manifest
 from kvferry.memory import SharedRegion
@@ -16,6 +17,7 @@ from kvferry.reference.cache import CacheGeometry
 from kvferry.reference.config import EngineConfig, ModelConfig
 from kvferry.tables import Tables
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -106,6 +108,10 @@ class Daemons:
             cause = failed.exceptions[0]
             assert isinstance(cause, KvferryError)
             error = LoadFailed(cause, in_doubt)
+        except* Exception as broke:
+            log.exception("receiving broke")
+            why = f"receiving failed: {type(broke.exceptions[0]).__name__}"
+            error = LoadFailed(Internal("internal", why), in_doubt)
         else:
             return receives[0].result()
         raise error

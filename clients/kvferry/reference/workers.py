@@ -19,6 +19,8 @@ from kvferry.reference.config import EngineConfig, ModelSource
 
 _STOP_S = 5.0
 _EXIT_S = 1.0
+_REPLY = 64 << 20
+"""Bytes of a reply, at most: the first has the rank's manifest, some 750 bytes for each layer."""
 
 
 class Start(BaseModel):
@@ -68,7 +70,8 @@ class Workers:
         command = (sys.executable, "-m", "kvferry.reference.worker")
         env = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | {"OMP_NUM_THREADS": "1"}
         spawn = asyncio.create_subprocess_exec
-        return cls(engine, [await spawn(*command, stdin=PIPE, stdout=PIPE, env=env) for _ in range(engine.tp)])
+        processes = [await spawn(*command, stdin=PIPE, stdout=PIPE, env=env, limit=_REPLY) for _ in range(engine.tp)]
+        return cls(engine, processes)
 
     async def start(self, source: ModelSource, epoch: str, regions: Sequence[tuple[str, int]]) -> list[Manifest]:
         """`regions`: file and offset of each rank's daemon-owned memory; empty for private memory.

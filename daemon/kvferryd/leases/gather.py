@@ -122,11 +122,10 @@ class Gather:
             self._on_packed = on_packed
         try:
             cutting = self._gatherer.cutting(self._opening, lease)
-        except Exception as error:  # noqa: BLE001  of one packing; the stream has others
-            self.end(error)
-        else:
             blocks = sum(shape.blocks for shape in self._opening.tables.values())
             when_done(beside(blocks, cutting), self._was_cut)
+        except Exception as error:  # noqa: BLE001  of one packing; the stream has others
+            self.end(error)
 
     def on_message(self, said: peer_pb2.Pack) -> None:
         """The chunks that the reader wants, and those that it has read. Ignored once this is over."""

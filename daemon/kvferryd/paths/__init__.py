@@ -46,9 +46,10 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         message = f"strict requires staging ({why[PathName.DIRECT]}), but {reason}"
         remedy = "set way = staged (or strict) on both sides, or strict on neither"
         raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
-    kind = next(iter(engine.session.regions.values())).span.kind
-    if able == [PathName.STAGED, PathName.DIRECT] and _mean_run(bound) >= DIRECT_FROM[kind]:
-        return PATHS[PathName.DIRECT]
+    if able == [PathName.STAGED, PathName.DIRECT]:
+        kind = next(iter(engine.session.regions.values())).span.kind
+        if _mean_run(bound) >= DIRECT_FROM[kind]:
+            return PATHS[PathName.DIRECT]
     return PATHS[able[0]]
 
 

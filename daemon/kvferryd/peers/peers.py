@@ -295,12 +295,15 @@ class Peers:
 
     async def forget_engine(self, engine: Engine) -> None:
         """Our own engine is retired, its agent with it: nothing to unload."""
+        while keys := [key for key in self._known if key[0] is engine]:  # a handshake may end meanwhile
+            peer = self._known.pop(keys[0])
+            peer.stale = True
+            for rank in peer.ranks.values():
+                if rank.mapping is not None:
+                    rank.mapping.cancel()
+            await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         for home in [key for key in self._homes if key[0] is engine]:
             del self._homes[home]
-        for key in [key for key in self._known if key[0] is engine]:
-            peer = self._known.pop(key)
-            peer.stale = True
-            await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
 
     def of_engine(self, engine_id: str) -> list[PeerEngine]:
         """The peer engine with this id, as each engine of ours knows it."""

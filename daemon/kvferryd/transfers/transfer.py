@@ -93,7 +93,7 @@ class Transfer:
         """Seconds from now, for all ranks."""
         self._deadline_s = deadline_s
         self.deadline = asyncio.get_running_loop().time() + deadline_s
-        if self._timeout is not None and not self.ended.is_set():
+        if self._timeout is not None and not self._timeout.expired() and not self.ended.is_set():
             self._timeout.reschedule(self.deadline)
 
     def take_order(self, order: Order) -> None:

@@ -31,7 +31,9 @@ MAX_NAME = 256
 DEVICES = 1024
 MEMORY_TYPES = (0, 1)
 """NIXL's DRAM and VRAM."""
-LENGTH, DESCRIPTOR = struct.Struct("<Q"), struct.Struct("<QQQ")
+UCX_MEMORY_TYPES = 3
+"""UCX's host, CUDA and CUDA managed memory."""
+LENGTH, DESCRIPTOR, KEY = struct.Struct("<Q"), struct.Struct("<QQQ"), struct.Struct("<QB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,20 @@ def _check_descriptor(value: bytes) -> None:
     address, nbytes, device = DESCRIPTOR.unpack_from(value)
     if not address or not nbytes or address + nbytes >= 1 << 64 or device >= DEVICES:
         raise _malformed(f"it describes {nbytes} bytes at {address:#x} of device {device}")
+    _check_key(value[DESCRIPTOR.size :])
+
+
+def _check_key(key: bytes) -> None:
+    """UCX's ucp_rkey_pack: a map of memory domains, the type of memory, and for each domain a length and its key. UCX
+    takes the type as an index, so what a wrong one does is not the same in two processes."""
+    if len(key) < KEY.size:
+        raise _malformed(f"a key of its memory has {len(key)} bytes")
+    domains, memory_type = KEY.unpack_from(key)
+    at = KEY.size
+    for _ in range(domains.bit_count()):
+        at += 1 + key[at] if at < len(key) else len(key)
+    if memory_type >= UCX_MEMORY_TYPES or at > len(key):
+        raise _malformed(f"a key of its memory has type {memory_type} and {at} of {len(key)} bytes")
 
 
 def _malformed(why: str) -> TransportError:
