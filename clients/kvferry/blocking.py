@@ -179,7 +179,7 @@ class BlockingEngineClient:
                     if error.code != UNREACHABLE:  # which has taken AGAIN_S already
                         if refusals[error.code] == 2:
                             say(f"{self._daemon} does not take this engine back yet: {error}")
-                        await asyncio.sleep(REFUSED_S)  # nothing tells when the daemon would agree
+                        await asyncio.sleep(REFUSED_S)  # the daemon does not say when it will accept the engine
             say(f"{self._daemon} is there again; what was published before is lost")
 
     async def _again(self, before: EngineClient) -> EngineClient:

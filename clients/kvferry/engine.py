@@ -70,7 +70,7 @@ class EngineClient:
         self.closed = self._session.closed
         """Set when either side has ended the session: calls fail from then on."""
         self.over = self._session.over
-        """Set when, after that, nothing of the session is read or written any more; `close` sets it in any case."""
+        """Set once the daemon reads and writes nothing of the closed session any more. `close` always sets it."""
         self.draining = asyncio.Event()
         """Set when the daemon asks for no new work."""
 
@@ -337,7 +337,7 @@ class EngineClient:
 
         async def left() -> None:
             with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await asyncio.shield(said.answer)  # an abort before that would find nothing
+                answer = await asyncio.shield(said.answer)  # the daemon ignores an abort that comes before the request
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return

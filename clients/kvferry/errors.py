@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 
 
 class Details(TypedDict, total=False):
-    """What an error says beside its code and message."""
+    """The optional fields of an error."""
 
     field: str
     value: object

@@ -95,7 +95,7 @@ class Receiving:
         loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
         self.end: engine_pb2.TransferEnded | KvferryError | None = None
-        """Once `ended` is set: what the daemon said, or why it never will."""
+        """Set with `ended`: the daemon's last event, or the error that took its place."""
         self.quiet: asyncio.Future[None] = loop.create_future()
         self.transfer_id = ""
         self.leaving: asyncio.Task[None] | None = None
@@ -103,7 +103,7 @@ class Receiving:
         self._early: deque[engine_pb2.TransferEnded | engine_pb2.BlocksSafe] = deque(maxlen=EARLY)
 
     def named(self, transfer_id: str) -> None:
-        """The daemon's reply has come and says which transfer is meant."""
+        """The daemon has replied with the id of this transfer."""
         self.transfer_id = transfer_id
         while self._early:
             self.hear(self._early.popleft())

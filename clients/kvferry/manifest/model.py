@@ -34,7 +34,7 @@ Count = Annotated[int, Field(ge=1, lt=2**62, strict=True)]
 Position = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
 SmallCount = Annotated[int, Field(ge=1, lt=2**32, strict=True)]
 Small = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
-"""What is an unsigned 32-bit integer on the wire."""
+"""An unsigned 32-bit integer on the wire."""
 
 
 class Part(BaseModel):

@@ -24,6 +24,7 @@ from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs
+from kvferryd.aio import Tasks
 from kvferryd.memory import Files
 
 log = logs.get(__name__)
@@ -44,7 +45,7 @@ class Handovers:
     def __init__(self, introduce: Callable[[str, Process | None], None]) -> None:
         self._introduce = introduce
         self._held: dict[str, _Held] = {}
-        self._exchanges: set[asyncio.Task[None]] = set()
+        self._exchanges = Tasks()
 
     def take(self, session: str, ticket: str) -> Files:
         """The caller's from now on. Raises KvferryError (`unknown_ticket`)."""
@@ -95,9 +96,7 @@ class Handovers:
                 connection.close()
                 continue
             connection.setblocking(False)
-            exchange = asyncio.create_task(self._exchange(connection))
-            self._exchanges.add(exchange)
-            exchange.add_done_callback(self._exchanges.discard)
+            self._exchanges.spawn(self._exchange(connection))
 
     async def _exchange(self, connection: socket.socket) -> None:
         files = Files()

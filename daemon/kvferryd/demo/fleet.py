@@ -32,6 +32,7 @@ from typing import NoReturn, TypeVar
 import httpx
 
 from kvferry.errors import Full, Internal
+from kvferryd.aio import together
 
 HOST = "127.0.0.1"
 PORTS = range(18000, 32000)
@@ -175,13 +176,7 @@ class Fleet:
         """
         deadline = time.monotonic() + timeout_s
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as http:
-            waits = [asyncio.create_task(_up(http, each, path or each.path, deadline)) for each in services]
-            try:
-                await asyncio.gather(*waits)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
+            await together(_up(http, each, path or each.path, deadline) for each in services)
 
     async def watch(self) -> NoReturn:
         """Raises ServiceError when the first process ends; otherwise waits for ever: cancel it."""

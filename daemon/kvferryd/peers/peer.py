@@ -167,7 +167,9 @@ class PeerRank:
                 log.debug("unmap", error=str(error))
 
     async def close(self) -> None:
-        """Nothing reads over NIXL from it any more. What is mapped stays: see `unmap`."""
+        """Nothing reads over NIXL from it any more. What is mapped stays (see `unmap`), but its end is not watched."""
+        if self.mapping is not None:
+            self.mapping.cancel()
         if self._stream is not None:
             await self._stream.close()
         await self.channel.close()

@@ -14,6 +14,7 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd import logs
+from kvferryd.aio import Tasks
 from kvferryd.certificates import Certificates
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
@@ -48,7 +49,7 @@ class Peers:
         self._screen = Screen(config.ucx)
         self._known: dict[tuple[Engine, str], PeerEngine] = {}
         self._shaking: dict[tuple[Engine, str, str], asyncio.Task[PeerEngine]] = {}
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._unloading = Tasks()
         self._homes: LRUCache[tuple[Engine, str], Home] = LRUCache(HOMES)
         """Whose an engine id is: a stranger may answer to it as well."""
 
@@ -273,9 +274,7 @@ class Peers:
 
     def _unload_unused(self, peer: PeerEngine) -> None:
         if not peer.users:
-            task = asyncio.create_task(self._unload(peer))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+            self._unloading.spawn(self._unload(peer))
 
     async def _unload(self, peer: PeerEngine) -> None:
         for rank in peer.ranks.values():
@@ -298,9 +297,6 @@ class Peers:
         while keys := [key for key in self._known if key[0] is engine]:  # a handshake may end meanwhile
             peer = self._known.pop(keys[0])
             peer.stale = True
-            for rank in peer.ranks.values():
-                if rank.mapping is not None:
-                    rank.mapping.cancel()
             await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         for home in [key for key in self._homes if key[0] is engine]:
             del self._homes[home]

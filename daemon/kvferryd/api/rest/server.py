@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferryd import logs
+from kvferryd.aio import Tasks
 from kvferryd.api.rest.app import create_app
 from kvferryd.ferry import Ferry
 from kvferryd.settings import split_address
@@ -95,7 +96,7 @@ class RestServer(uvicorn.Server):
         super().__init__(config)
         self._limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._accepting: list[asyncio.Task[None]] = []
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._beginning = Tasks()
         self._spare = _spare()
         """A descriptor for one more connection, a probe perhaps, when there is no other."""
 
@@ -136,9 +137,7 @@ class RestServer(uvicorn.Server):
                 if full and not self._end_longest():
                     accepted.close()
                     continue
-                beginning = asyncio.create_task(self._begin(accepted))
-                self._beginning.add(beginning)
-                beginning.add_done_callback(self._beginning.discard)
+                self._beginning.spawn(self._begin(accepted))
                 await asyncio.sleep(0)
 
     async def _find_descriptor(self, error: OSError) -> None:
