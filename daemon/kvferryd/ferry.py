@@ -21,13 +21,13 @@ from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import Engines
-from kvferryd.leases.lease import Lease
+from kvferryd.leases.lease import Lease, reader_id
 from kvferryd.memory import provider
 from kvferryd.metrics import Metrics
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
 from kvferryd.peers.peer import PeerEngine
-from kvferryd.peers.peers import Peers
+from kvferryd.peers.peers import Peers, reader_of
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfers.order import order_of, reservations_of
 from kvferryd.transfers.transfer import Transfer
@@ -108,38 +108,49 @@ class Ferry:
         transfers = self.jobs.of_request(request_id)
         reading = [transfer.engine for transfer in transfers]
         holding = [engine for engine in self.registry if engine.leases.get(request_id) is not None]
-        orders = [transfer.order for transfer in transfers if transfer.order is not None]
         here = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
         # The readers first: a reader whose lease ends before its transfer is aborted reports a failed transfer.
         ranks = await asyncio.gather(*(self.fan_out_abort(engine, request_id) for engine in {*reading, *holding}))
-        sources = [self._abort_at(order.address, order.engine_id, request_id, fan_out=True) for order in orders]
+        sources = [self._abort_at_source(transfer) for transfer in transfers]
         ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
         return schemas.AbortResult(transfers_ended=ended, leases_ended=revoked)
 
-    def abort_here(self, engine: Engine, request_id: str, why: str, *, lease_only: bool = False) -> tuple[int, int]:
-        """(transfers, leases) ended on this rank."""
-        ended = not lease_only and self.jobs.abort(engine, request_id, why)
+    def abort_here(
+        self, engine: Engine, request_id: str, why: str, *, reader: peer_pb2.Reader | None = None
+    ) -> tuple[int, int]:
+        """(transfers, leases) ended on this rank. reader: who asks, where it is no rank of this engine: it ends no
+        transfer, and no lease that others read."""
+        if reader is not None:
+            return 0, int(engine.leases.give_up(request_id, f"aborted: {why}", reader_id(reader)))
+        ended = self.jobs.abort(engine, request_id, why)
         return int(ended), int(engine.leases.revoke(request_id, f"aborted: {why}"))
 
-    async def fan_out_abort(self, engine: Engine, request_id: str, *, lease_only: bool = False) -> tuple[int, int]:
+    async def fan_out_abort(
+        self, engine: Engine, request_id: str, *, reader: peer_pb2.Reader | None = None
+    ) -> tuple[int, int]:
         """(transfers, leases) ended by the daemons of the engine's other ranks."""
         others = [address for rank, address in engine.members.items() if rank != engine.rank]
-        key = b"" if lease_only else engine.roster_key
-        aborts = (self._abort_at(each, engine.engine_id, request_id, key=key) for each in others)
-        return _total(await asyncio.gather(*aborts))
+        shown = {"key": engine.roster_key} if reader is None else {"reader": reader}
+        request = peer_pb2.AbortRequest(engine_id=engine.engine_id, request_id=request_id, **shown)
+        return _total(await asyncio.gather(*(self._abort_at(each, request) for each in others)))
 
-    async def _abort_at(
-        self, address: str, engine_id: str, request_id: str, *, fan_out: bool = False, key: bytes = b""
-    ) -> tuple[int, int]:
-        """Best effort: a peer that is not reached has its own deadlines."""
+    async def _abort_at_source(self, transfer: Transfer) -> tuple[int, int]:
+        if (order := transfer.order) is None:
+            return 0, 0
+        reader = reader_of(transfer.engine, order.engine_id)
         request = peer_pb2.AbortRequest(
-            engine_id=engine_id, request_id=request_id, fan_out=fan_out, reason="aborted by the router", key=key
+            engine_id=order.engine_id, request_id=transfer.request_id, fan_out=True, reader=reader
         )
+        return await self._abort_at(order.address, request)
+
+    async def _abort_at(self, address: str, request: peer_pb2.AbortRequest) -> tuple[int, int]:
+        """Best effort: a peer that is not reached has its own deadlines."""
+        request.reason = "aborted by the router"
         try:
             async with self.peers_known.channels.calling(address) as stub:
                 reply = await stub.Abort(request, timeout=self.config.connect_timeout_s)
         except KvferryError as error:
-            log.warning("abort not delivered", address=address, request_id=request_id, error=str(error))
+            log.warning("abort not delivered", address=address, request_id=request.request_id, error=str(error))
             return 0, 0
         return reply.transfers_ended, reply.leases_ended
 

@@ -189,6 +189,43 @@ async def test_an_announcement_does_not_tell_which_request_may_be_closed(scene: 
         listener.call.cancel()
 
 
+@pytest.mark.parametrize("name", ["its own name", "the reader's name"])
+async def test_who_knows_a_requests_id_does_not_end_what_another_reads(
+    scene: Scene, request_id: str, name: str
+) -> None:
+    """Nor counts as that reader, nor keeps it out: a reader has a key, which only its ranks and the source know."""
+    kv, blocks = Kv.random(50), scene.source.take(50)
+    scene.source.write(kv, blocks)
+    told = peer_pb2.Reader(engine_id="stranger", epoch="1", rank=0, world_size=1)
+    if name == "the reader's name":
+        told = peer_pb2.Reader(engine_id="roles-r", epoch=scene.reader.epoch, rank=0, world_size=2)
+    opening = peer_pb2.ReadOpening(engine_id="roles-s", epoch=scene.source.epoch, reader=told)
+    async with peer_stub(scene.source.daemons[0]) as stub, RouterClient(scene.source.daemons[0].url) as router:
+        stranger = ByHand(stub, opening)
+        await scene.source.publish(request_id, blocks, 20, more=True)
+        assert (await stranger.open(request_id)).HasField("update"), "it is there before the reader"
+        receiving = asyncio.create_task(receives(scene.reader, request_id, kv, scene.source.source()))
+
+        async def all_read() -> bool:
+            return [lease.readers_open for lease in await router.leases()] == [3]
+
+        await until(all_read, "both ranks of the reader read beside the stranger")
+        for reader in (told, None):
+            asked = peer_pb2.AbortRequest(engine_id="roles-s", request_id=request_id, fan_out=True, reader=reader)
+            assert (await stub.Abort(asked)).leases_ended == 0
+        for rank in range(told.world_size):
+            opening.reader.rank = rank
+            another = ByHand(stub, opening)
+            await another.say(close=peer_pb2.LeaseClose(request_id=request_id, complete=True))
+            assert (await another.open("")).problem.code == "malformed_request_id"  # so the close was taken
+            another.call.cancel()
+        await stranger.say(close=peer_pb2.LeaseClose(reading=1, request_id=request_id, complete=True))
+        assert (await stranger.open("", reading=2)).problem.code == "malformed_request_id"
+        await scene.source.publish(request_id, blocks, 50)
+        await receiving
+        stranger.call.cancel()
+
+
 async def test_only_blocks_that_the_engine_reserved_are_written_where_orders_name_none(
     daemons: Daemons, scene: Scene, stack: AsyncExitStack, request_id: str
 ) -> None:

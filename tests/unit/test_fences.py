@@ -192,7 +192,7 @@ async def test_readers_see_nothing_before_the_fence(page: Fences, watch: watched
     fence = page.take()
     lease = publish(leases, after=watch.reached(fence, LONG_S), metadata=b"first token")
     assert lease.state is LeaseState.PUBLISHING
-    assert await lasting(leases.find("r")) is lease
+    assert await lasting(leases.find("r", READER)) is lease
     with lease.reading(READER):
         follower = lease.follow()
         update = asyncio.create_task(anext(follower))
@@ -270,7 +270,7 @@ async def test_a_fence_that_is_never_reached_ends_the_lease(
     assert told.value.code == "fence_timeout"
     assert (lease.state, ended) == (LeaseState.REVOKED, [lease])
     with pytest.raises(KvferryError) as told:
-        await leases.find("r")
+        await leases.find("r", READER)
     assert told.value.code == "fence_timeout"
     assert len(leases) == 0
     assert len(leases.words._free) == leases.limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
-from kvferryd.leases.lease import Lease, Opened, Publication, ReaderId
+from kvferryd.leases.lease import MAX_READERS, Lease, Opened, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
@@ -271,30 +272,68 @@ async def test_a_reader_that_comes_late_is_told_at_once(publish: Publish, leases
     publish()
     leases.revoke("r", "aborted")
     with pytest.raises(KvferryError) as told:
-        await lasting(leases.find("r"))
+        await lasting(leases.find("r", READER))
     assert told.value.code == "lease_ended"
 
 
-async def test_a_released_lease_does_not_hold_for_another_reader(publish: Publish, leases: Leases) -> None:
+async def test_a_lease_is_not_released_under_another_reader(publish: Publish, leases: Leases) -> None:
+    """Whoever has read enough of them: who knows the request's id may be anybody."""
     lease = publish()
-    other = ReaderId("other", "1", 0, 1)
-    with lease.reading(other) as opened:
-        read(leases, READER, lease)
-        assert lease.state is LeaseState.RELEASED
-        assert not word_stands(leases, lease)
+    with lease.reading(READER) as opened:
+        for other in (ReaderId("other", "1", 0, 1), replace(READER, key=b"another")):
+            read(leases, other, lease)
+            leases.finished("r", other)
+            assert not leases.give_up("r", "aborted", other)
+            assert lease.state is LeaseState.PUBLISHED
+        assert word_stands(leases, lease)
         opened.close(complete=True)
-    assert lease.record().readers_closed == 1
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_lease_that_nobody_else_reads_is_given_up_by_one_that_was_to_read_it(
+    publish: Publish, leases: Leases
+) -> None:
+    lease = publish()
+    with lease.reading(READER):
+        assert leases.give_up("r", "aborted", replace(READER, rank=0))
+    assert lease.state is LeaseState.REVOKED
+
+
+async def test_a_publish_that_another_reader_waits_for_is_not_given_up(publish: Publish, leases: Leases) -> None:
+    waiting = asyncio.create_task(leases.find("r", READER))
+    await asyncio.sleep(0)
+    assert not leases.give_up("r", "aborted", replace(READER, key=b"another"))
+    lease = publish()
+    assert await lasting(waiting) is lease
+
+
+async def test_ranks_of_two_keys_do_not_make_one_reader(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    first, second = (ReaderId("decode", "1", rank, 2, b"ours") for rank in range(2))
+    read(leases, first, lease)
+    read(leases, replace(second, key=b"a stranger's"), lease)
+    assert lease.state is LeaseState.PUBLISHED
+    read(leases, second, lease)
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_readers_that_gave_up_take_no_place(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    for number in range(MAX_READERS + 1):
+        read(leases, ReaderId(f"stranger-{number}", "1", 0, 1), lease, complete=False)
+    read(leases, READER, lease)
+    assert lease.state is LeaseState.RELEASED
 
 
 async def test_a_reader_may_come_before_the_publish(publish: Publish, leases: Leases) -> None:
-    waiting = [asyncio.create_task(leases.find("r")) for _ in range(2)]
+    waiting = [asyncio.create_task(leases.find("r", READER)) for _ in range(2)]
     await asyncio.sleep(0)
     lease = publish()
     assert await lasting(asyncio.gather(*waiting)) == [lease, lease]
 
 
 async def test_a_reader_that_waits_is_told_when_the_request_is_aborted(leases: Leases) -> None:
-    waiting = asyncio.create_task(leases.find("r"))
+    waiting = asyncio.create_task(leases.find("r", READER))
     await asyncio.sleep(0)
     leases.revoke("r", "aborted")
     with pytest.raises(KvferryError, match="aborted"):
@@ -303,11 +342,11 @@ async def test_a_reader_that_waits_is_told_when_the_request_is_aborted(leases: L
 
 async def test_readers_that_give_up_waiting_leave_nothing_behind(publish: Publish, leases: Leases) -> None:
     for n in range(3 * leases.limit):
-        waiting = asyncio.create_task(leases.find(f"never-{n}"))
+        waiting = asyncio.create_task(leases.find(f"never-{n}", READER))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-    last = asyncio.create_task(leases.find("r"))
+    last = asyncio.create_task(leases.find("r", READER))
     await asyncio.sleep(0)
     publish()
     assert (await lasting(last)).request_id == "r"
@@ -319,10 +358,10 @@ async def test_leases_and_waiting_readers_are_bounded(publish: Publish, leases: 
     with pytest.raises(KvferryError) as refused:
         publish("one more")
     assert refused.value.code == "full"
-    waiting = [asyncio.create_task(leases.find(f"never-{n}")) for n in range(leases.limit)]
+    waiting = [asyncio.create_task(leases.find(f"never-{n}", READER)) for n in range(leases.limit)]
     await asyncio.sleep(0)
     with pytest.raises(KvferryError) as refused:
-        await lasting(leases.find("one more"))
+        await lasting(leases.find("one more", READER))
     assert refused.value.code == "full"
     for task in waiting:
         task.cancel()
@@ -330,24 +369,24 @@ async def test_leases_and_waiting_readers_are_bounded(publish: Publish, leases: 
 
 async def test_the_end_of_a_registration_ends_everything(publish: Publish, leases: Leases, ended: list[Lease]) -> None:
     whole, partly = publish("whole"), publish("partly", more=True)
-    waiting = asyncio.create_task(leases.find("awaited"))
+    waiting = asyncio.create_task(leases.find("awaited", READER))
     await asyncio.sleep(0)
     leases.revoke_all("started anew")
     assert [lease.state for lease in (whole, partly)] == [LeaseState.REVOKED] * 2
     assert ended == [whole, partly]
-    for wait in (waiting, leases.find("awaited"), leases.find("later")):
+    for wait in (waiting, leases.find("awaited", READER), leases.find("later", READER)):
         with pytest.raises(KvferryError, match="started anew"):
             await lasting(wait)
 
 
 async def test_what_a_dead_engine_published_whole_stays_and_the_rest_ends(publish: Publish, leases: Leases) -> None:
     whole, partly = publish("whole"), publish("partly", more=True)
-    waiting = asyncio.create_task(leases.find("awaited"))
+    waiting = asyncio.create_task(leases.find("awaited", READER))
     await asyncio.sleep(0)
     leases.revoke_all("the engine is gone", keep_whole=True)
     assert (whole.state, partly.state) == (LeaseState.PUBLISHED, LeaseState.REVOKED)
-    assert await lasting(leases.find("whole")) is whole
-    for wait in (waiting, leases.find("later")):
+    assert await lasting(leases.find("whole", READER)) is whole
+    for wait in (waiting, leases.find("later", READER)):
         with pytest.raises(KvferryError, match="the engine is gone"):
             await lasting(wait)
 
@@ -356,5 +395,5 @@ async def test_a_request_may_be_published_again_after_its_lease_ended(publish: P
     publish()
     leases.revoke("r", "preempted")
     again = publish()
-    assert await lasting(leases.find("r")) is again
+    assert await lasting(leases.find("r", READER)) is again
     assert again.state is LeaseState.PUBLISHED

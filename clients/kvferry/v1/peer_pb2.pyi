@@ -346,10 +346,13 @@ class Reader(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     epoch: builtins.str
     rank: builtins.int
     world_size: builtins.int
+    key: builtins.bytes
+    """of the reading engine, for this source engine only: who lacks it is another reader"""
     def __init__(
         self,
         *,
@@ -357,8 +360,9 @@ class Reader(google.protobuf.message.Message):
         epoch: builtins.str = ...,
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
+        key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "key", b"key", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
 
 Global___Reader: typing_extensions.TypeAlias = Reader
 
@@ -948,6 +952,7 @@ class AbortRequest(google.protobuf.message.Message):
     FAILED_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
+    READER_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
     fan_out: builtins.bool
@@ -959,7 +964,11 @@ class AbortRequest(google.protobuf.message.Message):
     attempt: builtins.int
     """end this attempt only, also if its order comes later; 0: whatever is under way"""
     key: builtins.bytes
-    """of the roster; without it only the lease ends: whoever knows the request's id may read it"""
+    """of the roster; without it only the lease ends, and only if no other engine reads it"""
+    @property
+    def reader(self) -> Global___Reader:
+        """as whom the sender reads the lease"""
+
     def __init__(
         self,
         *,
@@ -971,8 +980,10 @@ class AbortRequest(google.protobuf.message.Message):
         failed: builtins.bool = ...,
         attempt: builtins.int = ...,
         key: builtins.bytes = ...,
+        reader: Global___Reader | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "rank", b"rank", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "rank", b"rank", "reader", b"reader", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
 

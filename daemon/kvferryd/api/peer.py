@@ -18,7 +18,7 @@ from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
 from kvferryd.leases.gather import Gatherer
-from kvferryd.leases.lease import ReaderId
+from kvferryd.leases.lease import ReaderId, reader_id
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.peers import allow
@@ -163,9 +163,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 engine, request.request_id, why, attempt=attempt, failed=failed
             )
             return peer_pb2.AbortReply(transfers_ended=int(ended))
-        transfers, leases = self._ferry.abort_here(engine, request.request_id, why, lease_only=not from_rank)
+        reader = None if from_rank else request.reader
+        transfers, leases = self._ferry.abort_here(engine, request.request_id, why, reader=reader)
         if request.fan_out:
-            more = await self._ferry.fan_out_abort(engine, request.request_id, lease_only=not from_rank)
+            more = await self._ferry.fan_out_abort(engine, request.request_id, reader=reader)
             transfers, leases = transfers + more[0], leases + more[1]
         return peer_pb2.AbortReply(transfers_ended=transfers, leases_ended=leases)
 
@@ -210,14 +211,14 @@ def _staging(arena: Arena) -> peer_pb2.Staging:
 
 
 def _reader(reader: peer_pb2.Reader) -> ReaderId:
-    named = 0 < len(reader.engine_id) <= 256 and len(reader.epoch) <= 256
+    named = 0 < len(reader.engine_id) <= 256 and len(reader.epoch) <= 256 and len(reader.key) <= 256
     if not named or not 0 <= reader.rank < reader.world_size <= MAX_WORLD_SIZE:
         raise Malformed(
             "malformed_reader", "the reader is not a rank of an engine", field="reader",
             value=f"{reader.engine_id} rank {reader.rank} of {reader.world_size}",
             remedy="name the engine, its epoch, the rank and the world size",
         )  # fmt: skip
-    return ReaderId(reader.engine_id, reader.epoch, reader.rank, reader.world_size)
+    return reader_id(reader)
 
 
 def _share(transfer: Transfer) -> peer_pb2.RankTransfer:

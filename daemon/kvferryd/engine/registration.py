@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import secrets
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +51,8 @@ class Engine:
     pairings: Pairings = field(default_factory=Pairings)
     roster_key: bytes = b""
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
+    _alone: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """In place of the roster's key where there is no roster."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -59,6 +63,10 @@ class Engine:
     def has_rank_with(self, key: bytes) -> bool:
         """Whether who says this key is the daemon of a rank of this engine."""
         return bool(self.roster_key) and hmac.compare_digest(self.roster_key, key)
+
+    def reader_key(self, source: str) -> bytes:
+        """By which engine `source` knows all ranks of this one as one reader. Each source is given another."""
+        return hmac.digest(self.roster_key or self._alone, source.encode(), hashlib.sha256)
 
     def set_members(self, members: dict[int, str]) -> None:
         self.members = members

@@ -8,13 +8,14 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvferry.errors import Conflict, Full, KvferryError
 from kvferry.schemas import LeaseRecord, LeaseState
 from kvferry.tables import Tables
+from kvferry.v1 import peer_pb2
 from kvferryd.leases.words import Word
 from kvferryd.states import LEASE, Machine
 
@@ -28,12 +29,22 @@ WINDOWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ReaderId:
-    """One rank of a reading engine."""
+    """One rank of a reading engine. Who has not its key is another reader, whatever its name."""
 
     engine_id: str
     epoch: str
     rank: int
     world_size: int
+    key: bytes = field(default=b"", repr=False)
+
+    @property
+    def engine(self) -> tuple[str, str, int, bytes]:
+        """Equal for all ranks of one engine."""
+        return self.engine_id, self.epoch, self.world_size, self.key
+
+
+def reader_id(reader: peer_pb2.Reader) -> ReaderId:
+    return ReaderId(reader.engine_id, reader.epoch, reader.rank, reader.world_size, reader.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +276,8 @@ class Lease:
             yield reader
         finally:
             reader.close(complete=False)
+            if not reader.read and self._readers.get(who) is reader:
+                del self._readers[who]
 
     def finished(self, who: ReaderId) -> None:
         """A rank has finished without opening the lease: it had nothing to read, or was quick with an announcement.
@@ -290,10 +303,14 @@ class Lease:
 
     @property
     def all_read(self) -> bool:
-        """Whether as many engines as expected have read with all their ranks."""
-        ranks = Counter((who.engine_id, who.epoch, who.world_size) for who, it in self._readers.items() if it.read)
-        whole = sum(count >= world_size for (_, _, world_size), count in ranks.items())
-        return not self.more and whole >= self.expected
+        """Whether as many engines as expected have read with all their ranks, and nobody else is reading."""
+        ranks = Counter(who.engine for who, it in self._readers.items() if it.read)
+        whole = sum(count >= world_size for (_, _, world_size, _), count in ranks.items())
+        return not self.more and whole >= self.expected and all(it.read for it in self._readers.values() if it.live)
+
+    def read_by_others(self, who: ReaderId) -> bool:
+        """Whether an engine other than that of `who` is reading it."""
+        return any(it.live and each.engine != who.engine for each, it in self._readers.items())
 
     def record(self) -> LeaseRecord:
         return LeaseRecord(

@@ -29,7 +29,7 @@ class Leases:
         """Readers to whom a lease is announced when it is published whole at once."""
         self._live: dict[str, Lease] = {}
         self._ended: LRUCache[str, Lease] = LRUCache(TOMBSTONES)
-        self._awaited: dict[str, list[asyncio.Future[Lease]]] = {}
+        self._awaited: dict[str, dict[asyncio.Future[Lease], ReaderId]] = {}
         """Readers that wait for a publish."""
         self._early: LRUCache[str, frozenset[ReaderId]] = LRUCache(TOMBSTONES, getsizeof=len)
         """Ranks with nothing to read here, which finished before this rank published."""
@@ -102,7 +102,7 @@ class Leases:
                     announce(lease)
             self._settle(lease)
 
-    async def find(self, request_id: str) -> Lease:
+    async def find(self, request_id: str, who: ReaderId) -> Lease:
         """The lease, waiting for its publish if that is still to come. The caller bounds the wait."""
         lease = self._live.get(request_id)
         if lease is not None:
@@ -114,12 +114,12 @@ class Leases:
         if request_id not in self._awaited and len(self._awaited) >= self.limit:
             raise Full("full", f"readers wait for {self.limit} publishes already", value=self.limit)
         published: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        others = self._awaited.setdefault(request_id, [])
-        others.append(published)
+        others = self._awaited.setdefault(request_id, {})
+        others[published] = who
         try:
             return await published
         finally:
-            others.remove(published)
+            del others[published]
             if not others and self._awaited.get(request_id) is others:
                 del self._awaited[request_id]
 
@@ -136,6 +136,14 @@ class Leases:
             early = self._early.get(request_id, frozenset()) | {who}
             if len(early) <= TOMBSTONES:
                 self._early[request_id] = early
+
+    def give_up(self, request_id: str, reason: str, who: ReaderId) -> bool:
+        """End a lease for one that was to read it: not while another engine reads it, or waits for its publish."""
+        lease = self._live.get(request_id)
+        waiting = self._awaited.get(request_id, {}).values()
+        if (lease is not None and lease.read_by_others(who)) or any(each.engine != who.engine for each in waiting):
+            return False
+        return self.revoke(request_id, reason)
 
     def revoke(self, request_id: str, reason: str) -> bool:
         """End a lease whatever its readers do; they will find that it did not hold. Idempotent."""

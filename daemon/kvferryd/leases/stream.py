@@ -76,7 +76,7 @@ class _Reading:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
         try:
             check_request_id(self._request_id)
-            lease = await self._stream.leases.find(self._request_id)
+            lease = await self._stream.leases.find(self._request_id, self._stream.who)
             with lease.reading(self._stream.who) as self.opened:
                 async for _ in lease.follow():
                     if not self._knows(lease):

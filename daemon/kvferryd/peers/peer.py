@@ -213,8 +213,10 @@ class PeerEngine:
 
     @property
     def lost(self) -> bool:
-        """Whether a daemon of it has gone since the handshake. The engine may be with another, in the same epoch."""
-        return any(rank.lost for rank in self.ranks.values())
+        """Whether a daemon of it has gone since the handshake, which may be with another by now in the same epoch; or
+        it knows our engine by a roster that is over."""
+        key = self.own.reader_key(self.engine_id)
+        return any(rank.lost or rank.opening.reader.key != key for rank in self.ranks.values())
 
     @property
     def unmapped(self) -> dict[int, str]:

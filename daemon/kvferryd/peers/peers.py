@@ -126,6 +126,7 @@ class Peers:
                 self.forget(peer)
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
+        await engine.until_whole(self._config.connect_timeout_s)  # its ranks read as one by the roster's key
         asked: list[PeerRank] = []
         """The ranks that have answered, whatever comes of it."""
         peer: PeerEngine | None = None
@@ -341,11 +342,14 @@ def _rank(reply: peer_pb2.HandshakeReply, channel: Channel, engine: Engine, engi
     for region in manifest.regions if regions or staging is None else ():
         if region.id not in regions or regions[region.id].nbytes < region.nbytes:
             raise wrong(f"gave no address for region {region.id}", "regions", region.id)
-    own = engine.session.rank
-    reader = peer_pb2.Reader(engine_id=own.engine_id, epoch=own.epoch, rank=own.rank, world_size=own.world_size)
-    opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader)
+    opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader_of(engine, engine_id))
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
     return PeerRank(channel, manifest, *told, regions, opening, staging)
+
+
+def reader_of(engine: Engine, source: str) -> peer_pb2.Reader:
+    """As whom our engine reads the leases of engine `source`."""
+    return peer_pb2.Reader(**engine.session.rank._asdict(), key=engine.reader_key(source))
 
 
 def _span(told: peer_pb2.RegionAddress | peer_pb2.Staging) -> Span:
