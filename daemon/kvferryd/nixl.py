@@ -6,7 +6,6 @@ import ctypes
 import importlib
 import os
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from kvferry.errors import Unavailable
@@ -43,7 +42,7 @@ def load() -> Any:
     raise Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=value, remedy=remedy)
 
 
-def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
+def make_agent(name: str, *, threads: int) -> Any:
     """A nixl_agent with the UCX backend, no listen thread, and a progress thread that sleeps.
 
     The Python wrapper fixes pthrDelay to 0, which spins one core per agent and halves the rate of scattered reads
@@ -72,8 +71,6 @@ def make_agent(name: str, *, threads: int, ucx: Mapping[str, str]) -> Any:
     options = {"ucx_error_handling_mode": "peer"}
     if threads:
         options["num_threads"] = str(threads)
-    if ucx:
-        options["engine_config"] = ",".join(f"{key}={value}" for key, value in ucx.items())
     agent.create_backend("UCX", options)
     return agent
 

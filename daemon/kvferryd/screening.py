@@ -28,7 +28,7 @@ def main() -> None:
 
     from kvferryd.nixl import make_agent
 
-    agent = make_agent(f"screen-{os.getpid()}", threads=0, ucx=json.loads(sys.argv[1]))
+    agent = make_agent(f"screen-{os.getpid()}", threads=0)
     landing = np.zeros(1, dtype=np.uint8)
     own = np.array([(landing.ctypes.data, 1, 0)], dtype=np.uint64)
     agent.register_memory(own, "DRAM")

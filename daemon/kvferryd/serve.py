@@ -12,7 +12,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -23,7 +23,7 @@ from kvferry.errors import KvferryError
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
-from kvferryd import logs
+from kvferryd import logs, ucx
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
@@ -66,7 +66,7 @@ def run(config: Config) -> int:
     gc.freeze()
     for warning in config.warnings():
         log.warning(warning)
-    return asyncio.run(_serve(config))
+    return asyncio.run(_serve(config, ucx.set_up(config)))
 
 
 def _keep_freed_memory() -> None:
@@ -89,7 +89,7 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, listening: Mapping[str, str]) -> int:
     stopping, now = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -111,6 +111,7 @@ async def _serve(config: Config) -> int:
             "serving", version=__version__, rest=config.rest, peer=config.peer, advertise=config.advertise,
             engine_socket=str(config.engine_socket), device=config.device, pid=os.getpid(),
             peers_prove="a certificate" if config.tls else "the secret" if ferry.proof else "nothing: loopback only",
+            ucx_listens=listening or "not over TCP",
         )  # fmt: skip
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)

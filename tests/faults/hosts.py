@@ -130,8 +130,7 @@ def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) ->
     secret = daemons.fleet.directory / "peer-secret"
     if not secret.exists():
         secret.write_text(secrets.token_hex(32))
-    device = far.device if address == far.here else "eth0"
-    apart = ("--peer-secret-file", str(secret), "--ucx", f"TLS=tcp NET_DEVICES={device}")
+    apart = ("--peer-secret-file", str(secret), "--ucx", "TLS=tcp")
     before = os.environ.pop("UCX_NET_DEVICES", None)  # of the tests that stay on loopback
     try:
         started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])

@@ -16,6 +16,11 @@ from kvferryd.transport import Read, TransportError
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(autouse=True)
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
 async def stopped_while_read(source: Source, reader: Reader) -> Read:
     """A read that is really under way: its source stands still."""
     source.process.send_signal(signal.SIGSTOP)
@@ -28,8 +33,8 @@ async def stopped_while_read(source: Source, reader: Reader) -> Read:
 
 
 async def test_it_is_unloaded_when_its_last_read_is_quiet() -> None:
-    with a_source(TLS="tcp") as source:
-        async with a_reader(source, TLS="tcp") as reader, asyncio.timeout(WAIT_S):
+    with a_source() as source:
+        async with a_reader(source) as reader, asyncio.timeout(WAIT_S):
             read = await stopped_while_read(source, reader)
             await reader.agent.remove_peer(source.name)
             source.process.send_signal(signal.SIGCONT)
@@ -39,8 +44,8 @@ async def test_it_is_unloaded_when_its_last_read_is_quiet() -> None:
 
 
 async def test_one_that_is_added_again_meanwhile_stays() -> None:
-    with a_source(TLS="tcp") as source:
-        async with a_reader(source, TLS="tcp") as reader, asyncio.timeout(WAIT_S):
+    with a_source() as source:
+        async with a_reader(source) as reader, asyncio.timeout(WAIT_S):
             read = await stopped_while_read(source, reader)
             await reader.agent.remove_peer(source.name)
             await reader.agent.add_peer(source.peer)

@@ -11,8 +11,8 @@ import numpy as np
 from kvferryd.transport import Agent, Span
 
 
-async def main(name: str, ucx: dict[str, str]) -> None:
-    agent = Agent(name, ucx=ucx)
+async def main(name: str) -> None:
+    agent = Agent(name)
     await agent.start()
     words = np.arange(1 << 20, dtype=np.uint64)
     await agent.register(Span(words.ctypes.data, words.nbytes, "host"))
@@ -21,4 +21,4 @@ async def main(name: str, ucx: dict[str, str]) -> None:
     await agent.close()
 
 
-asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
+asyncio.run(main(sys.argv[1]))

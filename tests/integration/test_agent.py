@@ -57,9 +57,9 @@ class Reader:
 
 
 @contextmanager
-def a_source(**ucx: str) -> Iterator[Source]:
+def a_source() -> Iterator[Source]:
     name = f"source-{uuid.uuid4().hex}"
-    command = [sys.executable, str(Path(__file__).with_name("agent_source.py")), name, json.dumps(ucx)]
+    command = [sys.executable, str(Path(__file__).with_name("agent_source.py")), name]
     quiet = os.environ | {"NIXL_LOG_LEVEL": "ERROR"}  # NIXL writes to stdout
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         assert process.stdout is not None
@@ -75,8 +75,8 @@ def source() -> Iterator[Source]:
 
 
 @asynccontextmanager
-async def a_reader(source: Source, **ucx: str) -> AsyncIterator[Reader]:
-    agent = Agent(f"reader-{uuid.uuid4().hex}", ucx=ucx)
+async def a_reader(source: Source) -> AsyncIterator[Reader]:
+    agent = Agent(f"reader-{uuid.uuid4().hex}")
     await agent.start()
     memory = np.zeros(source.span.nbytes // WORD, dtype=np.uint64)
     await agent.register(Span(memory.ctypes.data, memory.nbytes, "host"))
@@ -135,9 +135,10 @@ async def test_a_read_is_quiet_by_the_time_that_it_is_done(source: Source, reade
             assert read.quiet.done()
 
 
-async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken() -> None:
-    with a_source(TLS="tcp") as source:  # over TCP no word arrives inside the post
-        async with asyncio.timeout(WAIT_S), a_reader(source, TLS="tcp") as reader:
+async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # over TCP no word arrives inside the post
+    with a_source() as source:
+        async with asyncio.timeout(WAIT_S), a_reader(source) as reader:
             with held_up():
                 peeks = []
                 for index in range(1, 2000):

@@ -67,7 +67,7 @@ def _nixl(name: str, best: bool, told: dict[str, Any], local: Span, case: Case, 
 def _agent(best: bool) -> Any:
     """best: a progress thread that sleeps 10 ms (as every agent of ours has) and 8 threads, the fastest measured."""
     if best:
-        return make_agent("raw-best", threads=8, ucx={})
+        return make_agent("raw-best", threads=8)
     api = load()
     return api.nixl_agent("raw-defaults", api.nixl_agent_config(backends=["UCX"]))
 

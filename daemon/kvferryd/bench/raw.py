@@ -85,7 +85,7 @@ def raw_pair(source: SharedRegion, destination: SharedRegion) -> Iterator[RawPai
     """Start the target over `source`, connect to it from `destination`, and end it afterwards."""
     local = Span(destination.address, destination.nbytes, "host")
     with target(source.path, source.nbytes) as told:
-        agent = make_agent("raw-initiator", threads=0, ucx={})
+        agent = make_agent("raw-initiator", threads=0)
         with connected(agent, told, local) as pair:
             yield pair
 
@@ -111,7 +111,7 @@ def _serve(where: str, nbytes: int) -> None:
 
 
 def _target_agent(span: Span) -> Any:
-    agent = make_agent("raw-target", threads=0, ucx={})
+    agent = make_agent("raw-target", threads=0)
     agent.register_memory(_row(span), span.memory_type)
     return agent
 

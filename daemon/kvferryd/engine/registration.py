@@ -135,7 +135,7 @@ async def make(
     may_stage = must_stage or (config.device != "cpu" and config.way == "auto")  # where it costs no host memory
     leases = Leases(manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases)
     # A fresh name for every agent: an agent's name is its identity.
-    agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, ucx=config.ucx, device=gpu)
+    agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, device=gpu)
     runner: Runner | None = None
     arena: Arena | None = None
     unmapped, notes = "this engine's memory is host memory", []

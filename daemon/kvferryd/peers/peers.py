@@ -46,7 +46,7 @@ class Peers:
     def __init__(self, config: Config, metrics: Metrics, certificates: Certificates | None = None) -> None:
         self._config, self._metrics = config, metrics
         self.channels = Channels(config, certificates)
-        self._screen = Screen(config.ucx)
+        self._screen = Screen()
         self._known: dict[tuple[Engine, str], PeerEngine] = {}
         self._shaking: dict[tuple[Engine, str, str], asyncio.Task[PeerEngine]] = {}
         self._unloading = Tasks()

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,12 +41,10 @@ QUICK_ROWS, QUICK_NBYTES = 256, 1 << 20
 class Agent:
     """Owns a NIXL agent and its thread. Close it with `close`: that is also the only sure fence for a lost read."""
 
-    def __init__(
-        self, name: str, *, threads: int = 0, ucx: Mapping[str, str] | None = None, device: cuda.Device | None = None
-    ) -> None:
+    def __init__(self, name: str, *, threads: int = 0, device: cuda.Device | None = None) -> None:
         """`device`: the GPU whose memory the agent registers; None for host memory alone."""
         self.name, self.device = name, device
-        self._threads, self._ucx = threads, dict(ucx or {})
+        self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._reads = Reads()
@@ -73,7 +71,7 @@ class Agent:
     def _start(self) -> None:
         if self.device is not None:
             self.device.bind()  # UCX looks at whatever context is current in the thread that calls it
-        self._nixl = make_agent(self.name, threads=self._threads, ucx=self._ucx)
+        self._nixl = make_agent(self.name, threads=self._threads)
         self._register(Span(self._scratch.ctypes.data, self._scratch.nbytes, "host"))
         if self.device is not None:
             self._landing = Span(self.device.alloc(cuda.GRANULE), cuda.GRANULE, "cuda", self.device.index)

@@ -17,7 +17,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferryd import screening
@@ -127,8 +127,7 @@ def _malformed(why: str) -> TransportError:
 class Screen:
     """Owns the process: started when it is first needed, again when it has died, ended by `close`."""
 
-    def __init__(self, ucx: Mapping[str, str]) -> None:
-        self._ucx = dict(ucx)
+    def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
@@ -162,7 +161,7 @@ class Screen:
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", screening.__name__, json.dumps(self._ucx),
+            sys.executable, "-m", screening.__name__,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
         )  # fmt: skip

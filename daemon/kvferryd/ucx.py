@@ -1,0 +1,78 @@
+"""UCX's settings, of the whole process; and where it listens for TCP: it asks nobody who he is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvferryd import logs
+from kvferryd.config import Config
+from kvferryd.settings import is_loopback, is_wildcard, split_address
+
+log = logs.get(__name__)
+PORTS = "17411-17999"
+"""UCX takes one for each interface, engine and worker. Where none is free it goes on looking for ever."""
+SIOCGIFADDR = 0x8915
+
+
+def set_up(config: Config) -> Mapping[str, str]:
+    """Set UCX_* for this process and its children, before NIXL is loaded. (NIXL's own `engine_config` ends a value at
+    its first comma.)
+
+    Unless an operator says otherwise, UCX listens in PORTS, and on the interface of `peer`. The others are named as
+    those to leave out: RDMA devices, and whatever is no network, stay in use. Returns where it listens; nothing
+    without TCP.
+    """
+    os.environ.update({f"UCX_{name}": value for name, value in config.ucx.items()})
+    transports = os.environ.get("UCX_TLS", "all")
+    if not any(each in transports for each in ("tcp", "all", "^")):
+        return {}
+    os.environ.setdefault("UCX_TCP_PORT_RANGE", PORTS)
+    if "UCX_NET_DEVICES" not in os.environ:
+        others = _other_interfaces(config)
+        os.environ["UCX_NET_DEVICES"] = f"^{','.join(others)}" if others else "all"
+    return {name: os.environ[name] for name in ("UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES")}
+
+
+def _other_interfaces(config: Config) -> list[str]:
+    """Those that do not have the address of `peer`; none where no interface has it."""
+    address = config.advertise if is_wildcard(config.peer) else config.peer
+    interfaces, own = _addresses(), _resolved(address)
+    others = sorted(name for name, held in interfaces.items() if not held & own)
+    if len(others) < len(interfaces):
+        return others
+    log.warning(
+        "UCX listens on all network interfaces: none of them has the address of this daemon", address=address,
+        remedy="set NET_DEVICES in ucx",
+    )  # fmt: skip
+    return []
+
+
+def _resolved(address: str) -> set[str]:
+    host, port = split_address(address)
+    if is_loopback(address):
+        host = "127.0.0.1"
+    try:
+        return {str(ipaddress.ip_address(found[4][0])) for found in socket.getaddrinfo(host, port)}
+    except OSError:
+        return set()
+
+
+def _addresses() -> dict[str, set[str]]:
+    """By interface, where it has any: its first of IPv4, as UCX sees it, and all of IPv6."""
+    found: dict[str, set[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                told = fcntl.ioctl(asking, SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+                found[name] = {socket.inet_ntoa(told[20:24])}
+    with contextlib.suppress(OSError):  # no IPv6 here
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            found.setdefault(name, set()).add(str(ipaddress.ip_address(bytes.fromhex(digits))))
+    return found
