@@ -109,7 +109,7 @@ class Config(BaseModel):
         if not settings.is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
             yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
         if self.strict and any(each in self.ucx.get("TLS", "all") for each in ("tcp", "all", "^")):
-            yield "strict = true does not hold over TCP, where UCX checks no key: name UCX's transports without tcp (ucx)"
+            yield "strict = true does not hold over TCP, where UCX checks no key: leave tcp out of its transports (ucx)"
 
 
 OPTIONS: Mapping[str, FieldInfo] = Config.model_fields
