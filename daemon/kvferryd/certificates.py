@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,42 @@ class Identity:
     context: ssl.SSLContext | None = field(default=None, compare=False)
     """For a REST server, which asks its clients for certificates."""
 
+    def vouches_for(self, shown: bytes) -> bool:
+        """Whether a certificate that TLS has accepted before still leads to an authority of ours. shown: it and its
+        chain. Time plays no part: who has let it run out is refused when he connects again."""
+        return _leads_to(shown, self.authority)
+
     def for_dialling(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def for_serving(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.authority)
+
+
+@functools.lru_cache(1024)
+def _leads_to(shown: bytes, authorities: bytes) -> bool:
+    from cryptography import x509  # 60 ms, for who rotates
+    from cryptography.exceptions import InvalidSignature
+
+    def signed(one: x509.Certificate, by: x509.Certificate) -> bool:
+        try:
+            one.verify_directly_issued_by(by)
+        except (ValueError, TypeError, InvalidSignature):
+            return False
+        return True
+
+    try:
+        at, *chain = x509.load_pem_x509_certificates(shown)
+        roots = x509.load_pem_x509_certificates(authorities)
+    except ValueError:
+        return False
+    while not any(at == root or signed(at, root) for root in roots):
+        above = next((each for each in chain if signed(at, each)), None)
+        if above is None:
+            return False
+        chain.remove(above)
+        at = above
+    return True
 
 
 class Certificates:

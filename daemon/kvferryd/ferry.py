@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -34,6 +34,7 @@ from kvferryd.transfers.transfer import Transfer
 from kvferryd.transfers.transfers import Transfers
 
 log = structlog.get_logger()
+LOOK_S, COME_ALONG_S = 1.0, 3.0
 
 
 class Ferry:
@@ -285,6 +286,27 @@ class Ferry:
         finally:
             for each in waiting:
                 each.cancel()
+
+    async def follow_proof(self, proof: Certificates, recheck_callers: Callable[[], None]) -> None:
+        """For as long as the daemon runs: what stands goes over to what proves us now, and ends where the other side's
+        proof holds no more."""
+        before = proof.current()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = proof.current()
+            if now != before:
+                renewed = [self.peers_known.renew(), self.roster.renew(), self.jobs.renew()]
+                if now.authority != before.authority:
+                    renewed.append(self._cut_off(recheck_callers))
+                before = now
+                for failed in await asyncio.gather(*renewed, return_exceptions=True):
+                    if isinstance(failed, Exception):
+                        log.error("not renewed", exc_info=failed)
+
+    async def _cut_off(self, recheck_callers: Callable[[], None]) -> None:
+        """Callers look for new files as seldom as we do: they have time to come along."""
+        await asyncio.gather(self.peers_known.channels.recheck(), asyncio.sleep(COME_ALONG_S))
+        recheck_callers()
 
     async def close(self) -> None:
         """End everything, in the order in which it depends on each other."""

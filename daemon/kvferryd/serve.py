@@ -24,6 +24,7 @@ from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import logs, ucx
+from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
@@ -44,8 +45,8 @@ SWITCH_S = 2e-4
 """How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
 DESCRIPTORS = 65_536
-MAX_RPCS = 8192
-"""Calls and open streams at once: leases being read, orders followed, roster members."""
+HANDSHAKE_MS = 5000
+"""The longest that a peer may take to prove itself."""
 
 
 def run(config: Config) -> int:
@@ -154,8 +155,10 @@ def _cannot_listen(field: str, address: str) -> KvferryError:
 @contextlib.asynccontextmanager
 async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     config = ferry.config
-    server = grpc.aio.server(options=[*PEER_OPTIONS, ("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_RPCS)
-    peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry), server)
+    options = [*PEER_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+    callers = Callers(config.allow_peers, ferry.proof)
+    peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers), server)
     try:
         if ferry.proof:
             server.add_secure_port(config.peer, ferry.proof.server_credentials())
@@ -164,9 +167,13 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     except RuntimeError:
         raise _cannot_listen("peer", config.peer) from None
     await server.start()
+    following = asyncio.create_task(ferry.follow_proof(ferry.proof, callers.recheck)) if ferry.proof else None
     try:
         yield
     finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
         await server.stop(GRACE_S)
 
 

@@ -52,6 +52,10 @@ def unary(
         try:
             self.admit(context)
             return await method(self, request, context)
+        except asyncio.CancelledError:
+            if (why := self.sent_away(context)) is None:
+                raise
+            await _refuse(context, why, method.__name__)
         except Exception as error:  # noqa: BLE001  see told
             await _refuse(context, error, method.__name__)
 
@@ -70,6 +74,10 @@ def stream(
             self.admit(context)
             async for reply in replies:
                 yield reply
+        except asyncio.CancelledError:
+            if (why := self.sent_away(context)) is None:
+                raise
+            await _refuse(context, why, method.__name__)
         except Exception as error:  # noqa: BLE001  see told
             await _refuse(context, error, method.__name__)
         finally:

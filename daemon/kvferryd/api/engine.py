@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
-from kvferry.errors import Conflict, Malformed
+from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
@@ -33,6 +33,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     def admit(self, context: Context) -> None:
         """Everybody: only this user can open the socket."""
+
+    def sent_away(self, context: Context) -> KvferryError | None:
+        """Nobody."""
 
     @stream
     async def Attach(

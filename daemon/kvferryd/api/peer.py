@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
-from urllib.parse import unquote
 
 from kvferry import __version__
 from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
@@ -13,6 +12,7 @@ from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
+from kvferryd.api.callers import Callers
 from kvferryd.check import check_request_id
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
@@ -32,16 +32,11 @@ KINDS = {"host": layout_pb2.MEMORY_KIND_HOST, "cuda": layout_pb2.MEMORY_KIND_CUD
 
 
 class PeerService(peer_pb2_grpc.PeerServicer):
-    """Every call is refused unless `allow_peers` admits the caller's address."""
+    """Every call is one of `callers`."""
 
-    def __init__(self, ferry: Ferry) -> None:
+    def __init__(self, ferry: Ferry, callers: Callers) -> None:
         self._ferry = ferry
-
-    def admit(self, context: Context) -> None:
-        # "ipv4:10.0.0.7:41234" or "ipv6:%5B::1%5D:41234"
-        kind, _, address = unquote(context.peer()).partition(":")
-        if kind in ("ipv4", "ipv6"):
-            allow.check(address, self._ferry.config.allow_peers)
+        self.admit, self.sent_away = callers.enter, callers.ended
 
     @unary
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:

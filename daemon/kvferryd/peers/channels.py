@@ -12,10 +12,12 @@ import grpc
 from kvferry.errors import Full, KvferryError, PeerFailed
 from kvferry.rpc import PEER_OPTIONS, SILENT, UNREACHABLE, error_of
 from kvferry.v1 import peer_pb2_grpc
+from kvferryd import logs
 from kvferryd.certificates import Certificates, Identity
 from kvferryd.config import Config
 from kvferryd.peers import allow
 
+log = logs.get(__name__)
 MAX_CHANNELS = 2048
 """Open at once: ranks of peer engines and of our own. Addresses come from request bodies, and each costs a socket."""
 
@@ -68,6 +70,25 @@ class Channels:
                 yield channel.stub
         finally:
             await channel.close()
+
+    async def recheck(self) -> None:
+        """End the connections of before to those that cannot prove themselves now, in a connection of its own."""
+        assert self._certificates is not None
+        now = self._certificates.current()
+        before = [(address, shared) for (address, identity), shared in self._open.items() if identity != now]
+        await asyncio.gather(*(self._recheck(address, shared, now) for address, shared in before))
+
+    async def _recheck(self, address: str, shared: _Shared, now: Identity) -> None:
+        trying = _dial(address, now)
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await trying.channel_ready()
+        except TimeoutError:
+            if shared.users:
+                log.warning("connection ended: the peer does not prove itself any more", address=address)
+            await shared.close()
+        finally:
+            await trying.close()
 
     async def close(self) -> None:
         await asyncio.gather(*(shared.close() for shared in list(self._open.values())))

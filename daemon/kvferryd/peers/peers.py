@@ -258,6 +258,17 @@ class Peers:
             await channel.close()
             raise
 
+    async def renew(self) -> None:
+        """Shake hands anew with everybody, by what proves us now. Transfers under way go on where they read."""
+        await asyncio.gather(*map(self._renew, self))
+
+    async def _renew(self, peer: PeerEngine) -> None:
+        try:
+            await self._shake(peer.own, peer.engine_id, peer.home.addresses[0])
+        except KvferryError as error:
+            log.info("peer forgotten", engine_id=peer.engine_id, why=str(error))
+            self.forget(peer)
+
     def forget(self, peer: PeerEngine) -> None:
         """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew.
         Idempotent."""

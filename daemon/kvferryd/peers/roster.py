@@ -7,6 +7,7 @@ key comes from a rank of the same engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -105,17 +106,32 @@ class Roster:
         self._joining: dict[bytes, Engine] = {}
         """By the challenge that the seed has to repeat."""
 
-    def follow(self, engine: Engine) -> None:
-        """Join, and set the engine's members as they change."""
+    def follow(self, engine: Engine) -> asyncio.Event:
+        """Join, and set the engine's members as they change. The event is set when it has joined."""
+        joined = asyncio.Event()
         if engine.world_size > 1:
-            self._tasks[engine] = asyncio.create_task(self._follow(engine), name=f"roster-{engine.engine_id}")
+            self._tasks[engine] = asyncio.create_task(self._follow(engine, joined), name=f"roster-{engine.engine_id}")
+        return joined
 
-    async def _follow(self, engine: Engine) -> None:
+    async def renew(self) -> None:
+        """Join again, by what proves us now. What stands goes on meanwhile, so that no rank is missed."""
+        await asyncio.gather(*(self._renew(engine, task) for engine, task in self._tasks.items()))
+
+    async def _renew(self, engine: Engine, before: asyncio.Task[None]) -> None:
+        joined = self.follow(engine)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await joined.wait()
+        before.cancel()
+        await asyncio.wait([before])
+
+    async def _follow(self, engine: Engine, joined: asyncio.Event) -> None:
         pause = RETRY_S[0]
         while not engine.session.retired.is_set():
             try:
                 async for members in self._members(engine):
                     engine.set_members(members)
+                    joined.set()
                     pause = RETRY_S[0]
             except KvferryError as error:
                 log.warning("roster not joined", engine_id=engine.engine_id, seed=self._config.roster, error=str(error))

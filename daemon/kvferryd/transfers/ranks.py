@@ -13,7 +13,7 @@ from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.aio import Tasks, together
 from kvferryd.config import Config
 from kvferryd.engine import Engine
-from kvferryd.peers.channels import Channel, Channels, asking
+from kvferryd.peers.channels import Channel, Channels
 from kvferryd.transfers.transfer import Transfer, error_body
 
 STALE_ATTEMPT = "stale_attempt"
@@ -54,21 +54,24 @@ class Ranks:
         for engine in list(self._open):
             await self.leave(engine)
 
+    async def renew(self) -> None:
+        """Dial anew for the next order: the certificates have changed."""
+        for engine in list(self._open):
+            await self.leave(engine)
+
     async def leave(self, engine: Engine) -> None:
-        """The engine is retired: no order of it is handed on any more."""
+        """Its channels are closed when no order uses them any more."""
         for channel in self._open.pop(engine, {}).values():
             await channel.close()
 
     @contextlib.asynccontextmanager
     async def _asking(self, engine: Engine, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
-        """The peer service of one rank. Its channel is dialled anew once the certificates have changed."""
-        channel = self._channels.open(address)
+        """The peer service of one rank. The call holds the channel too: it goes on when `renew` has let go of it."""
         held = self._open.setdefault(engine, {})
-        before, held[address] = held.get(address), channel
-        if before is not None:
-            await before.close()
-        async with asking(address):
-            yield channel.stub
+        if address not in held:
+            held[address] = self._channels.open(address)
+        async with self._channels.calling(address) as stub:
+            yield stub
 
     async def _follow_all(self, transfer: Transfer) -> None:
         engine = transfer.engine

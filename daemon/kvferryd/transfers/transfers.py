@@ -291,6 +291,10 @@ class Transfers:
             if transfer.engine is engine:
                 transfer.stop(TransferState.FAILED, Unavailable("engine_gone", why))
 
+    async def renew(self) -> None:
+        """Dial other ranks anew: the certificates have changed."""
+        await self._ranks.renew()
+
     async def leave(self, engine: Engine) -> None:
         """The engine is retired: close the channels to its other ranks."""
         await self._ranks.leave(engine)

@@ -1,0 +1,83 @@
+"""Who calls at the peer port now: bounded for each source address, and ended when what he has proven holds no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from urllib.parse import unquote
+
+from kvferry.errors import Full, KvferryError, Unauthorized
+from kvferryd import logs
+from kvferryd.api.answer import Context
+from kvferryd.certificates import Certificates, Identity
+from kvferryd.peers import allow
+
+log = logs.get(__name__)
+MAX_CALLS = 8192
+"""Calls and open streams at once: leases being read, orders followed, roster members."""
+MAX_FROM_ONE = MAX_CALLS // 4
+"""Of them from one address: that of a host with eight daemons, of which each hands on 256 orders."""
+
+
+class Callers:
+    """The calls under way."""
+
+    def __init__(self, allowed: Sequence[str], proof: Certificates | None) -> None:
+        self._allowed, self._proof = allowed, proof
+        self._trusted: Identity | None = None
+        """By whose authorities, or those of now, callers must have proven themselves. None: TLS has checked them."""
+        self._under_way: dict[Context, asyncio.Task[object]] = {}
+        self._from: Counter[str] = Counter()
+        self._ended: set[Context] = set()
+
+    def enter(self, context: Context) -> None:
+        """Raises KvferryError: `address_not_allowed`, `proof_over`, `too_many_calls`."""
+        # "ipv4:10.0.0.7:41234" or "ipv6:%5B::1%5D:41234"
+        kind, _, address = unquote(context.peer()).partition(":")
+        if kind in ("ipv4", "ipv6"):
+            allow.check(address, self._allowed)
+        if not self._holds(context):
+            raise _over()
+        host = address.rpartition(":")[0]
+        if self._from[host] >= MAX_FROM_ONE:
+            why = f"{MAX_FROM_ONE} calls from {host} are under way"
+            raise Full("too_many_calls", why, field="address", value=host, remedy="end some of them, or call later")
+        task = asyncio.current_task()
+        assert task is not None
+        self._from[host] += 1
+        self._under_way[context] = task
+        context.add_done_callback(lambda _: self._leave(context, host))  # type: ignore[arg-type]  # any callable will do
+
+    def _leave(self, context: Context, host: str) -> None:
+        del self._under_way[context]
+        self._ended.discard(context)
+        self._from[host] -= 1
+        if not self._from[host]:
+            del self._from[host]
+
+    def recheck(self) -> None:
+        """From now on callers need a certificate of the present authorities; those without are sent away."""
+        assert self._proof is not None
+        self._trusted = self._proof.current()
+        over = [context for context in self._under_way if not self._holds(context)]
+        log.info("what callers have proven was checked again", ended=sorted({each.peer() for each in over}))
+        for context in over:
+            self._ended.add(context)
+            self._under_way[context].cancel()
+
+    def ended(self, context: Context) -> KvferryError | None:
+        """Why the call was cancelled, if that was done here."""
+        return _over() if context in self._ended else None
+
+    def _holds(self, context: Context) -> bool:
+        if self._trusted is None or self._proof is None:
+            return True
+        told = context.auth_context()
+        shown = b"".join((*told.get("x509_pem_cert", ()), *told.get("x509_pem_cert_chain", ())))
+        return self._trusted.vouches_for(shown) or self._proof.current().vouches_for(shown)
+
+
+def _over() -> KvferryError:
+    why = "the certificate or secret that you have proven in this connection holds no more"
+    return Unauthorized("proof_over", why, field="peer", remedy="connect again with one that holds")

@@ -1,0 +1,302 @@
+"""Secrets, certificates, authorities and tokens are changed under load, without a failed transfer; and who is left
+behind is cut off, on both sides, also in connections that stand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from authority import DAY, NOW, Authority, replace
+from fleet import TIMEOUT_S, ByHand, Daemons, refusal, under_way, until
+from lives import TP1, engine_on, published, receives
+from pair import is_in
+from ranks import Kv, Shape, TestEngine
+from test_peer_secret import answer_to, prewarm
+
+from kvferry.engine import TransferFailed
+from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody, SourceBody, TransferState
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferryd.demo.fleet import DaemonService
+from kvferryd.peers.secret import NAME, PeerSecret
+
+pytestmark = pytest.mark.anyio
+HERE = "127.0.0.1"
+Step = Callable[[], None]
+
+
+def lines_of(*lines: str) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+class Secret:
+    """Every daemon's own file of the secret."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._now = folder, secrets.token_hex(32)
+        self._files: list[Path] = []
+
+    def flags(self) -> Sequence[str]:
+        file = self._folder / f"secret-{len(self._files)}"
+        replace(file, lines_of(self._now))
+        self._files.append(file)
+        return ("--peer-secret-file", str(file))
+
+    def steps(self) -> Iterator[Step]:
+        """Of one rotation: for each step, what is done at one daemon after another."""
+        before, self._now = self._now, secrets.token_hex(32)
+        for lines in ((self._now, before), (self._now,)):
+            yield from (lambda file=file, lines=lines: replace(file, lines_of(*lines)) for file in self._files)
+
+
+class Certified:
+    """Every daemon's own certificate, key and authorities."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._now = folder, Authority("authority 0")
+        self._count = itertools.count(1)
+        self._daemons: list[dict[str, Path]] = []
+
+    def flags(self) -> Sequence[str]:
+        number = len(self._daemons)
+        files = {kind: self._folder / f"{kind}-{number}.pem" for kind in ("cert", "key", "ca")}
+        self._daemons.append(files)
+        self._write(files, self._now, self._now.certificate)
+        return [part for kind, file in files.items() for part in (f"--tls-{kind}", str(file))]
+
+    def _write(self, files: dict[str, Path], authority: Authority, trusted: bytes) -> None:
+        cert, key = authority.issue(HERE, "localhost")
+        for kind, content in {"ca": trusted, "key": key, "cert": cert}.items():
+            replace(files[kind], content)
+
+    def steps(self) -> Iterator[Step]:
+        before, self._now = self._now, Authority(f"authority {next(self._count)}")
+        both = before.certificate + self._now.certificate
+        for issuer, trusted in ((before, both), (self._now, both), (self._now, self._now.certificate)):
+            for files in self._daemons:
+                yield lambda files=files, of=(issuer, trusted): self._write(files, *of)
+
+
+def checks(daemon: DaemonService) -> int:
+    return daemon.log.read_text().count("what callers have proven was checked again")
+
+
+@pytest.mark.parametrize("kind", [Secret, Certified])
+@pytest.mark.timeout(300)
+async def test_what_daemons_prove_is_changed_without_a_failed_transfer(
+    daemons: Daemons, stack: AsyncExitStack, tmp_path: Path, kind: type[Secret | Certified]
+) -> None:
+    """A source, and a reader of two ranks: streams of leases, the roster, orders from rank to rank, handshakes. The
+    connections stand throughout: nothing is forgotten between transfers."""
+    proof, name = kind(tmp_path), kind.__name__.lower()
+    (there,) = await daemons.start(f"{name}-s", 1, *proof.flags())
+    first = (await daemons.start(f"{name}-r0", 1, *proof.flags()))[0]
+    second = await daemons.start_rank(f"{name}-r1", first, *proof.flags())
+    source = await TestEngine.start(f"{name}-s", [there], TP1)
+    stack.push_async_callback(source.close)
+    reader = await TestEngine.start(f"{name}-r", [first, second], Shape.tp(2, num_blocks=16))
+    stack.push_async_callback(reader.close)
+    router = await stack.enter_async_context(RouterClient(first.url))
+    done = 0
+
+    async def traffic() -> None:
+        nonlocal done
+        for number in itertools.count():
+            kv, _ = await published(source, f"r{number}")
+            blocks = reader.take(kv.tokens)
+            expected = reader.snapshot()
+            reader.write_into(expected, kv, blocks)
+            receiving = asyncio.create_task(reader.receive(f"r{number}", blocks))
+            await router.order(OrderBody(request_id=f"r{number}", source=source.source()))  # rank 0 hands it on
+            await receiving
+            assert not reader.differences(expected)
+            done += 1
+
+    def handshakes() -> int:
+        return there.log.read_text().count('"event": "handshake"')
+
+    async with under_way(traffic()) as running:
+
+        async def moved(wanted: int) -> bool:
+            assert not running.done(), running.exception()
+            return done >= wanted
+
+        async def shaken(before: int) -> bool:
+            """Whether both ranks of the reader have come along."""
+            assert not running.done(), running.exception()
+            return handshakes() > before + 1
+
+        await until(lambda: moved(3), "transfers go on")
+        for _ in range(2):
+            steps = list(proof.steps())
+            for phase in range(0, len(steps), 3):
+                before = handshakes()
+                for step in steps[phase : phase + 3]:
+                    step()
+                    now = done
+                    await until(lambda now=now: moved(now + 1), "transfers go on")
+                await until(lambda before=before: shaken(before), "the reader's ranks shake hands anew")
+        seen = checks(there)
+
+        async def checked() -> bool:
+            assert not running.done(), running.exception()
+            return checks(there) > seen or checks(there) >= 2
+
+        await until(checked, "what stands is checked")
+        now = done
+        await until(lambda: moved(now + 5), "transfers go on")
+
+
+async def test_a_token_is_changed_without_a_failed_order(
+    daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    file, old, new = tmp_path / "tokens", secrets.token_hex(16), secrets.token_hex(16)
+    replace(file, lines_of(old))
+    (there,), (here,) = await daemons.start("tokens-s"), await daemons.start("tokens-r", 1, "--token-file", str(file))
+    source, _ = await engine_on(stack, "tokens-s", there)
+    reader = await TestEngine.start("tokens-r", [here], TP1)
+    stack.push_async_callback(reader.close)
+    numbers = itertools.count()
+
+    async def orders(token: str) -> None:
+        request = f"r{next(numbers)}"
+        kv, _ = await published(source, request)
+        blocks = reader.take(kv.tokens)
+        receiving = asyncio.create_task(reader.receive(request, blocks))
+        async with RouterClient(here.url, token=token) as router:
+            await router.order(OrderBody(request_id=request, source=source.source()))
+        await receiving
+
+    await orders(old)
+    replace(file, lines_of(new, old))
+    await orders(old)
+    await orders(new)
+    replace(file, lines_of(new))
+    await orders(new)
+    async with httpx.AsyncClient(base_url=here.url, trust_env=False) as http:
+        for headers in ({}, {"authorization": f"Bearer {old}"}, {"authorization": f"Basic {new}"}):
+            refused = await http.post("/v1/transfers", json={}, headers=headers)
+            assert (refused.status_code, refused.json()["code"]) == (401, "unauthorized")
+
+
+async def test_who_is_left_with_an_old_secret_is_cut_off_in_connections_that_stand(
+    daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    """As a caller and as one that is called; those whose proof holds go on."""
+    old, new = secrets.token_hex(32), secrets.token_hex(32)
+    names = ("kept-s", "kept-r", "behind")
+    files = {name: tmp_path / name for name in names}
+    for file in files.values():
+        replace(file, lines_of(old))
+    started = {name: (await daemons.start(name, 1, "--peer-secret-file", str(file)))[0] for name, file in files.items()}
+    source, _ = await engine_on(stack, "kept-s", started["kept-s"])
+    behind, _ = await engine_on(stack, "behind", started["behind"])
+    reader, router = await engine_on(stack, "kept-r", started["kept-r"])
+    for number, each in enumerate((source, behind)):
+        kv, _ = await published(each, f"first-{number}")
+        await receives(reader, f"first-{number}", kv, each.source())
+    kv, blocks = Kv.random(50), behind.take(50)
+    behind.write(kv, blocks)
+    await behind.publish("long", blocks, 20, more=True)
+    reading = asyncio.create_task(receives(reader, "long", kv, behind.source()))
+    await until(lambda: is_in(router, "long", TransferState.READING), "it is read")
+    credentials = PeerSecret(files["behind"]).current().for_dialling()
+    options = [("grpc.ssl_target_name_override", NAME)]
+    channel = await stack.enter_async_context(
+        grpc.aio.secure_channel(started["kept-s"].peer, credentials, options=options)
+    )
+    stale = peer_pb2_grpc.PeerStub(channel)
+    opening = peer_pb2.ReadOpening(
+        engine_id="kept-s", epoch=source.epoch, reader=peer_pb2.Reader(engine_id="stale", epoch="1", world_size=1)
+    )
+    caller = ByHand(stale, opening)
+    assert (await caller.open("first-0")).HasField("problem")
+    for lines in ((new, old), (new,)):
+        for name in ("kept-s", "kept-r"):
+            replace(files[name], lines_of(*lines))
+        shaken = started["kept-s"].log.read_text().count('"event": "handshake"')
+
+        async def again(shaken: int = shaken) -> bool:
+            return started["kept-s"].log.read_text().count('"event": "handshake"') > shaken
+
+        await until(again, "the two shake hands anew")
+    async with asyncio.timeout(TIMEOUT_S):
+        assert (await refusal(caller.call.read())).code == "proof_over"
+    assert (await refusal(stale.Handshake(peer_pb2.HandshakeRequest()))).code == "proof_over", "nor a new call"
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(reading, TIMEOUT_S)
+    assert await prewarm(router, behind.source()) == "peer_unreachable"
+    kv, _ = await published(source, "after")
+    await receives(reader, "after", kv, source.source())
+
+
+CALLERS = {
+    "none": (None, "UNAVAILABLE"),
+    "of another authority": ("other", "UNAVAILABLE"),
+    "run out": ("expired", "UNAVAILABLE"),
+    "of ours": ("ours", "let in"),
+}
+
+
+@pytest.mark.parametrize(("shown", "answer"), CALLERS.values(), ids=CALLERS.keys())
+async def test_a_caller_is_let_in_by_its_certificate(
+    daemons: Daemons, tmp_path: Path, shown: str | None, answer: str
+) -> None:
+    ours = Authority("ours")
+    daemon = await certified(daemons, tmp_path, f"door-{answer}-{shown}".replace(" ", "-"), ours)
+    pairs = {
+        "other": Authority("other").issue(HERE), "expired": ours.issue(HERE, until=NOW - DAY), "ours": ours.issue(HERE),
+    }  # fmt: skip
+    cert, key = pairs[shown] if shown else (None, None)
+    credentials = grpc.ssl_channel_credentials(ours.certificate, key, cert)
+    async with grpc.aio.secure_channel(daemon.peer, credentials) as channel:
+        assert await answer_to(peer_pb2_grpc.PeerStub(channel)) == answer
+
+
+SERVERS = {
+    "of another authority": ("other", (HERE,), "peer_unreachable"),
+    "run out": ("expired", (HERE,), "peer_unreachable"),
+    "for another name": ("ours", ("elsewhere.example",), "peer_unreachable"),
+    "for another address": ("ours", ("127.0.0.9",), "peer_unreachable"),
+    "right": ("ours", (HERE,), "protocol"),  # let in: what it answers there is nonsense
+}
+
+
+@pytest.mark.parametrize(("of", "names", "answer"), SERVERS.values(), ids=SERVERS.keys())
+async def test_a_daemon_that_is_dialled_proves_that_it_is_at_home_there(
+    daemons: Daemons, stack: AsyncExitStack, tmp_path: Path, of: str, names: tuple[str, ...], answer: str
+) -> None:
+    ours = Authority("ours")
+    issuer = Authority("other") if of == "other" else ours
+    name = "".join(filter(str.isalnum, f"{of}{names[0]}"))
+    cert, key = issuer.issue(*names, until=NOW - DAY if of == "expired" else NOW + DAY)
+    _, router = await engine_on(stack, f"d{name}", await certified(daemons, tmp_path, f"d{name}", ours))
+    server = grpc.aio.server()
+    peer_pb2_grpc.add_PeerServicer_to_server(Nobody(), server)
+    port = server.add_secure_port(f"{HERE}:0", grpc.ssl_server_credentials([(key, cert)]))
+    await server.start()
+    try:
+        assert await prewarm(router, SourceBody(engine_id="nobody", address=f"{HERE}:{port}")) == answer
+    finally:
+        await server.stop(0)
+
+
+class Nobody(peer_pb2_grpc.PeerServicer):
+    async def Handshake(self, request: peer_pb2.HandshakeRequest, context: object) -> peer_pb2.HandshakeReply:
+        return peer_pb2.HandshakeReply()
+
+
+async def certified(daemons: Daemons, folder: Path, name: str, authority: Authority) -> DaemonService:
+    cert, key = authority.issue(HERE)
+    files = {kind: folder / f"{name}-{kind}" for kind in ("cert", "key", "ca")}
+    for kind, content in {"cert": cert, "key": key, "ca": authority.certificate}.items():
+        replace(files[kind], content)
+    flags = [part for kind, file in files.items() for part in (f"--tls-{kind}", str(file))]
+    return (await daemons.start(name, 1, *flags))[0]
