@@ -15,11 +15,15 @@ PROBLEM_KEY = "kvferry-problem-bin"
 MAX_MESSAGE = 64 << 20
 """Bytes of one message. A manifest of 65,536 components is 12 MB."""
 
+MAX_PEER_MESSAGE = 16 << 20
+"""The same between daemons: gRPC reads a message on the event loop, 5 ms a MB."""
+
 MESSAGE_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", MAX_MESSAGE)]
 """For a Unix socket: its other end is gone as soon as its process is."""
 
 PEER_OPTIONS = [
-    *MESSAGE_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_PEER_MESSAGE),
+    ("grpc.max_send_message_length", MAX_PEER_MESSAGE),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # gRPC waits for the longer of the two, and this one is a minute by default.

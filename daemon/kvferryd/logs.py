@@ -8,13 +8,36 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from contextlib import AbstractContextManager
 from typing import TextIO
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 from kvferryd.config import Config
+
+MOST = 1000
+"""Lines of one event in a second."""
+
+
+class _Bounded:
+    """At most MOST lines a second of one event, whoever causes them; the next one then says how many were left out."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Of each event: the second of its last line, and the lines wanted since that second began."""
+
+    def __call__(self, logger: WrappedLogger, method: str, line: EventDict) -> EventDict:
+        event, now = str(line.get("event")), int(time.monotonic())
+        second, wanted = self._seen.get(event, (now, 0))
+        if second == now and wanted >= MOST:
+            self._seen[event] = second, wanted + 1
+            raise structlog.DropEvent
+        if wanted > MOST:
+            line["left_out"] = wanted - MOST
+        self._seen[event] = now, wanted + 1 if second == now else 1
+        return line
 
 
 def configure(config: Config, stream: TextIO | None = None) -> None:
@@ -40,7 +63,12 @@ def configure(config: Config, stream: TextIO | None = None) -> None:
             )
         ]
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            _Bounded(),
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # loggers are taken at import, before the settings are known

@@ -170,7 +170,7 @@ async def test_a_message_beyond_the_limit_is_refused(victim: Victim) -> None:
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(victim.daemon.peer, options=options) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await channel.unary_unary("/kvferry.v1.Peer/Handshake")(bytes(65 << 20))
+            await channel.unary_unary("/kvferry.v1.Peer/Handshake")(bytes(17 << 20))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

@@ -340,6 +340,25 @@ async def test_a_reader_that_waits_is_told_when_the_request_is_aborted(leases: L
         await lasting(waiting)
 
 
+async def test_one_address_does_not_take_all_the_waits(leases: Leases) -> None:
+    stranger = replace(READER, host="10.0.0.9")
+    waiting = [asyncio.create_task(leases.find(f"never-{n}", stranger)) for n in range(leases.limit // 2)]
+    await asyncio.sleep(0)
+    with pytest.raises(KvferryError) as full:
+        await lasting(leases.find("one more", stranger))
+    assert (full.value.code, full.value.value) == ("full", "10.0.0.9")
+    ours = asyncio.create_task(leases.find("r", replace(READER, host="10.0.0.7")))
+    await asyncio.sleep(0)
+    assert not ours.done()
+    for wait in (*waiting, ours):
+        wait.cancel()
+    await asyncio.wait([*waiting, ours])
+    again = asyncio.create_task(leases.find("one more", stranger))
+    await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()
+
+
 async def test_readers_that_give_up_waiting_leave_nothing_behind(publish: Publish, leases: Leases) -> None:
     for n in range(3 * leases.limit):
         waiting = asyncio.create_task(leases.find(f"never-{n}", READER))

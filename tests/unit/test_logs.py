@@ -64,3 +64,20 @@ def test_a_traceback_shows_no_local_variables() -> None:
         logs.get("kvferryd.x").exception("failed")
     assert "ValueError: wrong" in stream.getvalue()
     assert token not in stream.getvalue().replace('token = "hunter2"', "")
+
+
+def test_an_event_writes_so_many_lines_a_second_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    stream = configured(log_format="json")
+    log = logs.get("kvferryd.x")
+    for _ in range(3 * logs.MOST):
+        log.info("handshake")
+    log.info("another")
+    assert len(stream.getvalue().splitlines()) == logs.MOST + 1
+    now += 1
+    log.info("handshake")
+    log.info("handshake")
+    *_, first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first["left_out"] == 2 * logs.MOST
+    assert "left_out" not in second

@@ -141,6 +141,11 @@ def test_text_that_is_no_manifest(text: str) -> None:
     assert caught.value.code == "malformed_manifest"
 
 
+def test_a_manifest_has_so_many_components() -> None:
+    error = breach(lambda d: d.update(components=[k(d)] * 65_537))
+    assert (error.code, error.field) == ("malformed_manifest", "components")
+
+
 def test_a_long_value_is_shortened_in_the_error() -> None:
     assert len(breach(lambda d: k(d).update(offset="9" * 100_000)).value) <= 200
 

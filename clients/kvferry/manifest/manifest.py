@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import FailFast, Field, ValidationError
 
 from kvferry.manifest.model import (
     BLOCK,
@@ -40,7 +40,7 @@ class Manifest(Part):
     parallel: dict[str, Small] = Field(default_factory=dict)
     regions: Annotated[tuple[Region, ...], Field(min_length=1, max_length=4096)]
     groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=1024)]
-    components: Annotated[tuple[Component, ...], Field(min_length=1, max_length=65536)]
+    components: Annotated[tuple[Component, ...], Field(min_length=1, max_length=65536), FailFast()]
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:

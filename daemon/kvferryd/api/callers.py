@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from kvferry.errors import Full, KvferryError, Unauthorized
@@ -20,6 +22,16 @@ MAX_FROM_ONE = MAX_CALLS // 4
 """Of them from one address: that of a host with eight daemons, of which each hands on 256 orders."""
 
 
+MAX_WAITING = 16
+"""Calls from one address that wait for their turn in what takes long."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
+
+
 class Callers:
     """The calls under way."""
 
@@ -30,6 +42,7 @@ class Callers:
         self._under_way: dict[Context, asyncio.Task[object]] = {}
         self._from: Counter[str] = Counter()
         self._ended: set[Context] = set()
+        self._turns: defaultdict[str, _Turn] = defaultdict(_Turn)
 
     def enter(self, context: Context) -> None:
         """Raises KvferryError: `address_not_allowed`, `proof_over`, `too_many_calls`."""
@@ -39,10 +52,9 @@ class Callers:
             allow.check(address, self._allowed)
         if not self._holds(context):
             raise _over()
-        host = address.rpartition(":")[0]
+        host = host_of(context)
         if self._from[host] >= MAX_FROM_ONE:
-            why = f"{MAX_FROM_ONE} calls from {host} are under way"
-            raise Full("too_many_calls", why, field="address", value=host, remedy="end some of them, or call later")
+            raise _too_many(MAX_FROM_ONE, host)
         task = asyncio.current_task()
         assert task is not None
         self._from[host] += 1
@@ -66,6 +78,22 @@ class Callers:
             self._ended.add(context)
             self._under_way[context].cancel()
 
+    @contextlib.asynccontextmanager
+    async def turn(self, context: Context) -> AsyncIterator[None]:
+        """For what takes long: one call from each address at a time. Raises KvferryError (`too_many_calls`)."""
+        host = host_of(context)
+        turn = self._turns[host]
+        if turn.waiting >= MAX_WAITING:
+            raise _too_many(MAX_WAITING, host)
+        turn.waiting += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.waiting -= 1
+            if not turn.waiting:
+                del self._turns[host]
+
     def ended(self, context: Context) -> KvferryError | None:
         """Why the call was cancelled, if that was done here."""
         return _over() if context in self._ended else None
@@ -76,6 +104,15 @@ class Callers:
         told = context.auth_context()
         shown = b"".join((*told.get("x509_pem_cert", ()), *told.get("x509_pem_cert_chain", ())))
         return self._trusted.vouches_for(shown) or self._proof.current().vouches_for(shown)
+
+
+def host_of(context: Context) -> str:
+    return unquote(context.peer()).rpartition(":")[0]
+
+
+def _too_many(most: int, host: str) -> KvferryError:
+    remedy = "end some of them, or call later"
+    return Full("too_many_calls", f"{most} calls from {host} are under way", field="address", value=host, remedy=remedy)
 
 
 def _over() -> KvferryError:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 
 from kvferry import __version__
 from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
+from kvferry.manifest import Manifest
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
-from kvferryd.api.callers import Callers
+from kvferryd.api.callers import Callers, host_of
 from kvferryd.check import check_request_id
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
@@ -35,7 +37,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     """Every call is one of `callers`."""
 
     def __init__(self, ferry: Ferry, callers: Callers) -> None:
-        self._ferry = ferry
+        self._ferry, self._callers = ferry, callers
         self.admit, self.sent_away = callers.enter, callers.ended
 
     @unary
@@ -102,7 +104,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             if not first.HasField("opening"):
                 raise Malformed("malformed_stream", "the first message names reader and source", field="opening")
             opening = first.opening
-            engine, who = self._of_epoch(opening.engine_id, opening.epoch), _reader(opening.reader)
+            engine = self._of_epoch(opening.engine_id, opening.epoch)
+            who = replace(_reader(opening.reader), host=host_of(context))
             gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
             retired, announcing = engine.session.retired, not engine.strict
             served = ServedStream(engine.leases, who, gatherer, retired, announcing=announcing)
@@ -117,9 +120,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @unary
     async def Pair(self, request: peer_pb2.PairRequest, context: Context) -> peer_pb2.PairReply:
         engine = self._of_epoch(request.engine_id, request.epoch)
-        sources = [manifest_from_proto(source) for source in request.sources]
-        destination = manifest_from_proto(request.destination)
-        told = request.SerializeToString(deterministic=True)
+        async with self._callers.turn(context):
+            sources, destination, told = await asyncio.to_thread(_read, request)
         pairing = await engine.pairings.add(engine.manifest, sources, destination, told)
         if engine.arena is not None:
             await prepare_gather(engine.arena, engine.pairings.get(pairing), engine.addresses)
@@ -173,6 +175,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 remedy="shake hands again; what that epoch held is gone",
             )  # fmt: skip
         return engine
+
+
+def _read(request: peer_pb2.PairRequest) -> tuple[list[Manifest], Manifest, bytes]:
+    """Seconds of work, where somebody means harm."""
+    sources = [manifest_from_proto(source) for source in request.sources]
+    return sources, manifest_from_proto(request.destination), request.SerializeToString(deterministic=True)
 
 
 def _mappable(regions: Mapping[int, Region]) -> list[peer_pb2.MappableRegion]:

@@ -36,6 +36,8 @@ class ReaderId:
     rank: int
     world_size: int
     key: bytes = field(default=b"", repr=False)
+    host: str = field(default="", compare=False)
+    """Where it calls from."""
 
     @property
     def engine(self) -> tuple[str, str, int, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from cachetools import LRUCache
@@ -31,6 +32,8 @@ class Leases:
         self._ended: LRUCache[str, Lease] = LRUCache(TOMBSTONES)
         self._awaited: dict[str, dict[asyncio.Future[Lease], ReaderId]] = {}
         """Readers that wait for a publish."""
+        self._waiting_at: Counter[str] = Counter()
+        """How many of them, by where they call from: no place takes all the waits."""
         self._early: LRUCache[str, frozenset[ReaderId]] = LRUCache(TOMBSTONES, getsizeof=len)
         """Ranks with nothing to read here, which finished before this rank published."""
         self._closed = ""
@@ -113,12 +116,19 @@ class Leases:
             raise self._ended[request_id].over()
         if request_id not in self._awaited and len(self._awaited) >= self.limit:
             raise Full("full", f"readers wait for {self.limit} publishes already", value=self.limit)
+        if who.host and self._waiting_at[who.host] >= self.limit // 2:
+            why = f"{self.limit // 2} readers from {who.host} wait for publishes already"
+            raise Full("full", why, field="address", value=who.host, remedy="order a request when it is prefilled")
         published: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         others = self._awaited.setdefault(request_id, {})
         others[published] = who
+        self._waiting_at[who.host] += 1
         try:
             return await published
         finally:
+            self._waiting_at[who.host] -= 1
+            if not self._waiting_at[who.host]:
+                del self._waiting_at[who.host]
             del others[published]
             if not others and self._awaited.get(request_id) is others:
                 del self._awaited[request_id]

@@ -10,6 +10,7 @@ from cachetools import LRUCache
 
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
+from kvferry.manifest import Manifest
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
@@ -253,7 +254,9 @@ class Peers:
         try:
             async with asking(address):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
-            return _rank(reply, channel, engine, engine_id), {each.rank: each.address for each in reply.members}
+            manifest = await asyncio.to_thread(manifest_from_proto, reply.manifest)
+            rank = _rank(reply, manifest, channel, engine, engine_id)
+            return rank, {each.rank: each.address for each in reply.members}
         except BaseException:
             await channel.close()
             raise
@@ -332,7 +335,9 @@ def _taken(engine_id: str, home: Home) -> Conflict:
     return Conflict("engine_taken", why, field="source.engine_id", value=engine_id, remedy=remedy)
 
 
-def _rank(reply: peer_pb2.HandshakeReply, channel: Channel, engine: Engine, engine_id: str) -> PeerRank:
+def _rank(
+    reply: peer_pb2.HandshakeReply, manifest: Manifest, channel: Channel, engine: Engine, engine_id: str
+) -> PeerRank:
     """The rank that answered, as `engine` reads it. Raises KvferryError (`protocol`)."""
 
     def wrong(what: str, field: str, value: object) -> Conflict:
@@ -341,7 +346,6 @@ def _rank(reply: peer_pb2.HandshakeReply, channel: Channel, engine: Engine, engi
 
     if not PROTOCOL_MIN <= reply.protocol <= PROTOCOL_MAX:
         raise wrong(f"chose protocol {reply.protocol}", "protocol", reply.protocol)
-    manifest = manifest_from_proto(reply.manifest)
     if manifest.engine_id != engine_id:
         raise wrong(f"answered for engine {manifest.engine_id}", "engine_id", engine_id)
     regions, staging = {region.id: _span(region) for region in reply.regions}, None

@@ -15,7 +15,7 @@ from pathlib import Path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.errors import Forbidden, Full, Internal, KvferryError, Malformed, Unauthorized
+from kvferry.errors import Forbidden, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd import logs
 from kvferryd.api.rest.problems import problem
 
@@ -23,8 +23,6 @@ log = logs.get(__name__)
 
 MAX_BODY = 4 << 20
 BODY_TIMEOUT_S = 30.0
-MAX_IN_FLIGHT = 2048
-"""Requests at once, long polls included."""
 OPEN = frozenset({"/healthz", "/readyz", "/"})
 """Asked for without a token: probes have none, and a browser sends none for the page, which holds no data."""
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -36,7 +34,6 @@ class Gate:
 
     def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
         self._app, self._tokens = app, tokens
-        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -52,7 +49,6 @@ class Gate:
                 MutableHeaders(scope=message)["x-request-id"] = name
             await send(message)
 
-        self._in_flight += 1
         with logs.bound(x_request_id=name, trace_id=trace[1] if trace else ""):
             try:
                 received = await self._enter(scope, headers, receive)
@@ -69,7 +65,6 @@ class Gate:
                 unexpected = Internal("internal", "the daemon failed", remedy=f"its log has the reason, under {name}")
                 await problem(unexpected)(scope, receive, named)
             finally:
-                self._in_flight -= 1
                 took_ms = round((time.perf_counter() - started) * 1000, 1)
                 log.debug("request", method=scope["method"], path=scope["path"], status=status, took_ms=took_ms)
 
@@ -80,8 +75,6 @@ class Gate:
         answered here. It does send a POST without a body: so the Origin of a request that changes something must be
         our own.
         """
-        if self._in_flight > MAX_IN_FLIGHT:
-            raise Full("full", f"{MAX_IN_FLIGHT} requests are being answered", remedy="ask again later")
         if self._tokens is not None and scope["path"] not in OPEN:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._tokens.accepts(token.strip()):
