@@ -31,8 +31,10 @@ from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
+from kvferryd.memory.kept import Keeper
 from kvferryd.metrics import Metrics
 from kvferryd.nixl import keep_no_mappings
+from kvferryd.nixl import load as load_nixl
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -48,8 +50,12 @@ MAX_RPCS = 8192
 """Calls and open streams at once: leases being read, orders followed, roster members."""
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT: then drain, at most drain_timeout_s, and stop. A second signal stops at once."""
+def run(config: Config, keeper_fd: int | None = None) -> int:
+    """Serve until SIGTERM or SIGINT: then drain, at most drain_timeout_s, and stop. A second signal stops at once.
+
+    keeper_fd: the keeper's end of this process. The keeper decides when it is its turn.
+    """
+    keeper = None if keeper_fd is None else Keeper(keeper_fd)
     logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
@@ -64,9 +70,18 @@ def run(config: Config) -> int:
     # imported. So what is alive now is taken out of later ones; what of it dies in a cycle stays.
     gc.collect()
     gc.freeze()
+    if keeper is not None:
+        with contextlib.suppress(KvferryError):  # the first engine is told
+            load_nixl()
+        try:
+            before = keeper.turn()
+        except EOFError:
+            return 0
+        if before:
+            log.warning("serving in place of another daemon", because=before)
     for warning in config.warnings():
         log.warning(warning)
-    return asyncio.run(_serve(config))
+    return asyncio.run(_serve(config, keeper))
 
 
 def _keep_freed_memory() -> None:
@@ -89,7 +104,7 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, keeper: Keeper | None) -> int:
     stopping, now = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -100,7 +115,7 @@ async def _serve(config: Config) -> int:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(signalled))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(_ignore_signals)  # a late signal must not kill a process that stops cleanly
-        ferry = Ferry(config, Metrics())
+        ferry = Ferry(config, Metrics(), keeper)
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
@@ -112,6 +127,8 @@ async def _serve(config: Config) -> int:
             engine_socket=str(config.engine_socket), device=config.device, pid=os.getpid(),
             peers_prove="a certificate" if config.tls else "the secret" if ferry.proof else "nothing: loopback only",
         )  # fmt: skip
+        if keeper is not None:
+            keeper.serving()
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():

@@ -345,7 +345,8 @@ def _rank(reply: peer_pb2.HandshakeReply, channel: Channel, engine: Engine, engi
     reader = peer_pb2.Reader(engine_id=own.engine_id, epoch=own.epoch, rank=own.rank, world_size=own.world_size)
     opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader)
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
-    return PeerRank(channel, manifest, *told, regions, opening, staging)
+    slow = any(region.slow for region in reply.regions)
+    return PeerRank(channel, manifest, *told, regions, opening, staging, slow)
 
 
 def _span(told: peer_pb2.RegionAddress | peer_pb2.Staging) -> Span:
