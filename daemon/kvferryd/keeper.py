@@ -1,4 +1,4 @@
-"""`kvferry keep`: the daemon's parent. It starts the daemon again when it dies, and holds the GPU memory that outlives it.
+"""`kvferry keep`: the daemon's parent, which starts it again when it dies and holds the GPU memory that outlives it.
 
 A second daemon stands by: it has imported everything and waits for its turn, so that none of the imports is waited for
 when the first one dies. Nothing of NIXL, gRPC or a peer comes into this process; it hears its own daemons only.
