@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from fleet import TIMEOUT_S
-from ranks import NHD, Blocks, Kv, Shape, describe
+from ranks import NHD, Blocks, Bytes, Kv, Shape, describe
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import Unsettled
@@ -43,10 +43,21 @@ class Engine:
         self.client = BlockingEngineClient.connect(
             str(daemon.socket), engine_id=name, epoch=epoch, timeout_s=TIMEOUT_S, say=self._say
         )
+        self.memory = self._registered(epoch)
+
+    def _registered(self, epoch: str) -> Bytes:
+        """The cache of one rank, in memory of the daemon's."""
         region = self.client.allocate(SHAPE.nbytes(0))
         assert isinstance(region, SharedRegion)
-        self.memory = region.array()
-        self.client.register(describe(name, epoch, SHAPE, 0, region))
+        self.client.register(describe(self.name, epoch, SHAPE, 0, region))
+        return region.array()
+
+    def written(self) -> None:
+        """`memory` has been written to."""
+
+    def held(self) -> Bytes:
+        """The cache as it is now."""
+        return self.memory
 
     def _say(self, what: str) -> None:
         (self.attached.set if "there again" in what else self.attached.clear)()
@@ -54,6 +65,7 @@ class Engine:
 
     def publish(self, request_id: str, kv: Kv, blocks: Blocks) -> Any:
         SHAPE.write(0, self.memory, kv, blocks, (0, kv.tokens), True)
+        self.written()
         return self.client.publish(request_id, blocks.tables(), kv.tokens)
 
     def receive(self, request_id: str, blocks: Blocks, source: Engine) -> None:
@@ -143,7 +155,7 @@ class Load:
         return failed
 
     def _arrived(self, kv: Kv, blocks: Blocks) -> bool:
-        paged, state = SHAPE.arrays(0, self.reader.memory)
+        paged, state = SHAPE.arrays(0, self.reader.held())
         at = np.arange(kv.tokens)
         ids = np.asarray(blocks.ids)[at // SHAPE.block_size]
         held = paged[:, :, ids, at % SHAPE.block_size]
