@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import queue
-import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,31 +164,3 @@ class Load:
             else:
                 self.done += 1
             self._changed.notify_all()
-
-
-def serving(daemon: DaemonService) -> int:
-    """The process that serves now, as it says in the log."""
-    said = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
-    return next(line["pid"] for line in reversed(said) if line["event"] == "serving")
-
-
-def kill(daemon: DaemonService, number: signal.Signals) -> int:
-    """Under a keeper; the process that was killed."""
-    pid = serving(daemon)
-    with suppress(ProcessLookupError):  # it has ended by itself
-        os.kill(pid, number)
-    return pid
-
-
-def children(daemon: DaemonService) -> set[int]:
-    """Of a keeper."""
-    pid = daemon.process.pid
-    return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
-def eventually(holds: Callable[[], object], what: str) -> None:
-    """For what another process does without telling."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.02)

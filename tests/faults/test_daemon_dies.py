@@ -7,19 +7,18 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fleet import TIMEOUT_S
-from load import Engine, Load, children, eventually, kill, serving
+from keepers import ROOT, before_this, children, eventually, kill, path_of, serving
+from load import Engine, Load
 from wire import TCP
 
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 DEATHS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]
-ROOT = Path(__file__).parents[2]
 Seen = Callable[[str, object], None]
 
 
@@ -157,22 +156,6 @@ def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
     assert engine.attached.wait(TIMEOUT_S)
     assert "it was upgraded" in daemon.log.read_text()
     engine.client.close()
-
-
-def before_this(folder: Path) -> Path:
-    """The code of the commit before, or of the release before where there is no history."""
-    archive = subprocess.run(
-        ["git", "archive", "--format=tar", "HEAD^", "daemon", "clients"], cwd=ROOT, capture_output=True, check=False
-    )
-    if archive.returncode:
-        pytest.skip(f"needs the commit before: {archive.stderr.decode().strip()}")
-    folder.mkdir()
-    subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
-    return folder
-
-
-def path_of(code: Path) -> str:
-    return os.pathsep.join([str(code / "clients"), str(code / "daemon")])
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.slow)])

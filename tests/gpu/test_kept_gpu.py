@@ -1,7 +1,7 @@
 """GPU memory under a keeper: the daemon dies, and the next one is given the same memory under a living engine.
 
-On two GPUs: `pytest -s -m gpu tests/gpu/test_kept_gpu.py` prints a line of figures; with one, source and reader share it.
-A daemon takes about 10 s to load torch and Triton; the one that stands by has done so.
+On two GPUs: `pytest -s -m gpu tests/gpu/test_kept_gpu.py` prints a line of figures; with one GPU source and reader share
+it. A daemon takes about 10 s to load torch and Triton; the one that stands by has done so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "faults"))
 
 from gpu_engine import Mirror, describe
-from load import SHAPE, Engine, Load, children, eventually, kill, serving
+from keepers import children, eventually, kill, serving
+from load import SHAPE, Engine, Load
 from ranks import Bytes
 
 from kvferry.blocking import BlockingEngineClient
