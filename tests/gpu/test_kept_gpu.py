@@ -1,6 +1,6 @@
 """GPU memory under a keeper: the daemon dies, and the next one is given the same memory under a living engine.
 
-On two GPUs: `pytest -s -m gpu tests/gpu/test_kept_gpu.py` prints a line of figures; with one GPU source and reader share
+On two GPUs: `pytest -s -m gpu tests/gpu/test_kept_gpu.py` prints a line of figures; with one, both sides share it.
 it. A daemon takes about 10 s to load torch and Triton; the one that stands by has done so.
 """
 

@@ -95,5 +95,6 @@ def provider(config: Config, keeper: Keeper | None = None) -> Provider:
         return HostProvider()
     from kvferryd.memory.cuda import CudaProvider
 
-    # What a keeper holds is imported here, and as a direct source NIXL reads that at a thousandth of the link's rate.
-    return CudaProvider(config.device, keeper if config.way != "direct" else None)
+    # What a keeper holds is imported here: NIXL reads it directly at a hundredth of the link's rate, and whether a NIC
+    # can be given it is not known.
+    return CudaProvider(config.device, None if config.way == "direct" or config.require_rdma else keeper)
