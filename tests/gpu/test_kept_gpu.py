@@ -102,7 +102,7 @@ def paths(daemon: DaemonService) -> set[str]:
 
 
 @pytest.mark.parametrize("pair", ["auto", "staged"], indirect=True)
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_memory_of_the_keeper_is_read_and_written_through_the_deaths_of_daemons(
     load: Load, pair: list[DaemonService], kills: int, record_property: Seen
 ) -> None:
