@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,9 +20,8 @@ WAIT_S = 60.0
 
 
 def serving(daemon: DaemonService) -> int:
-    """The process that serves now, as it says in the log."""
-    said = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
-    return next(line["pid"] for line in reversed(said) if line["event"] == "serving")
+    """The process that serves now, as it says in the log. A line may be cut: another process writes there too."""
+    return int(re.findall(r'"pid": (\d+),.* "event": "serving"', daemon.log.read_text())[-1])
 
 
 def kill(daemon: DaemonService, number: signal.Signals) -> int:
