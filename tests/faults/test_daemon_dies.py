@@ -7,9 +7,11 @@ import itertools
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from fleet import TIMEOUT_S
 from keepers import ROOT, before_this, children, eventually, kill, path_of, serving
@@ -48,6 +50,21 @@ def load(pair: list[DaemonService], request_id: str) -> Iterator[Load]:
 
 def stands_by(daemon: DaemonService) -> bool:
     return len(children(daemon)) == 2
+
+
+def in_mid_read(load: Load, source: DaemonService, reader: DaemonService) -> int:
+    """The source's process, which stands still while a read from it is under way."""
+    for _ in range(100):
+        pid = serving(source)
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:  # what was announced before begins without the source
+            found = httpx.get(f"{reader.url}/v1/transfers", params={"state": "reading"}, trust_env=False, timeout=60)
+            if found.json()["transfers"]:
+                return pid
+        os.kill(pid, signal.SIGCONT)
+        load.more(1)
+    raise AssertionError("no read was under way")
 
 
 def open_files(pid: int) -> int:
@@ -91,16 +108,14 @@ def test_what_ucx_does_when_a_reader_dies_in_mid_read_costs_the_source_failed_re
     with load.running():
         load.more()
         for _ in range(times):
-            pid, gone = serving(source), serving(reader)
-            os.kill(pid, signal.SIGSTOP)
+            pid, gone = in_mid_read(load, source, reader), serving(reader)
             os.kill(gone, signal.SIGKILL)
             eventually(lambda gone=gone: gone not in children(reader), "the reader's daemon is dead")
             os.kill(pid, signal.SIGCONT)
             load.more()
             aborted += serving(source) != pid
-    record_property(
-        "seen", [f"reader killed in mid-read {times} times, over TCP", f"source died {aborted} times", "", ""]
-    )
+    died = f"source died {aborted} times"
+    record_property("seen", [f"reader killed in mid-read {times} times, over TCP", died, "", ""])
 
 
 def test_the_keeper_takes_its_daemons_with_it(fleet: Fleet, pair: list[DaemonService]) -> None:
