@@ -1,4 +1,4 @@
-# The daemon, `kvferry serve`, for one kind of machine:
+# The daemon under its keeper, `kvferry keep`, for one kind of machine:
 #
 #     docker build --target cpu -t kvferry:cpu .                    host memory, no torch
 #     docker build --build-arg CUDA=13 -t kvferry:cuda13 .          GPUs with a driver for CUDA 13 (580 and later)
@@ -91,7 +91,7 @@ EXPOSE 7410 7411
 # Alive, not ready: a daemon whose engine has not come yet is healthy.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=30s --retries=3 CMD ["kvferry-healthz"]
 ENTRYPOINT ["kvferry"]
-CMD ["serve"]
+CMD ["keep"]
 
 FROM runtime AS cpu
 COPY --from=build-cpu /opt/kvferry /opt/kvferry

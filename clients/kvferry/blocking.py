@@ -195,14 +195,12 @@ class BlockingEngineClient:
                     value=client.peer_address,
                     remedy=f"let it advertise {self._address}, or start the engine again",
                 )
-            if not client.resumed:
-                for region in self._allocated:
-                    if isinstance(region, CudaRegion):
-                        message = "the cache lies in GPU memory of a daemon that has gone, which no other can be given"
-                        remedy = "start the engine again"
-                        raise _MemoryGone("memory_gone", message, field="region", value=region.id, remedy=remedy)
-                    self._adopted.append(region)
-                self._allocated.clear()
+            for region in self._allocated if not client.resumed else ():
+                if isinstance(region, CudaRegion) and not region.outlives_daemon:
+                    message = "the cache lies in GPU memory of a daemon that has gone, which no other can be given"
+                    remedy = "start the engine again, beside a daemon that a keeper runs (kvferry keep)"
+                    raise _MemoryGone("memory_gone", message, field="region", value=region.id, remedy=remedy)
+                await client.adopt(region, again=True)
             for memory in self._adopted:
                 await client.adopt(memory)
             if self._fences_of is not None:

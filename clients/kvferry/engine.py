@@ -123,7 +123,10 @@ class EngineClient:
         if memory.WhichOneof("kind") == "cuda":
             given = memory.cuda
             place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
-            return await asyncio.to_thread(open_cuda_region, *place, region)
+            mapped = await asyncio.to_thread(open_cuda_region, *place, region)
+            if given.ticket:
+                mapped.file = await self._session.fetch(given.ticket)
+            return mapped
         file = await self._session.fetch(memory.handed.ticket)
         try:
             opened = open_region(file, memory.nbytes, region, memory.handed.offset)
@@ -132,14 +135,17 @@ class EngineClient:
         await asyncio.to_thread(opened.populate)
         return opened
 
-    async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
+    async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory | CudaRegion, *, again: bool = False) -> None:
         """Hand over memory that this engine allocated and goes on owning: `memfd_region(...)` or `cuda_memory(...)`.
 
-        The daemon gives it back when the session ends; until then it must not be freed.
+        The daemon gives it back when the session ends; until then it must not be freed. again: it is memory that
+        `allocate` of a daemon that has gone returned; of GPUs only what `outlives_daemon`.
         """
-        memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes)
-        if isinstance(shared, CudaMemory):
+        memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes, again=again)
+        if isinstance(shared, CudaMemory | CudaRegion):
             memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(shared.exported)))
+            if isinstance(shared, CudaRegion):
+                memory.cuda.ticket = await self._session.hand_over([shared.file])
         elif isinstance(shared, VmmMemory):
             allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
             try:

@@ -23,6 +23,7 @@ examples:
   kvferry demo                                two engines of different shape on this machine, every token compared
   kvferry serve --device cpu                  a daemon for host memory
   kvferry serve --device cuda:0 --config /etc/kvferry.toml
+  kvferry keep --device cuda:0                the same, started again when it dies, under living engines
   kvferry status                              is it ready, and if not, why
   kvferry transfers --watch                   what is moving
   kvferry drain --wait 300                    take no more work, return when all leases are read
@@ -40,6 +41,9 @@ class Forwarded:
 
 
 FORWARDED = {
+    "keep": Forwarded(
+        "kvferryd.keeper", "run the daemon, and start it again when it dies; holds its GPU memory", "daemon"
+    ),
     "demo": Forwarded("kvferryd.demo", "two engines of different shape, their daemons and a proxy", "daemon,reference"),
     "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "daemon"),
     "explain": Forwarded(
@@ -119,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.settings = True
     serve.set_defaults(command=_serve)
     serve.add_argument("--check", action="store_true", help="print every setting and where it comes from, and exit")
+    serve.add_argument("--keeper", type=int, help=argparse.SUPPRESS)
     for name, forwarded in FORWARDED.items():
         commands.add_parser(name, help=forwarded.help, add_help=False)
     asking(
@@ -205,7 +210,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     logs.configure(config)
     for variable, meant in misspelt():
         logs.get(__name__).warning("nothing reads this variable", variable=variable, did_you_mean=meant)
-    return int(serve.run(config))
+    return int(serve.run(config, arguments.keeper))
 
 
 def _ask(command: str, arguments: argparse.Namespace) -> int:

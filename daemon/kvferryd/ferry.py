@@ -23,6 +23,7 @@ from kvferryd.engine import Engine
 from kvferryd.engine.registry import Engines
 from kvferryd.leases.lease import Lease, reader_id
 from kvferryd.memory import provider
+from kvferryd.memory.kept import Keeper
 from kvferryd.metrics import Metrics
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
@@ -40,11 +41,11 @@ LOOK_S, COME_ALONG_S = 1.0, 3.0
 class Ferry:
     """Owns the engines, peers and transfers of one daemon."""
 
-    def __init__(self, config: Config, metrics: Metrics) -> None:
+    def __init__(self, config: Config, metrics: Metrics, keeper: Keeper | None = None) -> None:
         self.config, self.metrics = config, metrics
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
-        self.memory = provider(config)
+        self.memory = provider(config, keeper)
         self.certificates = CertificateFiles.of(config)
         self.proof = self.certificates or _shared_secret(config)
         """How peers prove themselves; None on loopback only."""

@@ -32,8 +32,10 @@ from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
+from kvferryd.memory.kept import Keeper
 from kvferryd.metrics import Metrics
 from kvferryd.nixl import keep_no_mappings
+from kvferryd.nixl import load as load_nixl
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -49,8 +51,12 @@ HANDSHAKE_MS = 5000
 """The longest that a peer may take to prove itself."""
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT: then drain, at most drain_timeout_s, and stop. A second signal stops at once."""
+def run(config: Config, keeper_fd: int | None = None) -> int:
+    """Serve until SIGTERM or SIGINT: then drain, at most drain_timeout_s, and stop. A second signal stops at once.
+
+    keeper_fd: the keeper's end of this process. The keeper decides when it is its turn.
+    """
+    keeper = None if keeper_fd is None else Keeper(keeper_fd)
     logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
@@ -65,9 +71,19 @@ def run(config: Config) -> int:
     # imported. So what is alive now is taken out of later ones; what of it dies in a cycle stays.
     gc.collect()
     gc.freeze()
+    listening = ucx.set_up(config)  # before NIXL is loaded
+    if keeper is not None:
+        with contextlib.suppress(KvferryError):  # the first engine is told
+            load_nixl()
+        try:
+            before = keeper.turn()
+        except EOFError:
+            return 0
+        if before:
+            log.warning("serving in place of another daemon", because=before)
     for warning in config.warnings():
         log.warning(warning)
-    return asyncio.run(_serve(config, ucx.set_up(config)))
+    return asyncio.run(_serve(config, keeper, listening))
 
 
 def _keep_freed_memory() -> None:
@@ -90,7 +106,7 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-async def _serve(config: Config, listening: Mapping[str, str]) -> int:
+async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, str]) -> int:
     stopping, now = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -101,7 +117,7 @@ async def _serve(config: Config, listening: Mapping[str, str]) -> int:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(signalled))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(_ignore_signals)  # a late signal must not kill a process that stops cleanly
-        ferry = Ferry(config, Metrics())
+        ferry = Ferry(config, Metrics(), keeper)
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
@@ -114,6 +130,8 @@ async def _serve(config: Config, listening: Mapping[str, str]) -> int:
             peers_prove="a certificate" if config.tls else "the secret" if ferry.proof else "nothing: loopback only",
             ucx_listens=listening or "not over TCP",
         )  # fmt: skip
+        if keeper is not None:
+            keeper.serving()
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():

@@ -127,6 +127,14 @@ def the_daemon_is_a_native_sidecar(cluster: Cluster) -> Iterator[str]:
                 yield f"{engine.name}: {daemon['name']} is no init container that is restarted always"
 
 
+@policy(alone=on_daemon(put("args", value=["serve"])), image_default=on_daemon(drop("args")))
+def the_daemon_has_a_keeper(cluster: Cluster) -> Iterator[str]:
+    """The kubelet lets a container that has died twice wait for ten seconds, and GPU memory would go with it."""
+    for engine, daemon in daemons(cluster):
+        if daemon.get("args") != ["keep"]:
+            yield f"{engine.name}: {daemon['name']} does not run `kvferry keep`"
+
+
 @policy(
     user=on_engine(lambda engine: engine.pod["securityContext"].pop("runAsUser")),
     group=on_engine(lambda engine: engine.pod["securityContext"].pop("fsGroup")),

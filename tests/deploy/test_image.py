@@ -30,7 +30,7 @@ def stage(name: str) -> str:
 def test_the_daemon_is_served_by_a_user_that_is_not_root(target: str) -> None:
     text = stage(target)
     assert re.findall(r"^USER (.*)", text, re.M) == ["10001:10001"]
-    assert 'ENTRYPOINT ["kvferry"]\nCMD ["serve"]' in text
+    assert 'ENTRYPOINT ["kvferry"]\nCMD ["keep"]' in text
     assert re.search(r"^HEALTHCHECK .*kvferry-healthz", text, re.M)
 
 

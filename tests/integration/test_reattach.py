@@ -94,6 +94,23 @@ async def test_an_engine_attaches_again_when_its_daemon_is_back(
     assert await asyncio.to_thread(exchanged, *both, "after")
 
 
+async def test_memory_that_was_handed_over_again_outlives_its_engine_as_before(
+    daemons: Daemons, both: tuple[Engine, Engine]
+) -> None:
+    source, destination = both
+    source.daemon.signal(signal.SIGKILL)
+    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
+    source.daemon = daemons.fleet.again(source.daemon)
+    for word in ("has gone", "there again"):
+        assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    kv, wanted = Kv.random(40), np.zeros_like(destination.region.array())
+    SHAPE.write(0, wanted, kv, BLOCKS, (0, kv.tokens), True)
+    await asyncio.to_thread(source.publish, "left behind", kv)
+    await asyncio.to_thread(source.client.close)
+    await asyncio.to_thread(destination.receive, "left behind", source)
+    assert np.array_equal(wanted, destination.region.array())
+
+
 async def test_an_engine_that_is_refused_says_why_and_tries_again(
     daemons: Daemons, both: tuple[Engine, Engine]
 ) -> None:

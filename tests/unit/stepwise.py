@@ -706,7 +706,7 @@ class World:
 
         patched.setattr("kvferryd.engine.registration.Agent", functools.partial(Agent, self))
         patched.setattr("kvferryd.engine.registration.HostCopies", copies)
-        patched.setattr("kvferryd.ferry.provider", lambda _: Provider(self.memory, self.arena_nbytes))
+        patched.setattr("kvferryd.ferry.provider", lambda *_: Provider(self.memory, self.arena_nbytes))
         patched.setattr("kvferryd.peers.peers.Screen", Screen)
         patched.setattr("kvferryd.peers.channels._dial", lambda address, _: Channel(self, address))
 

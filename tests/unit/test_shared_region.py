@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
-from kvferry.memory import SharedRegion, memfd_region, open_region
+from kvferry.memory import CudaRegion, SharedRegion, cuda, memfd_region, open_region
 
 
 @pytest.fixture
@@ -46,3 +49,14 @@ def test_a_populated_region_is_mapped_before_it_is_used(region: SharedRegion) ->
     entry = Path("/proc/self/smaps").read_text().split(f"\n{at}", 1)[1]
     assert next(line for line in entry.splitlines() if line.startswith("Rss:")).split()[1:] == ["8", "kB"]
     assert not region.array().any()
+
+
+def test_gpu_memory_outlives_its_daemon_for_as_long_as_a_keeper_holds_it() -> None:
+    device, mapping = cast(cuda.Device, None), cast(cuda.Mapping, None)  # asked for nothing here
+    keeper, held = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with keeper:
+        region = CudaRegion(0, "cuda", 1, 0, device, mapping, file=held.detach())
+        assert region.outlives_daemon
+    assert not region.outlives_daemon
+    os.close(region.file)
+    assert not CudaRegion(0, "cuda", 1, 0, device, mapping).outlives_daemon

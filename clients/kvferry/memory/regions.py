@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import socket
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,24 @@ class CudaRegion:
     _mapping: cuda.Mapping = field(repr=False)
     pools: list[object] = field(default_factory=list, repr=False)
     """torch's pools that allocate in here: see torch_pool."""
+    file: int = -1
+    """A descriptor by which the daemon's keeper holds the memory; -1 where it goes with the daemon."""
+
+    @property
+    def outlives_daemon(self) -> bool:
+        """Whether the next daemon can be given it: its keeper is there."""
+        if self.file < 0:
+            return False
+        with socket.socket(fileno=os.dup(self.file)) as held:
+            try:
+                return bool(held.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                return True
+
+    @property
+    def exported(self) -> cuda.Exported:
+        """The handle by which another process can open the memory, while whoever allocated it lives."""
+        return cuda.Exported(self._mapping.handle, self.offset, self._mapping.nbytes, self.device.uuid)
 
     @property
     def address(self) -> int:
@@ -155,6 +174,9 @@ class CudaRegion:
         """Unmap, as soon as no tensor uses the mapping any more. Idempotent."""
         self.pools.clear()
         self._mapping.close()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
 
 class _View:

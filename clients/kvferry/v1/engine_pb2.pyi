@@ -265,11 +265,16 @@ class CudaAllocation(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     ALLOCATION_NBYTES_FIELD_NUMBER: builtins.int
     DEVICE_UUID_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
     handle: builtins.bytes
     """cudaIpcMemHandle_t"""
     offset: builtins.int
     allocation_nbytes: builtins.int
     device_uuid: builtins.str
+    ticket: builtins.str
+    """Of a descriptor that goes over the handover socket as that of a HandedFile does: a keeper frees the memory when nobody
+    has the descriptor open any more. Empty for memory without a keeper, and never told to peers.
+    """
     def __init__(
         self,
         *,
@@ -277,8 +282,9 @@ class CudaAllocation(google.protobuf.message.Message):
         offset: builtins.int = ...,
         allocation_nbytes: builtins.int = ...,
         device_uuid: builtins.str = ...,
+        ticket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allocation_nbytes", b"allocation_nbytes", "device_uuid", b"device_uuid", "handle", b"handle", "offset", b"offset"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allocation_nbytes", b"allocation_nbytes", "device_uuid", b"device_uuid", "handle", b"handle", "offset", b"offset", "ticket", b"ticket"]) -> None: ...
 
 Global___CudaAllocation: typing_extensions.TypeAlias = CudaAllocation
 
@@ -344,8 +350,11 @@ class Memory(google.protobuf.message.Message):
     CUDA_FIELD_NUMBER: builtins.int
     HANDED_FIELD_NUMBER: builtins.int
     VMM_FIELD_NUMBER: builtins.int
+    AGAIN_FIELD_NUMBER: builtins.int
     region: builtins.int
     nbytes: builtins.int
+    again: builtins.bool
+    """Of Adopt: a daemon that has gone had allocated it. It outlives the engine as that of this daemon does."""
     @property
     def cuda(self) -> Global___CudaAllocation: ...
     @property
@@ -360,9 +369,10 @@ class Memory(google.protobuf.message.Message):
         cuda: Global___CudaAllocation | None = ...,
         handed: Global___HandedFile | None = ...,
         vmm: Global___CudaAllocations | None = ...,
+        again: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cuda", b"cuda", "handed", b"handed", "kind", b"kind", "vmm", b"vmm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cuda", b"cuda", "handed", b"handed", "kind", b"kind", "nbytes", b"nbytes", "region", b"region", "vmm", b"vmm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["again", b"again", "cuda", b"cuda", "handed", b"handed", "kind", b"kind", "nbytes", b"nbytes", "region", b"region", "vmm", b"vmm"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["cuda", "handed", "vmm"] | None: ...
 
 Global___Memory: typing_extensions.TypeAlias = Memory

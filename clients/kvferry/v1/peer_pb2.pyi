@@ -74,12 +74,15 @@ class RegionAddress(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    SLOW_FIELD_NUMBER: builtins.int
     id: builtins.int
     address: builtins.int
     """in the source daemon's address space"""
     nbytes: builtins.int
     kind: kvferry.v1.layout_pb2.MemoryKind.ValueType
     device: builtins.int
+    slow: builtins.bool
+    """GPU memory that another process allocated: a direct read of it takes a hundred times as long"""
     def __init__(
         self,
         *,
@@ -88,8 +91,9 @@ class RegionAddress(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         kind: kvferry.v1.layout_pb2.MemoryKind.ValueType = ...,
         device: builtins.int = ...,
+        slow: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "device", b"device", "id", b"id", "kind", b"kind", "nbytes", b"nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "device", b"device", "id", b"id", "kind", b"kind", "nbytes", b"nbytes", "slow", b"slow"]) -> None: ...
 
 Global___RegionAddress: typing_extensions.TypeAlias = RegionAddress
 

@@ -96,16 +96,17 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
         session, allocate = self._session(request.session), self._ferry.memory.allocate
-        region = await session.add(request.region, request.nbytes, lambda: allocate(request.nbytes))
+        region = await session.add(request.region, request.nbytes, lambda: allocate(request.nbytes, kept=True))
         memory = region.exported(request.region)
-        if region.shared is not None:
-            memory.handed.ticket = self._handovers.hold(request.session, Files([os.dup(region.shared.file)]))
+        if region.file >= 0:
+            ticket = self._handovers.hold(request.session, Files([os.dup(region.file)]))
+            (memory.cuda if memory.HasField("cuda") else memory.handed).ticket = ticket
         return memory
 
     @unary
     async def Adopt(self, request: engine_pb2.AdoptRequest, context: Context) -> engine_pb2.Memory:
         session, memory = self._session(request.session), request.memory
-        ticket = memory.handed.ticket or memory.vmm.ticket
+        ticket = memory.handed.ticket or memory.cuda.ticket or memory.vmm.ticket
         files = self._handovers.take(request.session, ticket) if ticket else Files()
         await self._ferry.registry.adopt(session, memory, files)
         return memory

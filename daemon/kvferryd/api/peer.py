@@ -46,17 +46,17 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         engine = self._ferry.registry.get(request.engine_id)
         await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
-        regions = {} if self._ferry.config.strict else engine.session.regions
-        readable = {id: region.span for id, region in regions.items()}
+        readable = {} if self._ferry.config.strict else engine.session.regions
         return peer_pb2.HandshakeReply(
             protocol=version, version=__version__, manifest=manifest_to_proto(engine.manifest),
             agent_name=engine.agent.name, agent_metadata=engine.agent_metadata,
             members=_members(engine.members, engine.epoch),
             regions=[
                 peer_pb2.RegionAddress(
-                    id=id, address=span.address, nbytes=span.nbytes, kind=KINDS[span.kind], device=span.device
+                    id=id, address=region.span.address, nbytes=region.span.nbytes, kind=KINDS[region.span.kind],
+                    device=region.span.device, slow=bool(region.slow_source),
                 )
-                for id, span in readable.items()
+                for id, region in readable.items()
             ],
             staging=_staging(engine.arena) if engine.arena else None,
         )  # fmt: skip

@@ -101,12 +101,14 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def daemon(self, name: str, *, roster: DaemonService | None = None, flags: Sequence[str] = ()) -> DaemonService:
-        """Start `kvferry serve` on the CPU. `roster`: rank 0's daemon; none for rank 0 itself."""
+    def daemon(
+        self, name: str, *, roster: DaemonService | None = None, flags: Sequence[str] = (), kept: bool = False
+    ) -> DaemonService:
+        """Start `kvferry serve` on the CPU, or `kvferry keep`. `roster`: rank 0's daemon; none for rank 0 itself."""
         rest, peer = (f"{HOST}:{self.free_port()}" for _ in range(2))
         path = self.directory / f"{name}.sock"
         command = [
-            "serve", "--rest", rest, "--peer", peer, "--engine-socket", str(path),
+            "keep" if kept else "serve", "--rest", rest, "--peer", peer, "--engine-socket", str(path),
             "--roster", roster.peer if roster else peer, "--device", "cpu", "--log-format", "json",
             "--arena-mb", "64", "--drain-timeout-s", "0", *flags,
         ]  # fmt: skip

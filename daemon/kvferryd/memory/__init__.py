@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.memory import SharedRegion
 from kvferry.v1 import engine_pb2
 from kvferryd.config import Config
+from kvferryd.memory.kept import Keeper
 from kvferryd.transport import Span
 
 
@@ -49,7 +49,7 @@ class Region:
 
     span: Span
     owned: bool
-    """Allocated here; otherwise adopted from an engine."""
+    """Allocated here or by a daemon before this one: it outlives its engine. Otherwise it is an engine's own."""
     told: engine_pb2.Memory = field(repr=False)
     """What an engine or a peer needs to map it. Of adopted memory what its engine told us: a mapping cannot be exported
     again, so peers get the engine's own handle."""
@@ -61,8 +61,9 @@ class Region:
     """Why a peer cannot map it, likewise."""
     probe: Callable[[], Probe | None] = lambda: None
     """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes."""
-    shared: SharedRegion | None = None
-    """The mapped file, of host memory. It goes when the last process that has it, daemon or engine, has gone."""
+    file: int = -1
+    """A descriptor that keeps it: the memory goes when the last process that has it open, daemon or engine, has gone.
+    -1 for GPU memory without a keeper."""
 
     def exported(self, region: int) -> engine_pb2.Memory:
         """`told`, as the memory of an engine's region of this number."""
@@ -77,15 +78,16 @@ class Region:
 
 
 class Provider(Protocol):
-    def allocate(self, nbytes: int) -> Region:
-        """A new zeroed region. Raises KvferryError (`out_of_memory`)."""
+    def allocate(self, nbytes: int, *, kept: bool = False) -> Region:
+        """A new zeroed region. kept: it is to outlive this process, if that can be had. Raises KvferryError
+        (`out_of_memory`)."""
 
     def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
         """Map memory that an engine owns. `files`: those that it was handed over with; the caller closes them. Raises
         KvferryError."""
 
 
-def provider(config: Config) -> Provider:
+def provider(config: Config, keeper: Keeper | None = None) -> Provider:
     """The provider for the configured device. Raises KvferryError when this machine cannot have it."""
     if config.device == "cpu":
         from kvferryd.memory.host import HostProvider
@@ -93,4 +95,6 @@ def provider(config: Config) -> Provider:
         return HostProvider()
     from kvferryd.memory.cuda import CudaProvider
 
-    return CudaProvider(config.device)
+    # What a keeper holds is imported here: NIXL reads it directly at a hundredth of the link's rate, and whether a NIC
+    # can be given it is not known.
+    return CudaProvider(config.device, None if config.way == "direct" or config.require_rdma else keeper)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -14,6 +15,7 @@ from kvferry.memory.regions import check_inside
 from kvferry.memory.vmm import VmmMapping
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Probe, Region
+from kvferryd.memory.kept import Keeper
 from kvferryd.transport import Span
 
 PROBE_NBYTES = 64
@@ -21,6 +23,7 @@ SLOW_ADOPTED = (
     "adopted GPU memory: NIXL reads it at about 0.5 GB/s as a direct source, so it goes staged or mapped "
     "(allocate through the daemon to have every way)"
 )
+SLOW_KEPT = "GPU memory of the keeper: NIXL reads it at about 0.5 GB/s as a direct source, so it goes staged or mapped"
 SLOW_VMM = (
     "VMM-backed GPU memory: NIXL reads it at about 0.5 GB/s as a direct source and no peer can map it, so it goes "
     "staged (allocate through the daemon to have every way)"
@@ -31,15 +34,18 @@ UNMAPPABLE_VMM = "it is VMM-backed GPU memory, which has no IPC handle"
 class CudaProvider:
     """Memory of one GPU, named by UUID (GPU-...) or by this process's number (cuda:0)."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, keeper: Keeper | None = None) -> None:
         """Raises KvferryError: `cuda_missing`, `unknown_gpu`."""
-        self.device = cuda.device(device)
+        self.device, self._keeper = cuda.device(device), keeper
 
-    def allocate(self, nbytes: int) -> Region:
+    def allocate(self, nbytes: int, *, kept: bool = False) -> Region:
         """A new zeroed region. Raises KvferryError (`out_of_memory`)."""
         # Whole granules: a smaller allocation shares one with its neighbours, and a handle would export them too.
         taken = -(-(nbytes + PROBE_NBYTES) // cuda.GRANULE) * cuda.GRANULE
         try:
+            if kept and self._keeper is not None:
+                exported, file = self._keeper.allocate(self.device.uuid, taken)
+                return self._kept(engine_pb2.CudaAllocation(**dataclasses.asdict(exported)), nbytes, file, new=True)
             address = self.device.alloc(taken)
         except KvferryError as error:
             if error.code != "out_of_memory":
@@ -50,15 +56,35 @@ class CudaProvider:
             raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy) from None
         with ExitStack() as undo:
             undo.callback(self.device.free, address)
-            nonce = Probe(taken - PROBE_NBYTES, secrets.token_bytes(PROBE_NBYTES))
-            written = ctypes.create_string_buffer(nonce.held, PROBE_NBYTES)
-            with closing(self.device.stream()) as stream:
-                stream.fill(address, taken)
-                stream.copy(address + nonce.offset, ctypes.addressof(written), PROBE_NBYTES)
-                stream.synchronize()
-            exported = engine_pb2.CudaAllocation(**dataclasses.asdict(self.device.export(address)))
-            told = engine_pb2.Memory(nbytes=nbytes, cuda=exported)
-            return Region(self._span(address, nbytes), True, told, undo.pop_all(), probe=lambda: nonce)
+            nonce = self._cleared(address, taken)
+            told = engine_pb2.CudaAllocation(**dataclasses.asdict(self.device.export(address)))
+            memory = engine_pb2.Memory(nbytes=nbytes, cuda=told)
+            return Region(self._span(address, nbytes), True, memory, undo.pop_all(), probe=lambda: nonce)
+
+    def _cleared(self, address: int, nbytes: int) -> Probe:
+        """Of zeros, but for the random bytes at its end."""
+        nonce = Probe(nbytes - PROBE_NBYTES, secrets.token_bytes(PROBE_NBYTES))
+        written = ctypes.create_string_buffer(nonce.held, PROBE_NBYTES)
+        with closing(self.device.stream()) as stream:
+            stream.fill(address, nbytes)
+            stream.copy(address + nonce.offset, ctypes.addressof(written), PROBE_NBYTES)
+            stream.synchronize()
+        return nonce
+
+    def _kept(self, told: engine_pb2.CudaAllocation, nbytes: int, file: int, *, new: bool) -> Region:
+        """Memory of the keeper's, which `file` holds. new: or a daemon before this one has cleared and used it."""
+        with ExitStack() as undo:
+            undo.callback(os.close, file)
+            mapping = undo.enter_context(closing(self.device.open(told.handle)))
+            check_inside(0, nbytes + PROBE_NBYTES, mapping.nbytes, "has")
+            at = mapping.nbytes - PROBE_NBYTES
+            nonce = (
+                self._cleared(mapping.address, mapping.nbytes)
+                if new
+                else Probe(at, read(self.device, mapping.address + at, PROBE_NBYTES))
+            )
+            memory, span = engine_pb2.Memory(nbytes=nbytes, cuda=told), self._span(mapping.address, nbytes)
+            return Region(span, True, memory, undo.pop_all(), SLOW_KEPT, probe=lambda: nonce, file=file)
 
     def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
         """Map memory that the engine owns. Raises KvferryError."""
@@ -71,6 +97,14 @@ class CudaProvider:
             what = f"the memory is on GPU {given.device_uuid}, this daemon runs beside {self.device.uuid}"
             field, remedy = f"memory.{kind}.device_uuid", "attach each rank to the daemon of its own GPU"
             raise Malformed("wrong_gpu", what, field=field, value=given.device_uuid, remedy=remedy)
+        if memory.again and isinstance(given, engine_pb2.CudaAllocation):
+            if len(files) != 1 or given.offset:
+                what, remedy = "memory of a keeper comes with one descriptor", "hand over what `allocate` returned"
+                raise Malformed("malformed_region", what, field="memory.again", value=len(files), remedy=remedy)
+            told = engine_pb2.CudaAllocation()
+            told.CopyFrom(given)
+            told.ClearField("ticket")
+            return self._kept(told, nbytes, os.dup(files[0]), new=False)
         undo = ExitStack()
         if isinstance(given, engine_pb2.CudaAllocations):
             check_inside(given.offset, nbytes, sum(given.nbytes), "was said to have")

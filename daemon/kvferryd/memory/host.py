@@ -23,8 +23,8 @@ CGROUP = Path("/sys/fs/cgroup")
 class HostProvider:
     """Sealed files in memory."""
 
-    def allocate(self, nbytes: int) -> Region:
-        """A new zeroed region. Raises KvferryError (`out_of_memory`)."""
+    def allocate(self, nbytes: int, *, kept: bool = False) -> Region:
+        """A new zeroed region; its engine keeps it. Raises KvferryError (`out_of_memory`)."""
         # Linux ends a process that takes more than there is, this daemon first, instead of refusing.
         room = min(_available(), _left_in_group())
         if nbytes > room:
@@ -47,14 +47,14 @@ class HostProvider:
             remedy = "hand over the descriptor of one sealed file, or run with device = cuda:N"
             raise Malformed("wrong_memory_kind", message, field="memory.kind", value=kind, remedy=remedy)
         shared = open_region(files[0], memory.nbytes, memory.region, memory.handed.offset)
-        return _region(shared, memory, owned=False)
+        return _region(shared, memory, owned=memory.again)
 
 
 def _region(shared: SharedRegion, told: engine_pb2.Memory, *, owned: bool) -> Region:
     undo = ExitStack()
     undo.callback(shared.close)
     span = Span(shared.address, shared.nbytes, "host")
-    return Region(span, owned, told, undo, unmappable="it is host memory", shared=shared)
+    return Region(span, owned, told, undo, unmappable="it is host memory", file=shared.file)
 
 
 def _available() -> int:

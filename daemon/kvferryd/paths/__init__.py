@@ -29,9 +29,9 @@ def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
 def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
     """The path for these bytes. `way`: auto, or the path to take.
 
-    auto: mapped where it can be had; otherwise staged for short runs and direct for long ones. A forced staged falls
-    back to the others where the pair cannot stage and nothing is strict. Raises KvferryError: `way_unavailable`;
-    `cannot_stage` where one side is strict and the pair cannot stage.
+    auto: mapped where it can be had; otherwise staged for short runs, and from memory that is slow to read directly,
+    and direct for long ones. A forced staged falls back to the others where the pair cannot stage and nothing is
+    strict. Raises KvferryError: `way_unavailable`; `cannot_stage` where one side is strict and the pair cannot stage.
     """
     why = {name: path.refusal(engine, peer) for name, path in PATHS.items()}
     able = [name for name in PATHS if not why[name]]
@@ -48,7 +48,8 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
     if able == [PathName.STAGED, PathName.DIRECT]:
         kind = next(iter(engine.session.regions.values())).span.kind
-        if _mean_run(bound) >= DIRECT_FROM[kind]:
+        slow = any(peer.ranks[rank].slow for rank in peer.plan.reads_from)
+        if not slow and _mean_run(bound) >= DIRECT_FROM[kind]:
             return PATHS[PathName.DIRECT]
     return PATHS[able[0]]
 

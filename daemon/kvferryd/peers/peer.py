@@ -54,6 +54,8 @@ class PeerRank:
     opening: peer_pb2.ReadOpening
     """The first message of a stream of its leases: it says who we are."""
     staging: Staging | None = None
+    slow: bool = False
+    """A direct read of its memory is slow."""
     pairing: str = ""
     """The peer's name for the plan between us; empty until it has planned."""
     bytes_read: int = 0

@@ -359,7 +359,8 @@ def _rank(
             raise wrong(f"gave no address for region {region.id}", "regions", region.id)
     opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader_of(engine, engine_id))
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
-    return PeerRank(channel, manifest, *told, regions, opening, staging)
+    slow = any(region.slow for region in reply.regions)
+    return PeerRank(channel, manifest, *told, regions, opening, staging, slow)
 
 
 def reader_of(engine: Engine, source: str) -> peer_pb2.Reader:

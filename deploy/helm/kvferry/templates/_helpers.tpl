@@ -38,7 +38,7 @@ app.kubernetes.io/part-of: kvferry
   # Up before the engine starts, ended after the engine has ended.
   restartPolicy: Always
   image: {{ .Values.images.daemon }}
-  args: [serve]
+  args: [keep]
   env:
     - name: POD_IP
       valueFrom: {fieldRef: {fieldPath: status.podIP}}

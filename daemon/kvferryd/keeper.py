@@ -1,0 +1,214 @@
+"""`kvferry keep`: the daemon's parent, which starts it again when it dies and holds the GPU memory that outlives it.
+
+A second daemon stands by: it has imported everything and waits for its turn, so that none of the imports is waited for
+when the first one dies. Nothing of NIXL, gRPC or a peer comes into this process; it hears its own daemons only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from kvferry.errors import KvferryError
+
+LOADED, SERVING = "loaded", "serving"
+"""What a daemon says of itself."""
+MOST = 4096
+"""Bytes of a message."""
+HELP = """\
+usage: kvferry keep [the flags of `kvferry serve`]
+
+Runs `kvferry serve` as its child and starts it again when it dies. Host memory of an engine outlives a daemon anyway;
+under a keeper GPU memory does too. The engine attaches again by itself: what was under way has failed, nothing else.
+
+SIGTERM, SIGINT   the daemon drains and stops, and so does the keeper; a second one stops both at once
+SIGHUP            another daemon is loaded, of the code and the settings that are there now; then the one that serves
+                  drains, stops, and is followed by it. If the new one does not load, the one that serves stays.
+
+examples:
+  kvferry keep --device cuda:0 --engine-socket /run/kvferry/engine.sock
+  pip install --upgrade kvferry && kill -HUP $(pidof -s kvferry)      an upgrade under living engines"""
+
+
+@dataclasses.dataclass(eq=False)
+class Daemon:
+    """One start of it. `serving`: engines can attach."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    serving: bool = False
+
+    def signal(self, number: int) -> None:
+        """Not through Popen, which would reap it behind our back. Until we reap it the number is its own."""
+        os.kill(self.process.pid, number)
+
+
+class Keeper:
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._selector = selectors.DefaultSelector()
+        self._served = self._stopping = self._upgrading = False
+        self._status: int | None = None
+        self._standby: Daemon | None = None
+        self._current = self._start()
+        self._turn(self._current, "")
+
+    def run(self) -> int:
+        """Until the daemon was told to stop, or never served; returns its exit status."""
+        told, telling = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(telling)
+        self._selector.register(told, selectors.EVENT_READ, lambda: self._signalled(os.read(told, MOST)))
+        from kvferry.memory import cuda  # now: later an upgrade may have put another version in its place
+
+        self._gpu = cuda.device
+        self._reap()  # what ended before its signal was heard
+        while self._status is None:
+            for key, _ in self._selector.select():
+                key.data()
+        return self._status
+
+    def _start(self) -> Daemon:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = ["-P", "-m", "kvferryd", "serve", f"--keeper={theirs.fileno()}", *self._arguments]
+            process = subprocess.Popen(  # noqa: S603  # ourselves
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # a terminal's Ctrl-C is ours to hand on
+            )
+        daemon = Daemon(process, ours)
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard(daemon))
+        return daemon
+
+    def _turn(self, daemon: Daemon, why: str) -> None:
+        """why: what became of the one before, in words."""
+        with contextlib.suppress(OSError):  # it is dead: so SIGCHLD says
+            daemon.channel.send(json.dumps(why).encode())
+
+    def _heard(self, daemon: Daemon) -> None:
+        said = _received(daemon.channel)
+        if not said:
+            self._selector.unregister(daemon.channel)
+            daemon.channel.close()
+            return
+        match json.loads(said):
+            case "loaded":
+                if self._upgrading and daemon is self._standby:
+                    self._current.signal(signal.SIGTERM)
+            case "serving":
+                daemon.serving = self._served = True
+                self._standby = self._standby or self._start()
+            case {"device": str(device), "nbytes": int(nbytes)}:
+                self._allocate(daemon, device, nbytes)
+
+    def _allocate(self, daemon: Daemon, device: str, nbytes: int) -> None:
+        """The answer brings a descriptor: the memory is freed when nobody has it open any more."""
+        try:
+            gpu = self._gpu(device)
+            address = gpu.alloc(nbytes)
+            try:
+                exported = gpu.export(address)
+            except KvferryError:
+                gpu.free(address)
+                raise
+        except KvferryError as error:
+            self._say(daemon, {"code": error.code, "message": error.message})
+            return
+        held, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        free = functools.partial(gpu.free, address)
+        self._selector.register(held, selectors.EVENT_READ, lambda: self._let_go(held, free))
+        with given:
+            told = dataclasses.asdict(exported) | {"handle": exported.handle.hex()}
+            self._say(daemon, told, given.fileno())
+
+    def _say(self, daemon: Daemon, said: object, *files: int) -> None:
+        with contextlib.suppress(OSError):
+            socket.send_fds(daemon.channel, [json.dumps(said).encode()], files)
+
+    def _let_go(self, held: socket.socket, free: Callable[[], None]) -> None:
+        if not _received(held):
+            self._selector.unregister(held)
+            held.close()
+            free()
+
+    def _signalled(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number == signal.SIGCHLD:
+                self._reap()
+            elif number == signal.SIGHUP:
+                self._upgrade()
+            else:
+                self._stopping = True
+                self._current.signal(number)
+                self._end_standby()
+
+    def _upgrade(self) -> None:
+        if not self._stopping and not self._upgrading and self._current.serving:
+            self._upgrading = True
+            self._end_standby()
+            self._standby = self._start()
+
+    def _end_standby(self) -> None:
+        if self._standby is not None:
+            self._standby.signal(signal.SIGKILL)
+            self._standby = None
+
+    def _reap(self) -> None:
+        """Also what dead daemons left behind: as a container's first process we are its parent."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended[0], os.waitstatus_to_exitcode(ended[1])
+                if pid == self._current.process.pid:
+                    self._current.process.returncode = status
+                    self._current_ended(status)
+                elif self._standby is not None and pid == self._standby.process.pid:
+                    self._standby.process.returncode = status
+                    self._standby = None
+                    if self._upgrading:
+                        self._upgrading = False
+                        _report(f"the new daemon does not load ({_words(status)}): the one that serves stays")
+
+    def _current_ended(self, status: int) -> None:
+        if self._stopping or not self._served:
+            self._end_standby()
+            self._status = status if status >= 0 else 128 - status
+            return
+        why = "it was upgraded" if self._upgrading else _words(status)
+        self._upgrading = False
+        self._current, self._standby = self._standby or self._start(), None
+        self._turn(self._current, why)
+
+
+def _received(channel: socket.socket) -> bytes:
+    """A message; empty when the other end is closed."""
+    try:
+        return channel.recv(MOST)
+    except ConnectionError:
+        return b""
+
+
+def _words(status: int) -> str:
+    return f"it was ended by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
+
+
+def _report(what: str) -> None:
+    print(f"kvferry keep: {what}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & {*argv}:
+        print(HELP)
+        return 0
+    return Keeper(argv).run()

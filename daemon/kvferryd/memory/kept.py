@@ -1,0 +1,63 @@
+"""The daemon's end of its keeper, `kvferryd.keeper`."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import socket
+import threading
+
+from kvferry.errors import Full, Unavailable
+from kvferry.memory.cuda import Exported
+from kvferryd.keeper import LOADED, MOST, SERVING
+
+ANSWER_S = 60.0
+"""How long the keeper may take to allocate: the first time it makes its context on the GPU."""
+PR_SET_PDEATHSIG = 1
+
+
+class Keeper:
+    """Owns the descriptor by which the keeper is reached; it ends with the process."""
+
+    def __init__(self, fd: int) -> None:
+        """This process dies with its keeper. Call it on the main thread."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        self._channel = socket.socket(fileno=fd)
+        self._channel.set_inheritable(False)
+        self._lock = threading.Lock()
+
+    def turn(self) -> str:
+        """Wait until this daemon is the one to serve: what became of the one before it, or nothing if it is the first.
+
+        Raises EOFError when the keeper is gone.
+        """
+        self._say(LOADED)
+        said = self._channel.recv(MOST)
+        if not said:
+            raise EOFError
+        return str(json.loads(said))
+
+    def serving(self) -> None:
+        self._say(SERVING)
+
+    def allocate(self, device: str, nbytes: int) -> tuple[Exported, int]:
+        """GPU memory that is not cleared, and the descriptor, which the caller closes, that keeps it: it is freed when
+        nobody has that open any more. Raises KvferryError (`out_of_memory`, `cuda_failed`)."""
+        with self._lock:
+            self._channel.settimeout(ANSWER_S)
+            try:
+                self._say({"device": device, "nbytes": nbytes})
+                said, files, _, _ = socket.recv_fds(self._channel, MOST, 1, socket.MSG_CMSG_CLOEXEC)
+                told = json.loads(said)
+            except (OSError, ValueError) as error:
+                self._channel.close()  # or a late answer would be taken for that of the next question
+                message, remedy = f"the keeper does not answer: {error}", "start `kvferry keep` again"
+                raise Unavailable("keeper_gone", message, field="device", value=device, remedy=remedy) from None
+        if not files:
+            remedy = "free memory on this GPU, or ask for fewer bytes"
+            raise Full(told["code"], told["message"], field="nbytes", value=nbytes, remedy=remedy)
+        return Exported(**told | {"handle": bytes.fromhex(told["handle"])}), files[0]
+
+    def _say(self, what: object) -> None:
+        self._channel.send(json.dumps(what).encode())

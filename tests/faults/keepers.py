@@ -1,0 +1,62 @@
+"""Daemons under keepers: which process serves, how it dies, and the code that they are upgraded from."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvferryd.demo.fleet import DaemonService
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60.0
+
+
+def serving(daemon: DaemonService) -> int:
+    """The process that serves now, as it says in the log. A line may be cut: another process writes there too."""
+    return int(re.findall(r'"pid": (\d+),.* "event": "serving"', daemon.log.read_text())[-1])
+
+
+def kill(daemon: DaemonService, number: signal.Signals) -> int:
+    """Under a keeper; the process that was killed."""
+    pid = serving(daemon)
+    with suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(pid, number)
+    return pid
+
+
+def children(daemon: DaemonService) -> set[int]:
+    """Of a keeper."""
+    pid = daemon.process.pid
+    return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def eventually(holds: Callable[[], object], what: str) -> None:
+    """For what another process does without telling."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.02)
+
+
+def before_this(folder: Path) -> Path:
+    """The code of the commit before, or of the release before where there is no history."""
+    archive = subprocess.run(
+        ["git", "archive", "--format=tar", "HEAD^", "daemon", "clients"], cwd=ROOT, capture_output=True, check=False
+    )
+    if archive.returncode:
+        pytest.skip(f"needs the commit before: {archive.stderr.decode().strip()}")
+    folder.mkdir()
+    subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
+    return folder
+
+
+def path_of(code: Path) -> str:
+    return os.pathsep.join([str(code / "clients"), str(code / "daemon")])

@@ -1,0 +1,200 @@
+"""A daemon may die, or be upgraded, under living engines: they notice failed transfers and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fleet import TIMEOUT_S
+from keepers import ROOT, before_this, children, eventually, kill, path_of, serving
+from load import Engine, Load
+from wire import TCP
+
+from kvferryd.demo.fleet import DaemonService, Fleet
+
+DEATHS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]
+Seen = Callable[[str, object], None]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def pair(fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService]:
+    """A source's daemon and a reader's, each under a keeper."""
+    flags = getattr(request, "param", ())
+    daemons = [fleet.daemon(name, kept=True, flags=flags) for name in ("source", "reader")]
+    asyncio.run(fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    return daemons
+
+
+@pytest.fixture
+def load(pair: list[DaemonService], request_id: str) -> Iterator[Load]:
+    engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in pair]
+    yield Load(*engines)
+    for engine in engines:
+        engine.client.close()
+
+
+def stands_by(daemon: DaemonService) -> bool:
+    return len(children(daemon)) == 2
+
+
+def in_mid_read(load: Load, source: DaemonService, reader: DaemonService) -> int:
+    """The source's process, which stands still while a read from it is under way."""
+    for _ in range(100):
+        pid = serving(source)
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:  # what was announced before begins without the source
+            found = httpx.get(f"{reader.url}/v1/transfers", params={"state": "reading"}, trust_env=False, timeout=60)
+            if found.json()["transfers"]:
+                return pid
+        os.kill(pid, signal.SIGCONT)
+        load.more(1)
+    raise AssertionError("no read was under way")
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_a_daemon_that_is_killed_under_load_costs_failed_requests_only(
+    load: Load, pair: list[DaemonService], kills: int, record_property: Seen
+) -> None:
+    rng, recovered = random.Random(1), []
+    with load.running():
+        load.more()
+        for daemon in pair:
+            eventually(lambda daemon=daemon: stands_by(daemon), "another daemon stands by")
+        before = [open_files(daemon.process.pid) for daemon in pair]
+        for count, number in zip(range(kills), itertools.cycle(DEATHS), strict=False):
+            victims = [pair, pair[:1], pair[1:]][count % 3]
+            gone = [(daemon, kill(daemon, number)) for daemon in victims]
+            recovered.append(load.more(1))
+            for daemon, pid in gone:
+                eventually(lambda daemon=daemon, pid=pid: serving(daemon) != pid, "another daemon serves")
+            load.more(rng.randrange(5, 15))
+    assert load.failed.total() >= kills // 4, "so many deaths under load end some requests"
+    for daemon, files in zip(pair, before, strict=True):
+        eventually(lambda daemon=daemon: stands_by(daemon), "another daemon stands by")
+        assert open_files(daemon.process.pid) <= files, "the keeper has kept something of the dead"
+    codes = ", ".join(f"{count} {code}" for code, count in load.failed.most_common())
+    worst = f"{max(recovered):.1f}"
+    record_property("seen", [f"daemon killed {kills} times", f"{load.done} done, 0 wrong; failed: {codes}", "", worst])
+
+
+@pytest.mark.parametrize("pair", [TCP], indirect=True)
+@pytest.mark.parametrize("times", [2, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_what_ucx_does_when_a_reader_dies_in_mid_read_costs_the_source_failed_requests_only(
+    load: Load, pair: list[DaemonService], times: int, record_property: Seen
+) -> None:
+    """Over TCP a source that stands still while its reader dies may be aborted by UCX when it goes on."""
+    source, reader = pair
+    aborted = 0
+    with load.running():
+        load.more()
+        for _ in range(times):
+            pid, gone = in_mid_read(load, source, reader), serving(reader)
+            os.kill(gone, signal.SIGKILL)
+            eventually(lambda gone=gone: gone not in children(reader), "the reader's daemon is dead")
+            os.kill(pid, signal.SIGCONT)
+            load.more()
+            aborted += serving(source) != pid
+    died = f"source died {aborted} times"
+    record_property("seen", [f"reader killed in mid-read {times} times, over TCP", died, "", ""])
+
+
+def test_the_keeper_takes_its_daemons_with_it(fleet: Fleet, pair: list[DaemonService]) -> None:
+    """Or the next keeper could not start one."""
+    daemon = pair[0]
+    eventually(lambda: stands_by(daemon), "another daemon stands by")
+    left = children(daemon)
+    daemon.signal(signal.SIGKILL)
+    daemon.process.wait(TIMEOUT_S)
+    eventually(lambda: not any(Path(f"/proc/{pid}/fd").exists() and _lives(pid) for pid in left), "they are dead")
+    asyncio.run(fleet.ready(fleet.again(daemon), timeout_s=TIMEOUT_S))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonService]) -> None:
+    daemon = pair[0]
+    daemon.signal(signal.SIGTERM)
+    assert daemon.process.wait(TIMEOUT_S) == 0
+    assert '"stopped"' in daemon.tail(1)
+
+
+def test_a_daemon_that_never_served_is_not_started_again(fleet: Fleet) -> None:
+    daemon = fleet.daemon("wrong", kept=True, flags=["--way", "sideways"])
+    assert daemon.process.wait(TIMEOUT_S) == 2
+    assert "sideways" in daemon.tail()
+
+
+def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
+    fleet: Fleet, tmp_path: Path, request_id: str
+) -> None:
+    """And one that loads takes its place, with the settings of now."""
+    settings = tmp_path / "kvferry.toml"
+    settings.write_text("max_leases = 64\n")
+    daemon = fleet.daemon("upgraded", kept=True, flags=["--config", str(settings)])
+    asyncio.run(fleet.ready(daemon, timeout_s=TIMEOUT_S))
+    engine = Engine(f"e-{request_id[-8:]}", daemon, "1")
+    before = serving(daemon)
+
+    settings.write_text("max_leases = many\n")
+    daemon.signal(signal.SIGHUP)
+    eventually(lambda: "the one that serves stays" in daemon.log.read_text(), "the keeper says that it does not load")
+    assert serving(daemon) == before and engine.said.empty()
+
+    settings.write_text("max_leases = 65\n")
+    daemon.signal(signal.SIGHUP)
+    eventually(lambda: serving(daemon) != before, "the new one serves")
+    assert engine.attached.wait(TIMEOUT_S)
+    assert "it was upgraded" in daemon.log.read_text()
+    engine.client.close()
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_daemons_are_upgraded_from_the_commit_before_under_load(
+    fleet: Fleet, tmp_path: Path, request_id: str, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    code = tmp_path / "code"
+    code.symlink_to(before_this(tmp_path / "before"))
+    if not (code / "daemon/kvferryd/keeper.py").exists():
+        pytest.skip("the commit before has no keeper")
+    monkeypatch.setenv("PYTHONPATH", path_of(code))
+    daemons = [fleet.daemon(name, kept=True) for name in ("source", "reader")]
+    asyncio.run(fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in daemons]
+    load = Load(*engines)
+    with load.running():
+        load.more()
+        for versions in (["now", "before"] * times)[: 2 * times - 1]:
+            code.unlink()
+            code.symlink_to(ROOT if versions == "now" else tmp_path / "before")
+            for daemon in daemons:  # one after the other: both versions meet
+                old = serving(daemon)
+                daemon.signal(signal.SIGHUP)
+                eventually(lambda daemon=daemon, old=old: serving(daemon) != old, f"the daemon of {versions} serves")
+                load.more()
+    for engine in engines:
+        engine.client.close()
