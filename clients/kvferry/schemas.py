@@ -144,7 +144,8 @@ class ErrorBody(_Answer):
 class RankTransfer(_Answer):
     """One rank's share of a transfer.
 
-    bytes_per_s: while bytes moved. phases_ms: its time in each state, of which `waiting` is the sum of `waiting_order`,
+    bytes_per_s: while bytes moved. took_ms: from the order until the daemon that answers knew of its end; None before.
+    phases_ms: its own time in each state, of which `waiting` is the sum of `waiting_order`,
     `waiting_reservation` and `waiting_publish`, wherever that was waited for; `total`; `moving`: reading without
     binding; `nixl`: the part that NIXL took. A phase is counted at its end.
     """
@@ -157,6 +158,7 @@ class RankTransfer(_Answer):
     transport: str = ""
     phases_ms: dict[str, float] = {}
     bytes_per_s: float = 0.0
+    took_ms: float | None = None
     waits_for: Awaited | None = None
     error: ErrorBody | None = None
 
@@ -165,8 +167,8 @@ class TransferRecord(_Answer):
     """A transfer as the daemon that took the order sees it: all ranks of its engine together.
 
     bytes and descriptors: sums over ranks. path: direct, staged or mapped. transport: what NIXL used, for example
-    "UCX", or "cuda_ipc". phases_ms, bytes_per_s, waits_for: those of `slowest_rank`, which decides when the request
-    can go on (see RankTransfer). tokens: the global range moved. created_at, ended_at: seconds since 1970.
+    "UCX", or "cuda_ipc". took_ms, phases_ms, bytes_per_s, waits_for: those of `slowest_rank`, which decides when the
+    request can go on (see RankTransfer). tokens: the global range moved. created_at, ended_at: seconds since 1970.
     """
 
     transfer_id: str
@@ -181,6 +183,7 @@ class TransferRecord(_Answer):
     tokens: tuple[int, int] | None = None
     attempt: int = 1
     slowest_rank: int = 0
+    took_ms: float | None = None
     phases_ms: dict[str, float] = {}
     bytes_per_s: float = 0.0
     waits_for: Awaited | None = None

@@ -142,7 +142,7 @@ class Transfer:
     def waits_for(self) -> Awaited | None:
         """What this rank's part waits for, while nothing moves."""
         if self.state is TransferState.WAITING:
-            return Awaited.ORDER if self.order is None else Awaited.RESERVATION
+            return self._late_half
         if self._unpublished_since is not None:
             return Awaited.PUBLISH
         if self.state is TransferState.CONNECTING:
@@ -174,6 +174,8 @@ class Transfer:
 
     def set_rank(self, rank: RankTransfer) -> None:
         """How far another rank is."""
+        if rank.state.ended:
+            rank.took_ms = round(1e3 * (time.monotonic() - self._ordered_at), 3)
         self.ranks[rank.rank] = rank
         self.wake()
         if self.over:
@@ -181,6 +183,7 @@ class Transfer:
 
     def share(self) -> RankTransfer:
         """This rank's part, as it stands."""
+        moving_ms = self.phases_ms.get("moving", 0.0)
         return RankTransfer(
             rank=self.engine.rank,
             state=self.state,
@@ -189,22 +192,30 @@ class Transfer:
             path=self.path.value if self.path else "",
             transport=self.path.transport if self.path else "",
             phases_ms=self._phases_ms(),
-            bytes_per_s=round(self.bytes_per_s),
+            bytes_per_s=round(1e3 * self.nbytes / moving_ms) if moving_ms else 0.0,
+            took_ms=round(1e3 * (self._phase_began - self._ordered_at), 3) if self.state.ended else None,
             waits_for=self.waits_for,
             error=error_body(self.problem) if self.problem else None,
         )
 
     @property
-    def bytes_per_s(self) -> float:
-        """While bytes moved; 0 before."""
-        moving_ms = self.phases_ms.get("moving", 0.0)
-        return 1e3 * self.nbytes / moving_ms if moving_ms else 0.0
+    def _late_half(self) -> Awaited:
+        """The half that came last, or has not come."""
+        if self.order is None:
+            return Awaited.ORDER
+        return Awaited.RESERVATION if self.reservation is None else self._last_half
+
+    @property
+    def _ordered_at(self) -> float:
+        """When the order came, on the monotonic clock."""
+        waited_ms = self.phases_ms.get("waiting", 0.0) if self._late_half is Awaited.ORDER else 0.0
+        return self._began + 1e-3 * waited_ms
 
     def _phases_ms(self) -> dict[str, float]:
         """With `waiting` as a whole, and what it was for."""
         phases, unpublished = dict(self.phases_ms), self.phases_ms.get("waiting_publish", 0.0)
         if (half := phases.get("waiting")) is not None:
-            phases |= {f"waiting_{self._last_half.value}": half, "waiting": half + unpublished}
+            phases |= {f"waiting_{self._late_half.value}": half, "waiting": half + unpublished}
         return {name: round(ms, 3) for name, ms in phases.items()}
 
     def encoded(self) -> bytes:
@@ -230,6 +241,7 @@ class Transfer:
             tokens=self.tokens,
             attempt=self.attempt,
             slowest_rank=slowest.rank,
+            took_ms=slowest.took_ms,
             phases_ms=slowest.phases_ms,
             bytes_per_s=slowest.bytes_per_s,
             waits_for=slowest.waits_for,
@@ -499,11 +511,10 @@ class Transfer:
 
 def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
     """How far a rank is before the others: the least is the one that the request waits for, or has waited for."""
-    ended, phases = share.state.ended, share.phases_ms
+    ended = share.state.ended
     at = 0 if ended else list(TransferState).index(share.state)
     its_own = share.error is not None and share.error.code not in OF_ANOTHER
-    ordered_ms = phases.get("total", 0.0) - phases.get("waiting_order", 0.0)
-    return ended, at, not its_own, -ordered_ms
+    return ended, at, not its_own, -(share.took_ms or 0.0)
 
 
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:
