@@ -108,7 +108,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             who = replace(_reader(opening.reader), host=host_of(context))
             gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
             retired, announcing = engine.session.retired, not engine.strict
-            served = ServedStream(engine.leases, who, gatherer, retired, announcing=announcing)
+            served = ServedStream(engine.leases, who, gatherer, retired, announcing=announcing, peer=context.peer())
             async with aclosing(served.replies(requests)) as replies:
                 async for reply in replies:
                     yield reply
@@ -142,6 +142,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             engine, request.request_id, order, brought,
             attempt=request.attempt, counted=request.counted, from_rank=request.rank,
         )  # fmt: skip
+        await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
         while not transfer.ended.is_set():
             changed = transfer.changed
             yield _share(transfer)
@@ -228,6 +229,6 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
     share = transfer.share()
     return peer_pb2.RankTransfer(
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
-        transport=share.transport, phases_ms=share.phases_ms,
+        transport=share.transport, phases_ms=share.phases_ms, waits_for=share.waits_for or "",
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
     )  # fmt: skip
