@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.errors import Forbidden, Full, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd import logs
+from kvferryd.api.rest import page
 from kvferryd.api.rest.problems import problem
 
 log = logs.get(__name__)
@@ -25,7 +26,7 @@ MAX_BODY = 4 << 20
 BODY_TIMEOUT_S = 30.0
 MAX_IN_FLIGHT = 2048
 """Requests at once, long polls included."""
-OPEN = frozenset({"/healthz", "/readyz", "/"})
+OPEN = frozenset({"/healthz", "/readyz", *page.FILES})
 """Asked for without a token: probes have none, and a browser sends none for the page, which holds no data."""
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -49,7 +50,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = name
+                MutableHeaders(scope=message).update({"x-request-id": name, "x-content-type-options": "nosniff"})
             await send(message)
 
         self._in_flight += 1
