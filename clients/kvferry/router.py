@@ -127,12 +127,24 @@ class RouterClient:
                 return record
 
     async def transfers(
-        self, request_id: str | None = None, state: schemas.TransferState | None = None, *, wait_s: float = 0.0
+        self,
+        request_id: str | None = None,
+        state: schemas.TransferState | None = None,
+        *,
+        limit: int = 100,
+        wait_s: float = 0.0,
     ) -> list[schemas.TransferRecord]:
-        """All that match. With `request_id` and `wait_s`: waits for that request's transfer to come and end."""
+        """The newest `limit` that match, the oldest of them first. With `request_id` and `wait_s`: waits for that
+        request's transfer to come and end."""
         wanted = {"request_id": request_id, "state": state}
         query = _wait(wait_s) | {name: value for name, value in wanted.items() if value is not None}
+        query |= {"limit": str(limit)}
         return (await self._call("GET", "/v1/transfers", schemas.TransferList, query=query, wait_s=wait_s)).transfers
+
+    async def changes(self, cursor: str = "", *, limit: int = 100) -> schemas.TransferList:
+        """The transfers that may have changed since an answer had this cursor: cheap to ask for every second."""
+        query = {"since": cursor, "limit": str(limit)}
+        return await self._call("GET", "/v1/transfers", schemas.TransferList, query=query)
 
     async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:
         return await self._call("DELETE", f"/v1/transfers/{_quoted(transfer_id)}", schemas.TransferRecord)
@@ -143,15 +155,21 @@ class RouterClient:
 
     # leases, peers, engines
 
-    async def leases(self) -> list[schemas.LeaseRecord]:
-        return (await self._call("GET", "/v1/leases", schemas.LeaseList)).leases
+    async def leases(self, *, limit: int = 100, ended: int = 0) -> list[schemas.LeaseRecord]:
+        """The newest `limit` that are held; before them the last `ended` that are not any more."""
+        query = {"limit": str(limit), "ended": str(ended)}
+        return (await self._call("GET", "/v1/leases", schemas.LeaseList, query=query)).leases
 
     async def revoke_lease(self, request_id: str) -> schemas.LeaseRecord:
         """Raises `unknown_lease`."""
         return await self._call("DELETE", f"/v1/leases/{_quoted(request_id)}", schemas.LeaseRecord)
 
     async def peers(self) -> list[schemas.PeerRecord]:
-        return (await self._call("GET", "/v1/peers", schemas.PeerList)).peers
+        return (await self.neighbours()).peers
+
+    async def neighbours(self) -> schemas.PeerList:
+        """The peers that are read from, those that were lost, and those that read here."""
+        return await self._call("GET", "/v1/peers", schemas.PeerList)
 
     async def prewarm(self, body: schemas.PeerRequest, *, timeout_s: float = 30.0) -> list[schemas.PeerRecord]:
         """Shake hands with every rank of a source engine now: the first contact takes seconds."""
@@ -190,6 +208,9 @@ class RouterClient:
 
     async def drain_status(self) -> schemas.DrainStatus:
         return await self._call("GET", "/v1/drain", schemas.DrainStatus)
+
+    async def totals(self) -> schemas.Totals:
+        return await self._call("GET", "/v1/totals", schemas.Totals)
 
     async def info(self) -> schemas.Info:
         return await self._call("GET", "/v1/info", schemas.Info)
@@ -246,7 +267,8 @@ class RouterClient:
             late = isinstance(error, httpx.TimeoutException | TimeoutError)
             if late and not isinstance(error, httpx.ConnectTimeout):
                 code, remedy = "daemon_timeout", "look at its log, or give the call a longer timeout_s"
-                message = f"the daemon did not answer {request.method} {request.url.path} within {timeout_s:g} s"
+                asked = f"{request.method} {request.url.path}"
+                message = f"the daemon at {self.url} did not answer {asked} within {timeout_s:g} s"
             else:
                 code, message = (
                     "daemon_unreachable",

@@ -31,6 +31,20 @@ class TransferState(enum.StrEnum):
         return self in (TransferState.DONE, TransferState.FAILED, TransferState.ABORTED)
 
 
+class Awaited(enum.StrEnum):
+    """What a transfer waits for while nothing of it moves."""
+
+    ORDER = "order"
+    """The router's order; an engine's own, where it names the source."""
+    RESERVATION = "reservation"
+    """The blocks of the engine that receives."""
+    HANDSHAKE = "handshake"
+    LEASE = "lease"
+    """The source daemon's answer, whether the request is published."""
+    PUBLISH = "publish"
+    """The source engine: its daemon answers, and has nothing (more) of the request."""
+
+
 class LeaseState(enum.StrEnum):
     """Source side."""
 
@@ -128,7 +142,13 @@ class ErrorBody(_Answer):
 
 
 class RankTransfer(_Answer):
-    """One rank's share of a transfer."""
+    """One rank's share of a transfer.
+
+    bytes_per_s: while bytes moved. took_ms: from the order until the daemon that answers knew of its end; None before.
+    phases_ms: its own time in each state, of which `waiting` is the sum of `waiting_order`,
+    `waiting_reservation` and `waiting_publish`, wherever that was waited for; `total`; `moving`: reading without
+    binding; `nixl`: the part that NIXL took. A phase is counted at its end.
+    """
 
     rank: int
     state: TransferState
@@ -137,6 +157,9 @@ class RankTransfer(_Answer):
     path: str = ""
     transport: str = ""
     phases_ms: dict[str, float] = {}
+    bytes_per_s: float = 0.0
+    took_ms: float | None = None
+    waits_for: Awaited | None = None
     error: ErrorBody | None = None
 
 
@@ -144,8 +167,8 @@ class TransferRecord(_Answer):
     """A transfer as the daemon that took the order sees it: all ranks of its engine together.
 
     bytes and descriptors: sums over ranks. path: direct, staged or mapped. transport: what NIXL used, for example
-    "UCX", or "cuda_ipc". phases_ms: this rank's time in each state, `total`, and `moving`: reading without waits
-    for a publish. tokens: the global range moved.
+    "UCX", or "cuda_ipc". took_ms, phases_ms, bytes_per_s, waits_for: those of `slowest_rank`, which decides when the
+    request can go on (see RankTransfer). tokens: the global range moved. created_at, ended_at: seconds since 1970.
     """
 
     transfer_id: str
@@ -158,17 +181,44 @@ class TransferRecord(_Answer):
     path: str = ""
     transport: str = ""
     tokens: tuple[int, int] | None = None
+    attempt: int = 1
+    slowest_rank: int = 0
+    took_ms: float | None = None
     phases_ms: dict[str, float] = {}
+    bytes_per_s: float = 0.0
+    waits_for: Awaited | None = None
     ranks: list[RankTransfer] = []
     error: ErrorBody | None = None
     created_at: float = 0.0
+    ended_at: float | None = None
 
 
 class TransferList(_Answer):
+    """cursor: give it back as `since`, and the next answer has only what may have changed: transfers under way, and
+    those that have ended since. whole: no `since` was given, or that of a daemon before this one: forget what you have.
+    """
+
     transfers: list[TransferRecord]
+    cursor: str = ""
+    whole: bool = True
+
+
+class LeaseReader(_Answer):
+    """One rank that reads a lease, or has. state: `reading`, `read` all that it wanted, or `left` before. bytes: as it
+    says, or as was packed for it."""
+
+    engine_id: str
+    epoch: str = ""
+    rank: int
+    world_size: int = 1
+    state: str = "reading"
+    bytes: int = 0
 
 
 class LeaseRecord(_Answer):
+    """age_ms: from the first publish until now or its end. reason: why it ended, if it was not read. bytes: of all
+    readers."""
+
     request_id: str
     engine_id: str
     epoch: str
@@ -179,10 +229,19 @@ class LeaseRecord(_Answer):
     readers_closed: int
     expires_in_ms: float | None = None
     """None while a reader is live: a lease with a live reader does not expire."""
+    created_at: float = 0.0
+    ended_at: float | None = None
+    age_ms: float = 0.0
+    reason: str = ""
+    bytes: int = 0
+    readers: list[LeaseReader] = []
 
 
 class LeaseList(_Answer):
+    """total: of leases that are held, listed or not."""
+
     leases: list[LeaseRecord]
+    total: int = 0
 
 
 class PeerRequest(_Request):
@@ -193,7 +252,23 @@ class PeerRequest(_Request):
     destination: RequestId | None = None
 
 
+class PeerState(enum.StrEnum):
+    CONNECTED = "connected"
+    """Its stream of leases is open: gRPC asks every 10 s whether it lives, and ends the stream 10 s later."""
+    IDLE = "idle"
+    """A handshake is done, and no stream is open."""
+    FAILING = "failing"
+    """It has not answered since `last_error_at`."""
+
+
 class PeerRecord(_Answer):
+    """One rank of an engine elsewhere.
+
+    failures: in a row, without an answer in between. last_contact_at: when it last answered a call, or a transfer from
+    it was done; seconds since 1970. p50_ms: median of its last transfers, from when both halves and the publish were
+    there to the end. bytes_per_s: their median while bytes moved. path: of the last one.
+    """
+
     engine_id: str
     rank: int
     address: str
@@ -205,10 +280,39 @@ class PeerRecord(_Answer):
     """Every way of moving: empty when the pair can take it, otherwise why not."""
     bytes_read: int = 0
     transfers: int = 0
+    state: PeerState = PeerState.IDLE
+    last_contact_at: float | None = None
+    last_error: ErrorBody | None = None
+    last_error_at: float | None = None
+    failures: int = 0
+    p50_ms: float | None = None
+    bytes_per_s: float | None = None
+    path: str = ""
+
+
+class InboundRecord(_Answer):
+    """One rank elsewhere that reads an engine of this daemon: its stream is open. since: seconds since 1970. reading:
+    leases open now. leases: read so far. bytes: as it says, or as was packed for it."""
+
+    source: str
+    """Our engine that it reads."""
+    engine_id: str
+    epoch: str
+    rank: int
+    world_size: int
+    address: str
+    since: float
+    reading: int = 0
+    leases: int = 0
+    bytes: int = 0
 
 
 class PeerList(_Answer):
+    """lost: forgotten, since they did not answer; the next order shakes hands with them anew."""
+
     peers: list[PeerRecord]
+    lost: list[PeerRecord] = []
+    inbound: list[InboundRecord] = []
 
 
 class EngineRecord(_Answer):
@@ -308,9 +412,32 @@ class Info(_Answer):
     uptime_s: float
 
 
+class Totals(_Answer):
+    """What the daemon holds now, and what it has moved since its start: this rank's share.
+
+    transfers and leases: by state, the remembered ones included. waiting: transfers by what they wait for. queue:
+    waits for the other half, or for a staging slot. read_bytes, served_bytes: only ever grow.
+    """
+
+    transfers: dict[str, int]
+    waiting: dict[str, int]
+    leases: dict[str, int]
+    live_readers: int
+    queue: int
+    quarantined_bytes: int
+    staging_bytes: int
+    staging_used_bytes: int
+    read_bytes: int
+    served_bytes: int
+
+
 class Readiness(_Answer):
+    """reasons: why no work should be sent here. warnings: what is wrong and does not stop other work, such as a peer
+    that does not answer."""
+
     ready: bool
     reasons: list[str] = []
+    warnings: list[str] = []
 
 
 class Health(_Answer):

@@ -8,6 +8,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from statistics import median
+from typing import Any
 
 import structlog
 
@@ -21,19 +24,22 @@ from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import Engines
-from kvferryd.leases.lease import Lease
+from kvferryd.leases.lease import Lease, ReaderId
 from kvferryd.memory import provider
-from kvferryd.metrics import Metrics
+from kvferryd.metrics import Metrics, total
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
+from kvferryd.peers.contact import Contact
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfers.order import order_of, reservations_of
-from kvferryd.transfers.transfer import Transfer
+from kvferryd.transfers.transfer import Transfer, error_body
 from kvferryd.transfers.transfers import Transfers
 
 log = structlog.get_logger()
+NAMED = 32
+"""Readers of one lease that a line of the log names."""
 
 
 class Ferry:
@@ -51,7 +57,9 @@ class Ferry:
         self.roster = Roster(config, self.peers_known.channels, Seed())
         self.jobs = Transfers(config, self.peers_known, metrics)
         # What an engine that has left published may still be read; nothing more is read for it.
-        self.registry = Engines(config, self.memory, self._on_lease_end, self.jobs.abort_engine, self._before_retire)
+        self.registry = Engines(
+            config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire
+        )
 
     # ---- transfers ----
 
@@ -82,10 +90,15 @@ class Ferry:
         return transfer.record()
 
     def transfers(
-        self, request_id: str | None = None, state: schemas.TransferState | None = None
-    ) -> list[schemas.TransferRecord]:
-        records = (transfer.record() for transfer in self.jobs if request_id in (None, transfer.request_id))
-        return [record for record in records if state in (None, record.state)]
+        self, request_id: str | None, state: schemas.TransferState | None, since: str, limit: int
+    ) -> tuple[list[bytes], str, bool]:
+        """(records as JSON, cursor, whether they are all there are): see `schemas.TransferList`."""
+
+        def wanted(transfer: Transfer) -> bool:
+            return request_id in (None, transfer.request_id) and state in (None, transfer.state_of_all)
+
+        found, cursor, whole = self.jobs.listed(since, limit, wanted)
+        return [transfer.encoded() for transfer in found], cursor, whole
 
     async def wait_request(self, request_id: str, wait_s: float) -> None:
         """Until the request's transfer has come and ended, at most `wait_s`."""
@@ -145,8 +158,12 @@ class Ferry:
 
     # ---- leases, engines, peers ----
 
-    def leases(self) -> list[schemas.LeaseRecord]:
-        return [lease.record() for engine in self.registry for lease in engine.leases]
+    def leases(self, limit: int, ended: int) -> schemas.LeaseList:
+        """The newest `limit` that are held, and the last `ended` that are not, the oldest first."""
+        live = [lease for engine in self.registry for lease in engine.leases]
+        over = chain.from_iterable(islice(engine.leases.ended, ended) for engine in self.registry)
+        last = sorted(over, key=lambda lease: lease.ended_at or 0.0)[-ended:] if ended else []
+        return schemas.LeaseList(leases=[lease.record() for lease in (*last, *live[-limit:])], total=len(live))
 
     def revoke_lease(self, request_id: str) -> schemas.LeaseRecord:
         for engine in self.registry:
@@ -157,7 +174,7 @@ class Ferry:
         why, remedy = f"no lease of request {request_id} is held here", "GET /v1/leases lists them"
         raise NotFound("unknown_lease", why, field="request_id", value=request_id, remedy=remedy)
 
-    def engines(self) -> list[schemas.EngineRecord]:
+    def engines(self, *, manifests: bool = True) -> list[schemas.EngineRecord]:
         records = []
         for session in self.registry.sessions:
             engine = session.engine
@@ -167,13 +184,26 @@ class Ferry:
                     attached=session.attached,
                     members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
                     notes=list(engine.notes) if engine else [],
-                    manifest=engine.manifest.model_dump() if engine else {},
+                    manifest=engine.manifest.model_dump() if engine and manifests else {},
                 )
             )
         return records
 
-    def peers(self) -> list[schemas.PeerRecord]:
-        return _peer_records(self.peers_known)
+    def peers(self) -> schemas.PeerList:
+        inbound = [reader() for engine in self.registry for reader in engine.leases.inbound]
+        return schemas.PeerList(peers=_peer_records(self.peers_known), lost=self._lost(), inbound=inbound)
+
+    def _lost(self) -> list[schemas.PeerRecord]:
+        """Peers that were forgotten, and have not answered since."""
+        return [
+            schemas.PeerRecord(
+                engine_id=engine_id, rank=rank, address=contact.address, epoch=home.epoch, protocol=0, version="",
+                agent="", **_contact_fields(contact, connected=False),
+            )
+            for engine_id, home in self.peers_known.forgotten()
+            for rank, contact in enumerate(map(self.peers_known.channels.contact, home.addresses))
+            if contact.failures
+        ]  # fmt: skip
 
     async def prewarm(self, body: schemas.PeerRequest) -> list[schemas.PeerRecord]:
         """Shake hands now, so that the first transfer need not."""
@@ -219,34 +249,56 @@ class Ferry:
         if not registered:
             reasons.append("no engine has registered its cache")
         reasons += [
-            f"engine {engine.engine_id}: the daemons of ranks {engine.missing_ranks()} have not joined"
+            f"engine {engine.engine_id}: the daemons of ranks {engine.missing_ranks()} have not joined, or have gone"
             for engine in registered
             if engine.missing_ranks()
         ]
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
-        return schemas.Readiness(ready=not reasons, reasons=reasons)
+        reasons += [
+            f"engine {engine.engine_id}: the daemon that keeps its roster does not answer: {engine.unseeded}"
+            for engine in registered
+            if engine.unseeded
+        ]
+        return schemas.Readiness(ready=not reasons, reasons=reasons, warnings=self._warnings())
+
+    def _warnings(self) -> list[str]:
+        peers = (*_peer_records(self.peers_known, ways=False), *self._lost())
+        return [
+            f"engine {peer.engine_id}: rank {peer.rank} at {peer.address} has not answered "
+            f"({peer.failures} in a row): {peer.last_error.message}"
+            for peer in peers
+            if peer.failures and peer.last_error
+        ]
+
+    def totals(self) -> schemas.Totals:
+        live = [lease for engine in self.registry for lease in engine.leases]
+        over = [lease for engine in self.registry for lease in engine.leases.ended]
+        arenas = [engine.arena for engine in self.registry if engine.arena is not None]
+        states, lease_states = Counter(each.state for each in self.jobs), Counter(each.state for each in (*live, *over))
+        waiting = Counter(each.waits_for for each in self.jobs)
+        return schemas.Totals(
+            transfers={state.value: states[state] for state in schemas.TransferState},
+            waiting={awaited.value: waiting[awaited] for awaited in schemas.Awaited},
+            leases={state.value: lease_states[state] for state in schemas.LeaseState},
+            live_readers=sum(lease.live_readers for lease in live),
+            queue=states[schemas.TransferState.WAITING] + sum(arena.waiting for arena in arenas),
+            quarantined_bytes=sum(transfer.quarantined_nbytes for transfer in self.jobs),
+            staging_bytes=sum(arena.span.nbytes for arena in arenas),
+            staging_used_bytes=sum(arena.used_nbytes for arena in arenas),
+            read_bytes=total(self.metrics.read),
+            served_bytes=total(self.metrics.served),
+        )
 
     def scrape(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) of /metrics; gauges are as things stand now."""
-        leases = [lease for engine in self.registry for lease in engine.leases]
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
-        arenas = [engine.arena for engine in self.registry if engine.arena is not None]
-        states, lease_states = Counter(each.state for each in self.jobs), Counter(lease.state for lease in leases)
         metrics = self.metrics
-        for state in schemas.TransferState:
-            metrics.transfers.labels(state.value).set(states[state])
-        for lease_state in schemas.LeaseState:
-            metrics.leases.labels(lease_state.value).set(lease_states[lease_state])
+        metrics.gauge(self.totals())
         for owned, name in ((True, "owned"), (False, "adopted")):
             metrics.regions.labels(name).set(sum(each.span.nbytes for each in regions if each.owned is owned))
-        metrics.live_readers.set(sum(lease.live_readers for lease in leases))
-        metrics.quarantined.set(sum(transfer.quarantined_nbytes for transfer in self.jobs))
-        metrics.staging.set(sum(arena.span.nbytes for arena in arenas))
-        metrics.staging_used.set(sum(arena.used_nbytes for arena in arenas))
-        waiting = states[schemas.TransferState.WAITING]  # for the router's order or the engine's reservation
-        metrics.queue_depth.set(waiting + sum(arena.waiting for arena in arenas))
         metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
+        metrics.peers_failing.set(len(self._warnings()))
         metrics.engines_attached.set(sum(session.attached for session in self.registry.sessions))
         metrics.draining.set(self.jobs.draining)
         metrics.ready.set(self.readiness().ready)
@@ -299,10 +351,16 @@ class Ferry:
 
     def _note_lease_end(self, lease: Lease) -> None:
         self.metrics.lease_ended(lease.state)
+        readers = lease.readers()
         log.info(
             "lease ended", request_id=lease.request_id, engine_id=lease.engine_id, state=lease.state.value,
-            tokens=lease.num_tokens, reason=lease.reason,
+            tokens=lease.num_tokens, reason=lease.reason, age_s=round(lease.age_s, 3),
+            bytes=sum(each.bytes for each in readers),
+            readers=[f"{each.engine_id}/{each.rank} {each.state} {each.bytes}" for each in readers[:NAMED]],
         )  # fmt: skip
+
+    def _on_served(self, who: ReaderId, nbytes: int) -> None:
+        asyncio.get_running_loop().call_soon(self.metrics.bytes_served, who.engine_id, nbytes)
 
     async def _before_retire(self, engine: Engine, why: str) -> None:
         self.jobs.abort_engine(engine, why)
@@ -333,7 +391,7 @@ def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(transfers for transfers, _ in ended), sum(leases for _, leases in ended)
 
 
-def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
+def _peer_records(peers: Iterable[PeerEngine], *, ways: bool = True) -> list[schemas.PeerRecord]:
     return [
         schemas.PeerRecord(
             engine_id=peer.engine_id,
@@ -343,10 +401,26 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
             protocol=rank.protocol,
             version=rank.version,
             agent=rank.agent_name,
-            ways=refusals(peer.own, peer),
+            ways=refused,
             bytes_read=rank.bytes_read,
             transfers=rank.transfers,
+            path=rank.path,
+            p50_ms=round(median(ms for ms, _ in rank.lately), 3) if rank.lately else None,
+            bytes_per_s=round(median(rate for _, rate in rank.lately)) if rank.lately else None,
+            **_contact_fields(rank.channel.contact, connected=rank.connected),
         )
         for peer in peers
+        for refused in [refusals(peer.own, peer) if ways else {}]
         for rank in peer.ranks.values()
     ]
+
+
+def _contact_fields(contact: Contact, *, connected: bool) -> dict[str, Any]:
+    state = schemas.PeerState.CONNECTED if connected else schemas.PeerState.IDLE
+    return {
+        "state": schemas.PeerState.FAILING if contact.failures else state,
+        "last_contact_at": contact.answered_at,
+        "last_error": error_body(contact.error) if contact.error else None,
+        "last_error_at": contact.failed_at,
+        "failures": contact.failures,
+    }

@@ -13,7 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
 
 from kvferry import __version__
-from kvferry.schemas import LeaseState, RankTransfer, TransferState
+from kvferry.schemas import LeaseState, RankTransfer, Totals, TransferState
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
@@ -56,7 +56,13 @@ class Metrics:
         self.failures = counter("transfer_failures", "failed transfers by code", ["code", "peer_engine"])
         self.read = counter("read_bytes", "bytes of done transfers", by_read)
         self.descriptors = counter("descriptors", "NIXL descriptors of done transfers", by_read)
+        self.served = counter(
+            "served_bytes", "bytes that others read here, as they say or as was packed", ["reader_engine"]
+        )
         self.leases_ended = counter("leases_ended", "leases by how they ended", ["state"])
+        for state in LeaseState:
+            if state.ended:
+                self.leases_ended.labels(state.value)
         self.handshakes = counter("handshakes", "handshakes with peers by outcome", ["outcome"])
         self.refused = counter("orders_refused", "orders that were not taken, by code", ["code"])
         self.phases = histogram(
@@ -66,7 +72,8 @@ class Metrics:
         self.handshake_times = histogram("handshake_seconds", "time of handshakes", ["outcome"], buckets=SECONDS)
 
         self.transfers = gauge("transfers", "transfers held now, the history included", ["state"])
-        self.leases = gauge("leases", "leases held now", ["state"])
+        self.waiting = gauge("transfers_waiting", "transfers that move nothing, by what they wait for", ["waits_for"])
+        self.leases = gauge("leases", "leases held now, those that have ended and are remembered included", ["state"])
         self.live_readers = gauge("live_readers", "peers that read from a lease now")
         self.regions = gauge("region_bytes", "registered cache memory", ["ownership"])
         self.quarantined = gauge("quarantined_bytes", "blocks that a read given up on may still write")
@@ -76,6 +83,7 @@ class Metrics:
             "queue_depth", "waiting transfers (order or reservation to come) and waits for a staging slot"
         )
         self.peers = gauge("peers", "peers with a finished handshake")
+        self.peers_failing = gauge("peers_failing", "peers that have not answered since their last failure")
         self.engines_attached = gauge("engines_attached", "engine ranks with an open session")
         self.draining = gauge("draining", "1 while the daemon takes no new transfers")
         self.ready = gauge("ready", "1 while /readyz answers 200")
@@ -94,6 +102,9 @@ class Metrics:
         for phase, milliseconds in share.phases_ms.items():
             self.phases.labels(phase, path).observe(milliseconds / 1000)
 
+    def bytes_served(self, reader_engine: str, nbytes: int) -> None:
+        self.served.labels(self._peer(reader_engine)).inc(nbytes)
+
     def lease_ended(self, state: LeaseState) -> None:
         self.leases_ended.labels(state.value).inc()
 
@@ -106,10 +117,31 @@ class Metrics:
     def order_refused(self, code: str) -> None:
         self.refused.labels(self._code(code)).inc()
 
+    def gauge(self, totals: Totals) -> None:
+        """As things stand now."""
+        for gauge, label, values in (
+            (self.transfers, "state", totals.transfers), (self.waiting, "waits_for", totals.waiting),
+            (self.leases, "state", totals.leases),
+        ):  # fmt: skip
+            for value, number in values.items():
+                gauge.labels(**{label: value}).set(number)
+        self.live_readers.set(totals.live_readers)
+        self.quarantined.set(totals.quarantined_bytes)
+        self.staging.set(totals.staging_bytes)
+        self.staging_used.set(totals.staging_used_bytes)
+        self.queue_depth.set(totals.queue)
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) in the format that the scraper's Accept header asks for."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
+
+
+def total(counter: Counter) -> int:
+    """Of all its labels."""
+    return int(
+        sum(each.value for metric in counter.collect() for each in metric.samples if each.name.endswith("_total"))
+    )
 
 
 def markdown_table() -> str:

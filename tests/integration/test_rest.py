@@ -158,7 +158,8 @@ def test_empty_lists_are_answers() -> None:
         ("/healthz", {"status": "ok"}),
     ]:
         answer = asked(lambda client, path=path: client.get(path))  # type: ignore[misc]
-        assert (answer.status_code, answer.json()) == (200, body)
+        assert answer.status_code == 200
+        assert body.items() <= answer.json().items()
 
 
 def test_aborting_a_request_that_is_not_here_ends_nothing_and_is_no_error() -> None:

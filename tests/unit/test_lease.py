@@ -161,7 +161,7 @@ async def test_closing_again_changes_nothing(leases: Leases, publish: Publish) -
 async def test_who_has_not_opened_a_lease_does_not_close_it_for_who_has(leases: Leases, publish: Publish) -> None:
     lease = publish()
     with lease.reading(READER):
-        Opened(lease).close(complete=True)
+        Opened(lease, READER).close(complete=True)
         with pytest.raises(KvferryError) as refused:
             leases.finished("r", READER)
         assert refused.value.code == "not_opened"

@@ -459,12 +459,15 @@ class LeaseClose(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     WORD_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
     reading: builtins.int
     request_id: builtins.str
     complete: builtins.bool
     """false: the reader gave up, and does not count as one that has read"""
     word: builtins.int
     """of the announced lease that was read: no other is meant; 0: whichever there is"""
+    nbytes: builtins.int
+    """what was read of this lease: the source cannot see what is read directly"""
     def __init__(
         self,
         *,
@@ -472,8 +475,9 @@ class LeaseClose(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         complete: builtins.bool = ...,
         word: builtins.int = ...,
+        nbytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "reading", b"reading", "request_id", b"request_id", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "word", b"word"]) -> None: ...
 
 Global___LeaseClose: typing_extensions.TypeAlias = LeaseClose
 
@@ -486,7 +490,10 @@ class ReadReply(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     ANNOUNCED_FIELD_NUMBER: builtins.int
     PACK_FIELD_NUMBER: builtins.int
+    UNPUBLISHED_FIELD_NUMBER: builtins.int
     reading: builtins.int
+    unpublished: builtins.bool
+    """said at once, of a lease that is still to come: the update follows when it is published"""
     @property
     def update(self) -> Global___LeaseUpdate: ...
     @property
@@ -505,10 +512,11 @@ class ReadReply(google.protobuf.message.Message):
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
         announced: Global___Announcement | None = ...,
         pack: Global___PackReply | None = ...,
+        unpublished: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "update", b"update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "reading", b"reading", "update", b"update"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced", "pack"] | None: ...
+    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "unpublished", b"unpublished", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "reading", b"reading", "unpublished", b"unpublished", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced", "pack", "unpublished"] | None: ...
 
 Global___ReadReply: typing_extensions.TypeAlias = ReadReply
 
@@ -909,12 +917,15 @@ class RankTransfer(google.protobuf.message.Message):
     TRANSPORT_FIELD_NUMBER: builtins.int
     PHASES_MS_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    WAITS_FOR_FIELD_NUMBER: builtins.int
     rank: builtins.int
     state: builtins.str
     nbytes: builtins.int
     descriptors: builtins.int
     path: builtins.str
     transport: builtins.str
+    waits_for: builtins.str
+    """see Awaited in clients/kvferry/schemas.py; empty: for nothing"""
     @property
     def phases_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
@@ -930,9 +941,10 @@ class RankTransfer(google.protobuf.message.Message):
         transport: builtins.str = ...,
         phases_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        waits_for: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
 
 Global___RankTransfer: typing_extensions.TypeAlias = RankTransfer
 

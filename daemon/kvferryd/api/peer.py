@@ -110,7 +110,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             engine, who = self._of_epoch(opening.engine_id, opening.epoch), _reader(opening.reader)
             gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
             retired, announcing = engine.session.retired, not engine.strict
-            served = ServedStream(engine.leases, who, gatherer, retired, announcing=announcing)
+            served = ServedStream(engine.leases, who, gatherer, retired, announcing=announcing, peer=context.peer())
             async with aclosing(served.replies(requests)) as replies:
                 async for reply in replies:
                     yield reply
@@ -224,6 +224,6 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
     share = transfer.share()
     return peer_pb2.RankTransfer(
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
-        transport=share.transport, phases_ms=share.phases_ms,
+        transport=share.transport, phases_ms=share.phases_ms, waits_for=share.waits_for or "",
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
     )  # fmt: skip

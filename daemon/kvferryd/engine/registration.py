@@ -14,7 +14,7 @@ from kvferry.memory import cuda
 from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
 from kvferryd.engine.session import Session, made
-from kvferryd.leases.lease import Lease
+from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider
 from kvferryd.staging.arena import Arena
@@ -49,6 +49,8 @@ class Engine:
     pairings: Pairings = field(default_factory=Pairings)
     roster_key: bytes = b""
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
+    unseeded: str = ""
+    """Why the seed of its roster does not answer; empty while it does."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -61,7 +63,7 @@ class Engine:
         return bool(self.roster_key) and hmac.compare_digest(self.roster_key, key)
 
     def set_members(self, members: dict[int, str]) -> None:
-        self.members = members
+        self.members, self.unseeded = members, ""
         self._members_changed.set()
         self._members_changed = asyncio.Event()
 
@@ -115,8 +117,9 @@ OnLeaseEnd = Callable[[Engine, Lease], None]
 
 
 async def make(
-    session: Session, manifest: Manifest, config: Config, memory: Provider, on_lease_end: OnLeaseEnd
-) -> Engine:
+    session: Session, manifest: Manifest, config: Config, memory: Provider, on_lease_end: OnLeaseEnd,
+    on_served: OnServed,
+) -> Engine:  # fmt: skip
     """Make the memory of the session's engine readable by peers: in strict exposure the staging arena alone.
 
     Raises KvferryError.
@@ -125,7 +128,9 @@ async def make(
     gpu = cuda.device(f"cuda:{on_gpu[0]}") if on_gpu else None
     must_stage = config.way == "staged" or config.strict
     may_stage = must_stage or (config.device != "cpu" and config.way == "auto")  # where it costs no host memory
-    leases = Leases(manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases)
+    leases = Leases(
+        manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases, on_served
+    )
     # A fresh name for every agent: an agent's name is its identity.
     agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, ucx=config.ucx, device=gpu)
     runner: Runner | None = None

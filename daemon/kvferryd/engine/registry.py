@@ -17,7 +17,7 @@ from kvferryd.config import Config
 from kvferryd.engine.fences import Fences
 from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
 from kvferryd.engine.session import Rank, Session
-from kvferryd.leases.lease import Lease
+from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.memory import Files, Provider, Region
 
 log = logs.get(__name__)
@@ -40,11 +40,12 @@ class Engines:
         config: Config,
         memory: Provider,
         on_lease_end: OnLeaseEnd,
+        on_served: OnServed,
         on_detach: Callable[[Engine, str], None],
         before_retire: Callable[[Engine, str], Awaitable[None]],
     ) -> None:
         """before_retire: the engine's agent is about to be closed."""
-        self._config, self._memory = config, memory
+        self._config, self._memory, self._on_served = config, memory, on_served
         self._on_lease_end, self._on_detach, self._before_retire = on_lease_end, on_detach, before_retire
         self._current: dict[str, Session] = {}
         """By engine."""
@@ -149,7 +150,9 @@ class Engines:
         check(session, manifest)
         session.registering = True
         try:
-            session.engine = await make(session, manifest, self._config, self._memory, self._lease_ended)
+            session.engine = await make(
+                session, manifest, self._config, self._memory, self._lease_ended, self._on_served
+            )
         finally:
             session.registering = False
         self._epochs[session.rank[:2]] = None

@@ -109,6 +109,10 @@ class Gather:
         self._pending: peer_pb2.PackReply | None = None
 
     @property
+    def nbytes(self) -> int:
+        return self._opening.nbytes
+
+    @property
     def begun(self) -> bool:
         return self._lease is not None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import Conflict, Full, KvferryError
-from kvferry.schemas import LeaseRecord, LeaseState
+from kvferry.schemas import LeaseReader, LeaseRecord, LeaseState
 from kvferry.tables import Tables
 from kvferryd.leases.words import Word
 from kvferryd.states import LEASE, Machine
@@ -34,6 +35,10 @@ class ReaderId:
     epoch: str
     rank: int
     world_size: int
+
+
+OnServed = Callable[[ReaderId, int], None]
+"""So many more bytes were read, as the reader says or as was packed for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +89,30 @@ class Opened:
     """One rank that reads a lease. Only the holder of this very object can close it."""
 
     lease: Lease
+    who: ReaderId
     live: bool = True
     read: bool = False
+    nbytes: int = 0
+    """Read of the lease, as far as is known."""
 
-    def packed(self) -> None:
-        """All that this reader wants has been gathered while the lease held: it counts as one that has read."""
+    def packed(self, nbytes: int = 0) -> None:
+        """All that this reader wants has been gathered while the lease held: it counts as one that has read. nbytes: of
+        the last gather."""
         self.read = self.read or (self.live and not self.lease.state.ended)
+        self._count(self.nbytes + nbytes)
         self.lease.settle()
 
-    def close(self, *, complete: bool) -> None:
-        """The reader has gone; complete: with all that it wanted. Idempotent."""
+    def close(self, *, complete: bool, nbytes: int = 0) -> None:
+        """The reader has gone; complete: with all that it wanted. nbytes: that it has read in all. Idempotent."""
         self.live = False
         self.read = self.read or (complete and not self.lease.state.ended)
+        self._count(nbytes)
         self.lease.settle()
+
+    def _count(self, nbytes: int) -> None:
+        if nbytes > self.nbytes:
+            self.lease.on_served(self.who, nbytes - self.nbytes)
+            self.nbytes = nbytes
 
 
 class Lease:
@@ -110,8 +126,12 @@ class Lease:
         readers: int,
         word: Word,
         settle: Callable[[Lease], None],
+        on_served: OnServed,
     ) -> None:
         """owner: engine and epoch. settle: ends it if it is time to; called when a reader or its time to live ends."""
+        self.on_served = on_served
+        self.created_at = time.time()
+        self.ended_at: float | None = None
         self.engine_id, self.epoch = owner
         self.request_id, self.ttl_s, self.word = request_id, ttl_s, word
         self.published: Publication | None = None
@@ -243,6 +263,7 @@ class Lease:
         """Keep only what a tombstone needs, and wake everybody who waits. The validity word is cleared already."""
         self.machine.move(state)
         self.reason = reason
+        self.ended_at = time.time()
         self._expiry.cancel()
         self.tables, self.metadata, self.published = {}, b"", None
         for _, after in self.fenced:
@@ -260,23 +281,23 @@ class Lease:
             why = f"{who.engine_id} rank {who.rank} reads request {self.request_id} already"
             remedy = "wait for that read to end"
             raise Conflict("already_reading", why, field="request_id", value=self.request_id, remedy=remedy)
-        reader = self._add_reader(who, Opened(self))
+        reader = self._add_reader(who, Opened(self, who))
         try:
             yield reader
         finally:
             reader.close(complete=False)
 
-    def finished(self, who: ReaderId) -> None:
+    def finished(self, who: ReaderId, nbytes: int = 0) -> None:
         """A rank has finished without opening the lease: it had nothing to read, or was quick with an announcement.
 
         Raises KvferryError: `not_opened`, `full`.
         """
-        reader = self._readers.get(who) or self._add_reader(who, Opened(self, live=False))
+        reader = self._readers.get(who) or self._add_reader(who, Opened(self, who, live=False))
         if reader.live:
             why = f"request {self.request_id} is being read by this rank, in another reading"
             remedy = "close it by the number with which it was opened, on the same stream"
             raise Conflict("not_opened", why, field="reading", remedy=remedy)
-        reader.close(complete=True)
+        reader.close(complete=True, nbytes=nbytes)
 
     def _add_reader(self, who: ReaderId, reader: Opened) -> Opened:
         if who not in self._readers and len(self._readers) >= MAX_READERS:
@@ -295,7 +316,23 @@ class Lease:
         whole = sum(count >= world_size for (_, _, world_size), count in ranks.items())
         return not self.more and whole >= self.expected
 
+    @property
+    def age_s(self) -> float:
+        """Until now, or its end."""
+        return (self.ended_at or time.time()) - self.created_at
+
+    def readers(self) -> list[LeaseReader]:
+        """Who reads it, or has."""
+        return [
+            LeaseReader(
+                engine_id=who.engine_id, epoch=who.epoch, rank=who.rank, world_size=who.world_size,
+                state="read" if it.read else "reading" if it.live else "left", bytes=it.nbytes,
+            )
+            for who, it in self._readers.items()
+        ]  # fmt: skip
+
     def record(self) -> LeaseRecord:
+        readers = self.readers()
         return LeaseRecord(
             request_id=self.request_id,
             engine_id=self.engine_id,
@@ -306,6 +343,12 @@ class Lease:
             readers_open=self.live_readers,
             readers_closed=sum(reader.read for reader in self._readers.values()),
             expires_in_ms=None if self.live_readers or self.state.ended else max(0.0, self.expires_in_s * 1e3),
+            created_at=self.created_at,
+            ended_at=self.ended_at,
+            age_ms=round(1e3 * self.age_s, 3),
+            reason=self.reason,
+            bytes=sum(reader.bytes for reader in readers),
+            readers=readers,
         )
 
 

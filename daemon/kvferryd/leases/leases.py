@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from cachetools import LRUCache
 
 from kvferry.errors import Full, KvferryError, Unavailable
-from kvferry.schemas import LeaseState
-from kvferryd.leases.lease import Lease, Publication, ReaderId, lease_ended
+from kvferry.schemas import InboundRecord, LeaseState
+from kvferryd.leases.lease import Lease, OnServed, Publication, ReaderId, lease_ended
 from kvferryd.leases.words import Words
 
 ANNOUNCED_TO = 4
@@ -21,14 +21,20 @@ TOMBSTONES = 4096
 class Leases:
     """The leases of one engine rank. `on_end` is called once for each that ends."""
 
-    def __init__(self, engine_id: str, epoch: str, on_end: Callable[[Lease], None], limit: int) -> None:
-        self._owner = engine_id, epoch
+    def __init__(
+        self, engine_id: str, epoch: str, on_end: Callable[[Lease], None], limit: int,
+        on_served: OnServed = lambda who, nbytes: None,
+    ) -> None:  # fmt: skip
+        self.engine_id, self.epoch, self._on_served = engine_id, epoch, on_served
         self.on_end, self.limit = on_end, limit
         self.words = Words(limit)
         self.audience: set[Callable[[Lease], None]] = set()
         """Readers to whom a lease is announced when it is published whole at once."""
+        self.inbound: set[Callable[[], InboundRecord]] = set()
+        """Of every reader that is connected, how it stands."""
         self._live: dict[str, Lease] = {}
-        self._ended: LRUCache[str, Lease] = LRUCache(TOMBSTONES)
+        self._ended: dict[str, Lease] = {}
+        """The last to end comes last."""
         self._awaited: dict[str, list[asyncio.Future[Lease]]] = {}
         """Readers that wait for a publish."""
         self._early: LRUCache[str, frozenset[ReaderId]] = LRUCache(TOMBSTONES, getsizeof=len)
@@ -40,6 +46,11 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def ended(self) -> Iterator[Lease]:
+        """As far as they are remembered; the last to end comes first."""
+        return reversed(self._ended.values())
 
     def get(self, request_id: str) -> Lease | None:
         return self._live.get(request_id)
@@ -65,11 +76,19 @@ class Leases:
                 remedy = "wait for readers, shorten lease_ttl_s, or raise max_leases"
                 why = f"{self.limit} leases are held already"
                 raise Full("full", why, field="max_leases", value=self.limit, remedy=remedy)
-            lease = Lease(self._owner, request_id, ttl_s, readers, self.words.set(), self._settle)
+            lease = Lease(
+                (self.engine_id, self.epoch),
+                request_id,
+                ttl_s,
+                readers,
+                self.words.set(),
+                self._settle,
+                self._on_served,
+            )
             self._live[request_id] = lease
             for who in self._early.pop(request_id, ()):
                 lease.finished(who)
-            self._ended.pop(request_id, None)
+            self._ended.pop(request_id, None)  # else its end would keep the place of the one before
         if not lease.publish(said, after):
             return lease
         lease.restart_ttl()
@@ -127,11 +146,11 @@ class Leases:
         """The readers that waited for this publish, to be answered now."""
         return [published for published in self._awaited.pop(request_id, ()) if not published.done()]
 
-    def finished(self, request_id: str, who: ReaderId) -> None:
+    def finished(self, request_id: str, who: ReaderId, nbytes: int = 0) -> None:
         """A rank has finished without opening the lease, perhaps before its publish. Raises as `Lease.finished`."""
         lease = self._live.get(request_id)
         if lease is not None:
-            lease.finished(who)
+            lease.finished(who, nbytes)
         elif not self._closed and request_id not in self._ended:
             early = self._early.get(request_id, frozenset()) | {who}
             if len(early) <= TOMBSTONES:
@@ -171,4 +190,6 @@ class Leases:
         lease.end(state, reason)
         del self._live[lease.request_id]
         self._ended[lease.request_id] = lease
+        if len(self._ended) > TOMBSTONES:
+            del self._ended[next(iter(self._ended))]
         self.on_end(lease)

@@ -7,11 +7,13 @@ message then; announcements that find too many others waiting are dropped, since
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 
 from kvferry.errors import Conflict, Full, KvferryError, Malformed
+from kvferry.schemas import InboundRecord
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.check import check_request_id
@@ -68,6 +70,8 @@ class _Reading:
         self._lease: Lease | None = None
         """Set once the reader has its present version, from an update or an announcement."""
         self._gather: Gather | None = None
+        self._unpublished = False
+        """It is to be told that the lease is still to come."""
         self._update: Lease | None = None
         self._problem: KvferryError | None = None
         self.task = asyncio.create_task(self._follow())
@@ -76,7 +80,11 @@ class _Reading:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
         try:
             check_request_id(self._request_id)
+            if self._stream.leases.get(self._request_id) is None:
+                self._unpublished = True
+                self._queue()
             lease = await self._stream.leases.find(self._request_id)
+            self._unpublished = False
             with lease.reading(self._stream.who) as self.opened:
                 async for _ in lease.follow():
                     if not self._knows(lease):
@@ -109,7 +117,7 @@ class _Reading:
             self._gather.on_message(said)
 
     def _begin(self, gather: Gather, lease: Lease) -> None:
-        gather.begin(lease, lambda: self.opened.packed() if self.opened is not None else None)
+        gather.begin(lease, lambda: self.opened.packed(gather.nbytes) if self.opened is not None else None)
 
     def close(self) -> None:
         self.task.cancel()
@@ -130,7 +138,10 @@ class _Reading:
             self._queue()
             return peer_pb2.ReadReply(reading=self._number, pack=packed)
         if self._problem is None:
-            return None
+            if not self._unpublished:
+                return None
+            self._unpublished = False
+            return peer_pb2.ReadReply(reading=self._number, unpublished=True)
         self._stream.readings.pop(self._number, None)
         return peer_pb2.ReadReply(reading=self._number, problem=problem_to_proto(self._problem))
 
@@ -139,15 +150,27 @@ class ServedStream:
     """`replies` serves one reader until its stream ends; then nothing is read any more."""
 
     def __init__(
-        self, leases: Leases, who: ReaderId, gatherer: Gatherer, retired: asyncio.Event, *, announcing: bool
-    ) -> None:
-        """retired: set when the engine is. announcing: the reader may get leases that it did not ask for."""
-        self.leases, self.who, self.gatherer = leases, who, gatherer
+        self, leases: Leases, who: ReaderId, gatherer: Gatherer, retired: asyncio.Event, *, announcing: bool,
+        peer: str = "",
+    ) -> None:  # fmt: skip
+        """retired: set when the engine is. announcing: the reader may get leases that it did not ask for. peer: where
+        it comes from."""
+        self.leases, self.who, self.gatherer, self.peer = leases, who, gatherer, peer
+        self._since = time.time()
+        self._leases_read = self._nbytes = 0
+        """So far, as the reader says."""
         self._retired, self._announcing = retired, announcing
         self.readings: dict[int, _Reading] = {}
         self.turns = Turns()
         self._announced: deque[Lease] = deque()
         """Leases that the reader may want next."""
+
+    def record(self) -> InboundRecord:
+        return InboundRecord(
+            engine_id=self.who.engine_id, epoch=self.who.epoch, rank=self.who.rank, world_size=self.who.world_size,
+            address=self.peer, since=self._since, reading=len(self.readings), leases=self._leases_read,
+            bytes=self._nbytes, source=self.leases.engine_id,
+        )  # fmt: skip
 
     async def replies(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> AsyncGenerator[peer_pb2.ReadReply]:
         """Until the reader ends the stream, or the engine is retired and readers have been sent the end of their
@@ -157,6 +180,7 @@ class ServedStream:
         """
         running = asyncio.create_task(self._run(requests))
         running.add_done_callback(lambda _: self.turns.end())
+        self.leases.inbound.add(self.record)
         if self._announcing:
             self.leases.audience.add(self._announce)
         try:
@@ -166,6 +190,7 @@ class ServedStream:
             running.result()
         finally:
             self.leases.audience.discard(self._announce)
+            self.leases.inbound.discard(self.record)
             running.cancel()
             for reading in self.readings.values():
                 reading.close()
@@ -213,16 +238,18 @@ class ServedStream:
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
         """Not answered. A reading that is over, or was refused, needs no closing."""
+        self._leases_read += asked.complete and asked.nbytes > 0
+        self._nbytes += asked.nbytes
         if not asked.reading:
             check_request_id(asked.request_id)
             lease = self.leases.get(asked.request_id)
             meant = not asked.word or (lease is not None and lease.word.value == asked.word)
             if asked.complete and meant:
                 with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
-                    self.leases.finished(asked.request_id, self.who)
+                    self.leases.finished(asked.request_id, self.who, asked.nbytes)
         elif (reading := self.readings.pop(asked.reading, None)) is not None:
             if reading.opened is not None:
-                reading.opened.close(complete=asked.complete)
+                reading.opened.close(complete=asked.complete, nbytes=asked.nbytes)
             reading.close()
 
     def _announce(self, lease: Lease) -> None:

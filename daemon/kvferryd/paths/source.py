@@ -4,7 +4,7 @@ that the source gathers of it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvferry.errors import Conflict, KvferryError
@@ -29,9 +29,15 @@ class SourceReader:
     holds something else by now.
     """
 
-    def __init__(self, source: PeerRank, request_id: str, digest: bytes) -> None:
-        """digest: what the lease must have been published with; empty is not checked."""
+    def __init__(
+        self, source: PeerRank, request_id: str, digest: bytes, on_unpublished: Callable[[], None] = lambda: None
+    ) -> None:
+        """digest: what the lease must have been published with; empty is not checked. on_unpublished: called when the
+        source answers that the lease is still to come."""
         self.source, self.request_id, self._digest = source, request_id, digest
+        self._on_unpublished = on_unpublished
+        self.nbytes = 0
+        """Read of it so far."""
         self.lease = peer_pb2.LeaseUpdate(more=True)
         """The source's last update."""
         self.tables: Tables = {}
@@ -123,6 +129,8 @@ class SourceReader:
             self._updates.put_nowait(reply.update)
         elif reply.HasField("problem"):
             self.on_lost(problem_from_proto(reply.problem))
+        elif reply.HasField("unpublished"):
+            self._on_unpublished()
         elif self._chunks is not None:
             if not reply.pack.HasField("problem"):
                 self.announced = False  # the source gathers, so it still has the announced version
@@ -144,15 +152,18 @@ class SourceReader:
         """The reading is over. complete: all that was wanted has been read, or there was nothing to read."""
         self._open_no_more()
         if self._stream is not None:
-            self._stream.close_reading(self.request_id, complete=complete, number=self.number)
+            self._stream.close_reading(self.request_id, complete=complete, nbytes=self.nbytes, number=self.number)
         elif complete:
-            self.source.stream.close_reading(self.request_id, complete=True, word=self.lease.word)
+            word, nbytes = self.lease.word, self.nbytes
+            self.source.stream.close_reading(self.request_id, complete=True, nbytes=nbytes, word=word)
 
 
-def readers_of(peer: PeerEngine, request_id: str, digest: bytes) -> tuple[list[SourceReader], list[SourceReader]]:
+def readers_of(
+    peer: PeerEngine, request_id: str, digest: bytes, on_unpublished: Callable[[], None]
+) -> tuple[list[SourceReader], list[SourceReader]]:
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
-    every = {rank: SourceReader(peer.ranks[rank], request_id, digest) for rank in sorted(peer.ranks)}
+    every = {rank: SourceReader(peer.ranks[rank], request_id, digest, on_unpublished) for rank in sorted(peer.ranks)}
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]
 
 

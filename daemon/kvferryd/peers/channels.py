@@ -5,28 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from types import TracebackType
 
 import grpc
+from cachetools import LRUCache
 
-from kvferry.errors import Full, KvferryError, PeerFailed
-from kvferry.rpc import PEER_OPTIONS, SILENT, UNREACHABLE, error_of
+from kvferry.errors import Full
+from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2_grpc
 from kvferryd.certificates import Certificates, Identity
 from kvferryd.config import Config
 from kvferryd.peers import allow
+from kvferryd.peers.contact import Contact, asking
 
 MAX_CHANNELS = 2048
 """Open at once: ranks of peer engines and of our own. Addresses come from request bodies, and each costs a socket."""
+CONTACTS = 4096
+"""Daemons of which it is remembered whether they answer."""
 
 
 class Channel:
     """One user's hold on the channel to an address. `close` it: with the last one the connection ends."""
 
-    def __init__(self, shared: _Shared, address: str) -> None:
-        self._shared, self.address, self.stub = shared, address, shared.stub
+    def __init__(self, shared: _Shared) -> None:
+        self._shared, self.contact, self.stub = shared, shared.contact, shared.stub
         self._closed = False
         shared.users += 1
+
+    @property
+    def address(self) -> str:
+        return self.contact.address
 
     async def close(self) -> None:
         """Idempotent. Our calls have ended: where other users are left they would go on."""
@@ -41,6 +48,7 @@ class Channels:
     def __init__(self, config: Config, certificates: Certificates | None = None) -> None:
         self._config, self._certificates = config, certificates
         self._open: dict[tuple[str, Identity | None], _Shared] = {}
+        self._contacts: LRUCache[str, Contact] = LRUCache(CONTACTS)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -56,15 +64,20 @@ class Channels:
                     "too_many_peers", f"this daemon is connected with {len(self._open)} others", field="address",
                     value=address, remedy="try again; DELETE /v1/peers/ENGINE_ID forgets an engine",
                 )  # fmt: skip
-            shared = self._open[address, identity] = _Shared(self._open, (address, identity))
-        return Channel(shared, address)
+            shared = self._open[address, identity] = _Shared(self._open, (address, identity), self.contact(address))
+        return Channel(shared)
+
+    def contact(self, address: str) -> Contact:
+        """What is known of the daemon there."""
+        contact: Contact = self._contacts.setdefault(address, Contact(address))
+        return contact
 
     @contextlib.asynccontextmanager
     async def calling(self, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
         """The peer service at `address` for the calls made inside; what gRPC raises becomes a KvferryError."""
         channel = self.open(address)
         try:
-            async with asking(address):
+            async with asking(channel.contact):
                 yield channel.stub
         finally:
             await channel.close()
@@ -76,8 +89,10 @@ class Channels:
 class _Shared:
     """The channel that all users of an address have in common."""
 
-    def __init__(self, among: dict[tuple[str, Identity | None], _Shared], key: tuple[str, Identity | None]) -> None:
-        self._among, self._key, self.users = among, key, 0
+    def __init__(
+        self, among: dict[tuple[str, Identity | None], _Shared], key: tuple[str, Identity | None], contact: Contact
+    ) -> None:
+        self._among, self._key, self.contact, self.users = among, key, contact, 0
         self._channel = _dial(*key)
         self.stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(self._channel)
 
@@ -104,34 +119,3 @@ def _dial(address: str, identity: Identity | None) -> grpc.aio.Channel:
     if identity.name:
         options.append(("grpc.ssl_target_name_override", identity.name))
     return grpc.aio.secure_channel(address, identity.for_dialling(), options=options)
-
-
-class asking:  # noqa: N801  used like a function
-    """Turn what gRPC raises inside into a KvferryError about this peer; `ended` as for `error_of`."""
-
-    def __init__(self, address: str, ended: KvferryError | None = None) -> None:
-        self._address, self._ended = address, ended
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, (grpc.aio.UsageError, grpc.aio.AioRpcError)):
-            # Its frames hold the call, and as long as the call lives a closed channel goes on dialling. An error may be
-            # kept for long, so it must not hold those frames.
-            error.__traceback__ = None
-            del traceback
-            raise self._problem(error) from None
-
-    def _problem(self, error: grpc.aio.UsageError | grpc.aio.AioRpcError) -> KvferryError:
-        address = self._address
-        if isinstance(error, grpc.aio.UsageError):  # what a call on a closed channel raises
-            return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
-        problem = error_of(error, f"peer {address}", self._ended)
-        if problem.code not in (UNREACHABLE, SILENT):
-            return problem
-        return PeerFailed(
-            "peer_unreachable", problem.message, field=problem.field, value=problem.value, remedy=problem.remedy
-        )

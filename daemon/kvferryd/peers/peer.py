@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -22,12 +23,15 @@ from kvferryd import logs
 from kvferryd.copy.runner import Runner
 from kvferryd.engine import Engine
 from kvferryd.memory import Probe
-from kvferryd.peers.channels import Channel, asking
+from kvferryd.peers.channels import Channel
+from kvferryd.peers.contact import asking
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Plan
 from kvferryd.transport import Span
 
 log = logs.get(__name__)
+LATELY = 64
+"""Transfers of which a peer's median is made."""
 TRIES = 3
 """What an engine writes while its adopted memory is probed makes a probe fail that would not the next time."""
 
@@ -58,6 +62,10 @@ class PeerRank:
     """The peer's name for the plan between us; empty until it has planned."""
     bytes_read: int = 0
     transfers: int = 0
+    path: str = ""
+    """Of the last transfer."""
+    lately: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATELY))
+    """Of each of the last transfers: its milliseconds without waits, and bytes a second while they moved."""
     mapped: dict[int, CudaRegion] = field(default_factory=dict)
     """Its regions in this process, where they are mapped."""
     unmapped: str = ""
@@ -81,8 +89,13 @@ class PeerRank:
     def stream(self) -> ReaderStream:
         """Its leases, as we read them. A stream that has ended is followed by another."""
         if self._stream is None or self._stream.over:
-            self._stream = ReaderStream(self.stub, self.address, self.opening)
+            self._stream = ReaderStream(self.stub, self.channel.contact, self.opening)
         return self._stream
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream is open: gRPC ends it within 20 s when the source is silent."""
+        return self._stream is not None and not self._stream.over
 
     @property
     def lost(self) -> bool:
@@ -96,7 +109,7 @@ class PeerRank:
             engine_id=self.manifest.engine_id, epoch=self.manifest.epoch, sources=sources,
             destination=manifest_to_proto(plan.destination),
         )  # fmt: skip
-        async with asking(self.address):
+        async with asking(self.channel.contact):
             self.pairing = (await self.stub.Pair(request, timeout=timeout_s)).pairing
 
     async def map(self, engine: Engine, timeout_s: float) -> None:
@@ -121,7 +134,7 @@ class PeerRank:
         """Whether a second try would end as this one. Raises KvferryError when the rank does not answer."""
         manifest = self.manifest
         self.mapping = self.stub.Map(peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch))
-        async with asking(self.address):
+        async with asking(self.channel.contact):
             reply = await self.mapping.read()
         if not isinstance(reply, peer_pb2.MapReply):
             raise Conflict("stale_epoch", f"engine {manifest.engine_id} ended")

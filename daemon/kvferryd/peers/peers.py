@@ -23,7 +23,8 @@ from kvferryd.copy import mapped, sample
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
-from kvferryd.peers.channels import Channel, Channels, asking
+from kvferryd.peers.channels import Channel, Channels
+from kvferryd.peers.contact import asking
 from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.share import prepare_scatter
@@ -38,6 +39,8 @@ IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made."""
 HOMES = 4096
 """Engines whose daemons are remembered after they are forgotten as peers."""
+FORGOTTEN = 64
+"""Engines that are listed, where they do not answer, after they are forgotten as peers."""
 OVER = frozenset({"peer_unreachable", "peer_lost", "unknown_engine"})
 """What a handshake is answered with where the engine is no more."""
 
@@ -54,6 +57,7 @@ class Peers:
         self._unloading = Tasks()
         self._homes: LRUCache[tuple[Engine, str], Home] = LRUCache(HOMES)
         """Whose an engine id is: a stranger may answer to it as well."""
+        self._forgotten: LRUCache[tuple[Engine, str], Home] = LRUCache(FORGOTTEN)
 
     def __iter__(self) -> Iterator[PeerEngine]:
         return iter(list(self._known.values()))
@@ -252,7 +256,7 @@ class Peers:
         )
         channel = self.channels.open(address)
         try:
-            async with asking(address):
+            async with asking(channel.contact):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
             return _rank(reply, channel, engine, engine_id), {each.rank: each.address for each in reply.members}
         except BaseException:
@@ -278,8 +282,11 @@ class Peers:
     def forget(self, peer: PeerEngine) -> None:
         """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew.
         Idempotent."""
-        if self._known.get((peer.own, peer.engine_id)) is peer:
-            del self._known[peer.own, peer.engine_id]
+        key = peer.own, peer.engine_id
+        if self._known.get(key) is peer:
+            del self._known[key]
+            if key in self._homes:
+                self._forgotten[key] = peer.home
         if not peer.stale:
             peer.stale = True
             self._unload_unused(peer)
@@ -316,8 +323,17 @@ class Peers:
             peer = self._known.pop(keys[0])
             peer.stale = True
             await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
-        for home in [key for key in self._homes if key[0] is engine]:
-            del self._homes[home]
+        homes: tuple[LRUCache[tuple[Engine, str], Home], ...] = (self._homes, self._forgotten)
+        for every in homes:
+            for key in [key for key in every if key[0] is engine]:
+                del every[key]
+
+    def forgotten(self) -> Iterator[tuple[str, Home]]:
+        """The engines that were known and are not any more, with where they were."""
+        return (
+            (key[1], home) for key, home in list(self._forgotten.items())
+            if key in self._homes and key not in self._known
+        )  # fmt: skip
 
     def of_engine(self, engine_id: str) -> list[PeerEngine]:
         """The peer engine with this id, as each engine of ours knows it."""

@@ -17,7 +17,7 @@ from kvferry.errors import KvferryError, PeerFailed
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.leases.lease import announced_as
-from kvferryd.peers.channels import asking
+from kvferryd.peers.contact import Contact, asking
 
 CLOSE_S = 1.0
 ANNOUNCED = 1024
@@ -45,8 +45,8 @@ class ReaderStream:
     """One of our ranks as the reader of one source rank: a gRPC stream and its two tasks. Both end when it is over, in
     this object and nowhere else."""
 
-    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, address: str, opening: peer_pb2.ReadOpening) -> None:
-        self._address = address
+    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, contact: Contact, opening: peer_pb2.ReadOpening) -> None:
+        self._contact = contact
         self._pending: asyncio.Queue[peer_pb2.ReadRequest | Outbox | None] = asyncio.Queue()
         self._pending.put_nowait(peer_pb2.ReadRequest(opening=opening))
         self._numbers = itertools.count(1)
@@ -54,8 +54,8 @@ class ReaderStream:
         self._announced: LRUCache[str, peer_pb2.LeaseUpdate] = LRUCache(ANNOUNCED)
         self._why: KvferryError | None = None
         self._call: _Call = stub.Read()
-        self._writing = asyncio.create_task(self._write(), name=f"to-{address}")
-        self._reading = asyncio.create_task(self._read(), name=f"leases-of-{address}")
+        self._writing = asyncio.create_task(self._write(), name=f"to-{contact.address}")
+        self._reading = asyncio.create_task(self._read(), name=f"leases-of-{contact.address}")
 
     @property
     def over(self) -> bool:
@@ -80,11 +80,15 @@ class ReaderStream:
     def send(self, message: peer_pb2.ReadRequest | Outbox) -> None:
         self._pending.put_nowait(message)
 
-    def close_reading(self, request_id: str, *, complete: bool, number: int = 0, word: int = 0) -> None:
-        """number: 0 for a lease that was never opened. word: of the announcement that such a lease was read by, or 0. A
-        source that does not get this has its time to live."""
+    def close_reading(
+        self, request_id: str, *, complete: bool, nbytes: int = 0, number: int = 0, word: int = 0
+    ) -> None:
+        """nbytes: read of it. number: 0 for a lease that was never opened. word: of the announcement that such a lease
+        was read by, or 0. A source that does not get this has its time to live."""
         self._listeners.pop(number, None)
-        closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete, word=word)
+        closing = peer_pb2.LeaseClose(
+            reading=number, request_id=request_id, complete=complete, word=word, nbytes=nbytes
+        )
         self.send(peer_pb2.ReadRequest(close=closing))
 
     async def close(self) -> None:
@@ -102,9 +106,10 @@ class ReaderStream:
             await self._call.done_writing()
 
     async def _read(self) -> None:
-        why: KvferryError = PeerFailed("peer_lost", f"peer {self._address} ended the stream of leases", field="address")
+        address = self._contact.address
+        why: KvferryError = PeerFailed("peer_lost", f"peer {address} ended the stream of leases", field="address")
         try:
-            async with asking(self._address, ended=why):
+            async with asking(self._contact, ended=why):
                 async for reply in self._call:
                     if reply.HasField("announced"):
                         self._announced[reply.announced.request_id] = reply.announced.update

@@ -118,6 +118,7 @@ class Roster:
                     engine.set_members(members)
                     pause = RETRY_S[0]
             except KvferryError as error:
+                engine.unseeded = error.message
                 log.warning("roster not joined", engine_id=engine.engine_id, seed=self._config.roster, error=str(error))
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_S[1])

@@ -7,13 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavailable
-from kvferry.schemas import RankTransfer, TransferState
+from kvferry.schemas import Awaited, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.aio import Tasks, together
 from kvferryd.config import Config
 from kvferryd.engine import Engine
-from kvferryd.peers.channels import Channel, Channels, asking
+from kvferryd.peers.channels import Channel, Channels
+from kvferryd.peers.contact import asking
 from kvferryd.transfers.transfer import Transfer, error_body
 
 STALE_ATTEMPT = "stale_attempt"
@@ -67,7 +68,7 @@ class Ranks:
         before, held[address] = held.get(address), channel
         if before is not None:
             await before.close()
-        async with asking(address):
+        async with asking(channel.contact):
             yield channel.stub
 
     async def _follow_all(self, transfer: Transfer) -> None:
@@ -85,7 +86,8 @@ class Ranks:
             for rank, share in list(transfer.ranks.items()):
                 if not share.state.ended:
                     address = engine.members.get(rank, "an unknown address")
-                    why = f"the deadline passed while rank {rank} at {address} was {share.state.value}"
+                    what = f"waited for {share.waits_for.value}" if share.waits_for else f"was {share.state.value}"
+                    why = f"the deadline passed while rank {rank} at {address} {what}"
                     remedy = "see whether that rank's daemon is alive, or raise deadline_ms"
                     self._failed(transfer, rank, Deadline("deadline", why, field="rank", value=rank, remedy=remedy))
         except Unavailable as why_not:  # of ranks that have not joined
@@ -182,6 +184,8 @@ def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> Ran
     if reply.state not in {state.value for state in TransferState} or reply.rank != rank:
         why = f"peer {address} answered with state {reply.state} of rank {reply.rank}"
         raise Conflict("protocol", why, field="state", value=reply.state)
+    phases_ms = dict(reply.phases_ms)
+    moving_ms = phases_ms.get("moving", 0.0)
     return RankTransfer(
         rank=reply.rank,
         state=TransferState(reply.state),
@@ -189,6 +193,8 @@ def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> Ran
         descriptors=reply.descriptors,
         path=reply.path,
         transport=reply.transport,
-        phases_ms=dict(reply.phases_ms),
+        phases_ms=phases_ms,
+        bytes_per_s=round(1e3 * reply.nbytes / moving_ms) if moving_ms > 0 else 0.0,
+        waits_for=Awaited(reply.waits_for) if reply.waits_for in set(Awaited) else None,
         error=error_body(problem_from_proto(reply.problem)) if reply.HasField("problem") else None,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError
-from kvferry.schemas import ErrorBody, RankTransfer, TransferRecord, TransferState
+from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd import logs, paths
@@ -28,16 +28,20 @@ from kvferryd.transfers.order import Order, Reservation
 log = logs.get(__name__)
 STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"})
 """Errors after which a peer is no longer what it was at the handshake: the next order shakes hands anew."""
+OF_ANOTHER = frozenset({"rank_failed", "aborted"})
+"""Errors of a rank that has ended because another has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a transfer needs of its daemon. `spawn` runs work that may outlast the transfer."""
+    """What a transfer needs of its daemon. on_end: this rank's part has ended. on_over: that of every rank has. `spawn`
+    runs work that may outlast the transfer."""
 
     peers: Peers
     way: str
     deadline_s: float
     on_end: Callable[[Transfer], None]
+    on_over: Callable[[Transfer], None]
     spawn: Callable[[Coroutine[None, None, None]], None]
 
 
@@ -64,6 +68,9 @@ class Transfer:
         self.ranks: dict[int, RankTransfer] = {}
         """The other ranks' parts, on a rank that hands the order on."""
         self.created_at = time.time()
+        self.over_at: float | None = None
+        self.over_number = 0
+        """Which one it was of all that were over, from 1; 0 while it is not."""
         self.nbytes = self.descriptors = 0
         self.path: PathName | None = None
         self.tokens: tuple[int, int] | None = None
@@ -81,9 +88,16 @@ class Transfer:
         self._began = self._phase_began = time.monotonic()
         self._matched = asyncio.Event()
         self._flights: list[Flight] = []
+        self._readers: list[SourceReader] = []
+        """The leases that are read; none while hands are shaken."""
+        self._last_half = Awaited.ORDER
+        """Which of the two halves came last."""
+        self._unpublished_since: float | None = None
+        """Set while the source has nothing, or nothing more, to read."""
+        self._encoded: tuple[object, bytes] = (None, b"")
+        """The record as JSON, and what it was made of."""
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
-        self._waits_for = ""
         self.set_deadline(around.deadline_s)
         self._task = asyncio.create_task(self._run(), name=f"transfer-{request_id}")
 
@@ -107,6 +121,7 @@ class Transfer:
         """The claim is this transfer's from now on; it is released when the transfer is quiet."""
         self.reservation, self._claim = reservation, claim
         if self.order is not None:
+            self._last_half = Awaited.RESERVATION
             self._matched.set()
 
     def stop(self, state: TransferState, why: KvferryError) -> None:
@@ -122,6 +137,17 @@ class Transfer:
     def state(self) -> TransferState:
         """Of this rank's part."""
         return self.machine.state
+
+    @property
+    def waits_for(self) -> Awaited | None:
+        """What this rank's part waits for, while nothing moves."""
+        if self.state is TransferState.WAITING:
+            return self._late_half
+        if self._unpublished_since is not None:
+            return Awaited.PUBLISH
+        if self.state is TransferState.CONNECTING:
+            return Awaited.LEASE if self._readers else Awaited.HANDSHAKE
+        return None
 
     @property
     def over(self) -> bool:
@@ -148,11 +174,16 @@ class Transfer:
 
     def set_rank(self, rank: RankTransfer) -> None:
         """How far another rank is."""
+        if rank.state.ended:
+            rank.took_ms = round(1e3 * (time.monotonic() - self._ordered_at), 3)
         self.ranks[rank.rank] = rank
         self.wake()
+        if self.over:
+            self._around.on_over(self)
 
     def share(self) -> RankTransfer:
         """This rank's part, as it stands."""
+        moving_ms = self.phases_ms.get("moving", 0.0)
         return RankTransfer(
             rank=self.engine.rank,
             state=self.state,
@@ -160,13 +191,43 @@ class Transfer:
             descriptors=self.descriptors,
             path=self.path.value if self.path else "",
             transport=self.path.transport if self.path else "",
-            phases_ms={name: round(ms, 3) for name, ms in self.phases_ms.items()},
+            phases_ms=self._phases_ms(),
+            bytes_per_s=round(1e3 * self.nbytes / moving_ms) if moving_ms else 0.0,
+            took_ms=round(1e3 * (self._phase_began - self._ordered_at), 3) if self.state.ended else None,
+            waits_for=self.waits_for,
             error=error_body(self.problem) if self.problem else None,
         )
 
+    @property
+    def _late_half(self) -> Awaited:
+        """The half that came last, or has not come."""
+        if self.order is None:
+            return Awaited.ORDER
+        return Awaited.RESERVATION if self.reservation is None else self._last_half
+
+    @property
+    def _ordered_at(self) -> float:
+        """When the order came, on the monotonic clock."""
+        waited_ms = self.phases_ms.get("waiting", 0.0) if self._late_half is Awaited.ORDER else 0.0
+        return self._began + 1e-3 * waited_ms
+
+    def _phases_ms(self) -> dict[str, float]:
+        """With `waiting` as a whole, and what it was for."""
+        phases, unpublished = dict(self.phases_ms), self.phases_ms.get("waiting_publish", 0.0)
+        if (half := phases.get("waiting")) is not None:
+            phases |= {f"waiting_{self._late_half.value}": half, "waiting": half + unpublished}
+        return {name: round(ms, 3) for name, ms in phases.items()}
+
+    def encoded(self) -> bytes:
+        """The record as JSON. Kept until something changes: many may look at many records."""
+        made_of = self.changed, self.nbytes, self.waits_for, self.attempt
+        if self._encoded[0] != made_of:
+            self._encoded = made_of, self.record().model_dump_json().encode()
+        return self._encoded[1]
+
     def record(self) -> TransferRecord:
-        own = self.share()
-        ranks = sorted([own, *self.ranks.values()], key=lambda share: share.rank)
+        ranks = sorted([self.share(), *self.ranks.values()], key=lambda share: share.rank)
+        slowest = min(ranks, key=_lead)
         return TransferRecord(
             transfer_id=self.transfer_id,
             request_id=self.request_id,
@@ -178,10 +239,16 @@ class Transfer:
             path=next((share.path for share in ranks if share.path), ""),
             transport=next((share.transport for share in ranks if share.transport), ""),
             tokens=self.tokens,
-            phases_ms=own.phases_ms,
+            attempt=self.attempt,
+            slowest_rank=slowest.rank,
+            took_ms=slowest.took_ms,
+            phases_ms=slowest.phases_ms,
+            bytes_per_s=slowest.bytes_per_s,
+            waits_for=slowest.waits_for,
             ranks=ranks,
-            error=next((share.error for share in ranks if share.error), None),
+            error=slowest.error or next((share.error for share in ranks if share.error), None),
             created_at=self.created_at,
+            ended_at=self.over_at,
         )
 
     def event(self) -> engine_pb2.Event:
@@ -222,11 +289,39 @@ class Transfer:
             self._end(TransferState.DONE, None)
 
     def _late(self) -> KvferryError:
-        if self.state is TransferState.WAITING:
-            self._waits_for = "the router's order" if self.order is None else "the engine's reservation"
-        why = f"the deadline passed while {self.state.value}{f' for {self._waits_for}' if self._waits_for else ''}"
-        remedy = "raise deadline_ms, or see why that phase takes so long"
+        source, asked = (self.order.engine_id, self.order.address) if self.order else ("", "")
+        match self.waits_for:
+            case Awaited.ORDER:
+                why = "no order came from the router"
+                remedy = "see whether the router ordered this request, and at this engine's daemon"
+            case Awaited.RESERVATION:
+                why = f"engine {self.engine.engine_id} reserved no blocks for it"
+                remedy = "see whether that engine has the request, and room for it"
+            case Awaited.HANDSHAKE:
+                why = f"the daemons of engine {source} did not shake hands ({asked})"
+                remedy = "see whether they live, and the network between"
+            case Awaited.LEASE:
+                silent = ", ".join(reader.source.address for reader in self._unanswered) or asked
+                why = f"the daemon at {silent} did not say whether engine {source} has published it"
+                remedy = "see whether that daemon stands still"
+            case Awaited.PUBLISH:
+                assert self._unpublished_since is not None
+                published = min(reader.lease.num_tokens for reader in self._readers)
+                silent_s = time.monotonic() - self._unpublished_since
+                why = (
+                    f"engine {source} published {published or 'no'} tokens of it, and none in the last {silent_s:.1f} s"
+                )
+                remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
+            case None:
+                why = f"it was {self.state.value}"
+                remedy = "raise deadline_ms, or see GET /v1/peers for what this way is worth"
+        why = f"the deadline passed: {why}"
         return Deadline("deadline", why, field="deadline_ms", value=round(self._deadline_s * 1e3), remedy=remedy)
+
+    @property
+    def _unanswered(self) -> list[SourceReader]:
+        """The leases of which the source has said nothing."""
+        return [reader for reader in self._readers if not reader.lease.version]
 
     async def _transfer(self) -> None:
         assert self.order is not None
@@ -254,11 +349,10 @@ class Transfer:
         peers = self._around.peers
         assert self.reservation is not None
         for again in (True, False):
-            self._waits_for = f"the handshake with {order.address}"
             peer = await peers.get(self.engine, order.engine_id, order.address, order.epoch)
-            readers, others = readers_of(peer, self.request_id, self.reservation.digest)
+            readers, others = readers_of(peer, self.request_id, self.reservation.digest, self._on_unpublished)
+            self._readers = readers
             peer.users += 1
-            self._waits_for = f"the publish of engine {order.engine_id}"
             try:
                 await together(reader.advance() for reader in readers)
                 break
@@ -267,8 +361,24 @@ class Transfer:
                 peers.leave(peer)
                 if not stale or not again or order.epoch:
                     raise
-        self._waits_for = ""
+                self._readers = []
+        if self._unpublished_since is not None:
+            self._was_published()
         return peer, readers, others
+
+    def _on_unpublished(self) -> None:
+        """The source has not got the request yet: what is waited for from now on is its engine."""
+        if self._unpublished_since is None:
+            self._unpublished_since = time.monotonic()
+            self.wake()
+
+    def _was_published(self) -> None:
+        """Book the wait as such, whatever the state: to its phase it does not belong."""
+        assert self._unpublished_since is not None
+        waited_s = time.monotonic() - self._unpublished_since
+        self._unpublished_since = None
+        self.phases_ms["waiting_publish"] += 1e3 * waited_s
+        self._phase_began += waited_s
 
     def _give_up(self, peer: PeerEngine, readers: list[SourceReader], why: BaseException) -> bool:
         """Close the leases, unread; whether the peer is no longer what it was at the handshake."""
@@ -326,18 +436,19 @@ class Transfer:
                     self.phases_ms["moving"] += 1e3 * (time.monotonic() - began)
                     self.descriptors += moves[-1].descriptors
                 self.nbytes += bound.nbytes
-                for rank, nbytes in bound.nbytes_by_rank.items():
-                    peer.ranks[rank].bytes_read += nbytes
+                by_rank = bound.nbytes_by_rank
+                for reader in readers:
+                    reader.nbytes += by_rank.get(reader.source.rank, 0)
                 at = tokens[1]
             if last:
                 break
+            self._unpublished_since = time.monotonic()
             unfinished = [reader for reader in readers if reader.lease.more]
             behind = [reader for reader in unfinished if reader.lease.num_tokens <= published]
             await together(reader.advance() for reader in behind or unfinished)
+            self._was_published()
         self.tokens = (first, at)
         self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")
-        for reader in readers:
-            reader.source.transfers += 1
         return moves
 
     async def _settle(self, peer: PeerEngine, through: list[SourceReader]) -> None:
@@ -355,7 +466,7 @@ class Transfer:
 
     def _move(self, to: TransferState) -> None:
         now = time.monotonic()
-        self.phases_ms[self.state.value] = 1e3 * (now - self._phase_began)
+        self.phases_ms[self.state.value] += 1e3 * (now - self._phase_began)
         self._phase_began = now
         self.machine.move(to)
         self.wake()
@@ -364,6 +475,8 @@ class Transfer:
         if state is not TransferState.DONE:
             for flight in self._flights:
                 flight.abandon()
+            if self._unpublished_since is not None:
+                self._was_published()
         self._move(state)
         self.phases_ms["total"] = 1e3 * (time.monotonic() - self._began)
         self.problem = problem
@@ -373,11 +486,35 @@ class Transfer:
         self.ended.set()
         asyncio.get_running_loop().call_soon(self._around.on_end, self)
 
+    def tell_sources(self) -> None:
+        """What came of it, for what is known of them. After the end; then it knows them no more."""
+        took_ms, moving_ms = self.phases_ms["total"] - self._phases_ms()["waiting"], self.phases_ms.get("moving", 0.0)
+        for reader in self._readers:
+            source, contact = reader.source, reader.source.channel.contact
+            source.bytes_read += reader.nbytes
+            if self.state is TransferState.DONE:
+                contact.answered()
+                source.transfers += 1
+                if self.path is not None and reader.nbytes:
+                    source.path = self.path.value
+                    source.lately.append((took_ms, 1e3 * reader.nbytes / moving_ms))
+            elif self.problem is not None and self.problem.code == "deadline" and not reader.lease.version:
+                contact.failed(self.problem)
+        self._readers = []
+
     def _be_quiet(self) -> None:
         """The blocks may be reserved again."""
         if self._claim is not None:
             self._claim.release()
         self.quiet.set()
+
+
+def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
+    """How far a rank is before the others: the least is the one that the request waits for, or has waited for."""
+    ended = share.state.ended
+    at = 0 if ended else list(TransferState).index(share.state)
+    its_own = share.error is not None and share.error.code not in OF_ANOTHER
+    return ended, at, not its_own, -(share.took_ms or 0.0)
 
 
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
@@ -43,7 +45,9 @@ class Transfers:
         self._config, self._metrics = config, metrics
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
-        self._around = Surroundings(peers, config.way, config.deadline_s, self._on_end, self._after.spawn)
+        self._around = Surroundings(
+            peers, config.way, config.deadline_s, self._on_end, self._on_over, self._after.spawn
+        )
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._current: dict[Key, Transfer] = {}
@@ -54,6 +58,8 @@ class Transfers:
         self._dead: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt that ended on another rank: its order may still be on its way here."""
         self.draining = False
+        self._cursor, self._overs = uuid.uuid4().hex[:8], 0
+        """Names this process in cursors; how many transfers were over so far."""
         self._appeared = asyncio.Event()
 
     def __iter__(self) -> Iterator[Transfer]:
@@ -74,6 +80,16 @@ class Transfers:
 
     def of_request(self, request_id: str) -> list[Transfer]:
         return [transfer for transfer in self if transfer.request_id == request_id]
+
+    def listed(self, since: str, limit: int, wanted: Callable[[Transfer], bool]) -> tuple[list[Transfer], str, bool]:
+        """(the newest `limit` that are wanted and may have changed since, a cursor for the next call, whether all count
+        as changed); the oldest first. Those under way always may have."""
+        name, _, number = since.partition("-")
+        whole = name != self._cursor
+        seen = 0 if whole else int(number)
+        found = (each for each in reversed(self._by_id.values()) if each.over_number == 0 or each.over_number > seen)
+        newest = list(itertools.islice(filter(wanted, found), limit))
+        return newest[::-1], f"{self._cursor}-{self._overs}", whole
 
     # ---- the two halves ----
 
@@ -233,7 +249,9 @@ class Transfers:
 
     def _on_end(self, transfer: Transfer) -> None:
         transfer.wake()
+        transfer.tell_sources()
         self._finished[transfer.transfer_id] = transfer
+        self._on_over(transfer)
         if transfer.state is not TransferState.DONE:
             self._ranks.abort(transfer)
         source = transfer.order.engine_id if transfer.order else ""
@@ -253,6 +271,12 @@ class Transfers:
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),
         )
         self._forget_oldest()
+
+    def _on_over(self, transfer: Transfer) -> None:
+        if transfer.over and not transfer.over_number:
+            self._overs += 1
+            transfer.over_number, transfer.over_at = self._overs, time.time()
+            transfer.wake()
 
     def _forget_oldest(self) -> None:
         """Keep `history` ended transfers; one whose other ranks or reads go on is kept until they end."""

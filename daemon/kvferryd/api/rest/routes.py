@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +19,10 @@ from kvferryd.ferry import Ferry
 
 T = TypeVar("T")
 LONGEST_WAIT_S = 60.0
+LIMIT, MOST = 100, 10_000
+CURSOR = r"^([0-9a-f]{8}-\d{1,15})?$"
+
+Limit = Annotated[int, Query(ge=1, le=MOST, description="at most so many, the newest")]
 
 Wait = Annotated[
     float,
@@ -75,18 +80,27 @@ def transfers(ferry: Ferry) -> APIRouter:
         response.headers["location"] = f"/v1/transfers/{record.transfer_id}"
         return schemas.Ordered(transfer_id=record.transfer_id, state=record.state)
 
-    @router.get("", responses=problems())
+    @router.get("", responses=problems(), response_model=schemas.TransferList)
     async def several(
-        request: Request, request_id: Name | None = None, state: schemas.TransferState | None = None, wait: Wait = 0.0
-    ) -> schemas.TransferList:
-        """The transfers this daemon knows. With `request_id` and `wait`: waits until that request's transfer
-        has come and ended."""
+        request: Request,
+        request_id: Name | None = None,
+        state: schemas.TransferState | None = None,
+        since: Annotated[
+            str, Query(pattern=CURSOR, description="`cursor` of an answer before: only what may have changed since")
+        ] = "",
+        limit: Limit = LIMIT,
+        wait: Wait = 0.0,
+    ) -> Response:
+        """The newest transfers that this daemon knows, the oldest of them first. With `request_id` and `wait`: waits
+        until that request's transfer has come and ended."""
         if wait and request_id is None:
             why, remedy = "there is nothing to wait for", "name a request_id, or ask for one transfer by its id"
             raise Malformed("malformed_request", why, field="wait", value=wait, remedy=remedy)
         if wait and request_id is not None:
             await while_connected(request, ferry.wait_request(request_id, wait))
-        return schemas.TransferList(transfers=ferry.transfers(request_id, state))
+        records, cursor, whole = ferry.transfers(request_id, state, since, limit)
+        rest = json.dumps({"cursor": cursor, "whole": whole}).encode()
+        return Response(b'{"transfers":[' + b",".join(records) + b"]," + rest[1:], media_type="application/json")
 
     @router.get("/{transfer_id}", responses=problems(404))
     async def one(request: Request, transfer_id: str, wait: Wait = 0.0) -> schemas.TransferRecord:
@@ -112,25 +126,30 @@ def held(ferry: Ferry) -> APIRouter:
         """Abort the request's transfer and revoke its lease, whichever are here. Idempotent."""
         return await ferry.abort_request(request_id)
 
-    @router.get("/leases", tags=["leases"])
-    async def leases() -> schemas.LeaseList:
-        """Leases, with their readers and the time they have left."""
-        return schemas.LeaseList(leases=ferry.leases())
+    @router.get("/leases", tags=["leases"], responses=problems())
+    async def leases(
+        limit: Limit = LIMIT,
+        ended: Annotated[int, Query(ge=0, le=4096, description="so many of those that ended last, too")] = 0,
+    ) -> schemas.LeaseList:
+        """The newest leases, with their readers and the time they have left."""
+        return ferry.leases(limit, ended)
 
     @router.delete("/leases/{request_id:path}", tags=["leases"], responses=problems(404))
     async def revoke(request_id: str) -> schemas.LeaseRecord:
         """Revoke. Readers in the middle of a read fail at `verifying`. A lease that has ended stays as it ended."""
         return ferry.revoke_lease(request_id)
 
-    @router.get("/engines", tags=["engines"])
-    async def engines() -> schemas.EngineList:
+    @router.get("/engines", tags=["engines"], responses=problems())
+    async def engines(
+        manifests: Annotated[bool, Query(description="false: leave the manifests out, which may be large")] = True,
+    ) -> schemas.EngineList:
         """Engine ranks beside this daemon: epochs, manifests, and what their operator should know."""
-        return schemas.EngineList(engines=ferry.engines())
+        return schemas.EngineList(engines=ferry.engines(manifests=manifests))
 
     @router.get("/peers", tags=["peers"])
     async def peers() -> schemas.PeerList:
-        """Engine ranks elsewhere with which a handshake is done."""
-        return schemas.PeerList(peers=ferry.peers())
+        """Engine ranks elsewhere with which a handshake is done, how they fare, and those that read here."""
+        return ferry.peers()
 
     @router.post("/peers", tags=["peers"], responses=problems(403, 404, 413, 415, 502, 503, 504))
     async def prewarm(
@@ -192,6 +211,11 @@ def daemon(ferry: Ferry) -> APIRouter:
     async def info() -> schemas.Info:
         """Version, addresses, device, and the transports in use."""
         return ferry.info()
+
+    @router.get("/v1/totals")
+    async def totals() -> schemas.Totals:
+        """What the daemon holds now and has moved so far: its throughput is the difference of two answers."""
+        return ferry.totals()
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def scrape(request: Request) -> Response:

@@ -1,0 +1,75 @@
+"""What is known of another daemon from speaking to it: when it answered last, and what it failed with since."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import grpc
+
+from kvferry.errors import KvferryError, PeerFailed
+from kvferry.rpc import SILENT, UNREACHABLE, error_of
+
+LOST = frozenset({"peer_unreachable", "peer_lost"})
+"""Codes that say nothing of a daemon but that it did not answer."""
+
+
+class Contact:
+    """One daemon elsewhere, by its address. Times are seconds since 1970."""
+
+    __slots__ = ("address", "answered_at", "error", "failed_at", "failures")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.answered_at: float | None = None
+        self.failures = 0
+        """In a row."""
+        self.error: KvferryError | None = None
+        """The last one."""
+        self.failed_at: float | None = None
+
+    def answered(self) -> None:
+        self.answered_at, self.failures = time.time(), 0
+
+    def failed(self, why: KvferryError) -> None:
+        self.failures += 1
+        self.error, self.failed_at = why, time.time()
+
+
+class asking:  # noqa: N801  used like a function
+    """Turn what gRPC raises inside into a KvferryError about this peer, and note whether it has answered; `ended` as
+    for `error_of`."""
+
+    def __init__(self, contact: Contact, ended: KvferryError | None = None) -> None:
+        self._contact, self._ended = contact, ended
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, (grpc.aio.UsageError, grpc.aio.AioRpcError)):
+            # Its frames hold the call, and as long as the call lives a closed channel goes on dialling. An error may be
+            # kept for long, so it must not hold those frames.
+            error.__traceback__ = None
+            del traceback
+            problem = self._problem(error)
+            if problem.code in LOST:
+                self._contact.failed(problem)
+            else:
+                self._contact.answered()
+            raise problem from None
+        if error is None or isinstance(error, KvferryError):
+            self._contact.answered()
+
+    def _problem(self, error: grpc.aio.UsageError | grpc.aio.AioRpcError) -> KvferryError:
+        address = self._contact.address
+        if isinstance(error, grpc.aio.UsageError):  # what a call on a closed channel raises
+            return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
+        problem = error_of(error, f"peer {address}", self._ended)
+        if problem.code not in (UNREACHABLE, SILENT):
+            return problem
+        return PeerFailed(
+            "peer_unreachable", problem.message, field=problem.field, value=problem.value, remedy=problem.remedy
+        )
