@@ -33,11 +33,13 @@ class Browser:
         self._reader, self._writer = reader, writer
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._over = False
         self.pages: dict[str, Page] = {}
 
     async def ask(self, method: str, session: str | None = None, **params: Any) -> Any:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        assert not self._over, "the browser has ended: chromium.log says why"
         self._asked[number] = asyncio.get_running_loop().create_future()
         self._writer.write(json.dumps(message).encode() + b"\0")
         return await asyncio.wait_for(self._asked[number], TIMEOUT_S)
@@ -54,6 +56,7 @@ class Browser:
                         future.set_result(message["result"])
                 elif (page := self.pages.get(message.get("sessionId", ""))) is not None:
                     page.told(message["method"], message["params"])
+        self._over = True
         for future in self._asked.values():
             future.set_exception(AssertionError("the browser has ended"))
 
@@ -144,7 +147,7 @@ async def browser(directory: Path) -> AsyncIterator[Browser]:
     loop = asyncio.get_running_loop()
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
     # It reads from descriptor 3 and writes to 4.
-    command = ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", CHROMIUM, *COMMAND]
+    command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", CHROMIUM, *COMMAND]
     with (directory / "chromium.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *command, f"--user-data-dir={directory / 'profile'}", "about:blank",

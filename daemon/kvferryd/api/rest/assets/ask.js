@@ -3,6 +3,7 @@
 const KEPT = "kvferry-token", PATIENCE_MS = 5000;
 
 export class NeedsToken extends Error {}
+export class NoAnswer extends Error {}
 
 export const token = {
   get: () => sessionStorage.getItem(KEPT),
@@ -17,12 +18,17 @@ export const now = () => Date.now() - aheadMs;
 export async function ask(path) {
   const held = token.get();
   const headers = held ? { authorization: `Bearer ${held}` } : {};
-  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  let answer, body;
+  try {
+    answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    body = await answer.json();
+  } catch (error) {
+    throw new NoAnswer(error.message);
+  }
   if (answer.status === 401) throw new NeedsToken();
   const ahead = Date.now() - Date.parse(answer.headers.get("date"));
   aheadMs = Math.abs(ahead) > 2000 ? ahead : 0;
-  const body = await answer.json();
   // 503 is how /readyz says that it is not ready.
-  if (!answer.ok && !(answer.status === 503 && "ready" in body)) throw new Error(body.detail ?? `${path} answered ${answer.status}`);
+  if (!answer.ok && !(answer.status === 503 && "ready" in body)) throw new NoAnswer(body.detail ?? `${path} answered ${answer.status}`);
   return body;
 }

@@ -1,10 +1,14 @@
 // One transfer: what it was, why it failed, its ranks on one timeline.
 
 import { at, chip, entries, make } from "./dom.js";
-import { PHASES, ageMs, lasted, over, phases, slowest, speed } from "./record.js";
+import { PHASES, ageMs, isSlowest, lasted, over, phases, sum } from "./record.js";
 import { count, moment, rate, size, span, ticks } from "./units.js";
 import { now } from "./ask.js";
 
+const WAITS = {
+  order: "the router's order", reservation: "the engine's blocks", handshake: "the handshake with the source", lease: "the source's daemon",
+  publish: "the source engine to publish",
+};
 let record = null;
 
 const mono = (text) => text ? make("code", {}, text) : "";
@@ -19,7 +23,7 @@ export function problem(error) {
 
 function timeline(shares, age) {
   const lanes = shares.map((share) => [share, phases(share, age)]);
-  const end = Math.max(...lanes.map(([, spent]) => PHASES.reduce((sum, name) => sum + spent[name], 0)), 0.001);
+  const end = Math.max(...lanes.map(([, spent]) => sum(spent)), 0.001);
   const mark = (ms) => {
     const tick = make("span", { class: "tick" }, make("small", {}, ms ? span(ms) : "0"));
     tick.style.left = `${100 * ms / end}%`;
@@ -37,11 +41,11 @@ function timeline(shares, age) {
       at += spent[name];
     }
     if (share.error) lane.append(make("em", {}, share.error.code));
-    return make("div", { class: `of-rank ${share.state}` }, make("span", {}, `rank ${share.rank ?? 0}`), lane);
+    return make("div", { class: `of-rank ${share.state}` }, make("span", {}, `rank ${share.rank}`), lane);
   }), make("div", { class: "of-rank" }, make("span"), axis));
 }
 
-function ranks(shares, age, slow) {
+function ranks(shares, age) {
   const heads = ["rank", "state", "bytes", "runs", "rate", ...PHASES, "time"];
   const cell = (name, ...children) => {
     const made = make("td", { class: name === "rank" || name === "state" ? "" : "num" }, ...children);
@@ -52,34 +56,41 @@ function ranks(shares, age, slow) {
     make("thead", {}, make("tr", {}, heads.map((name) => make("th", { scope: "col", class: name === "rank" || name === "state" ? "" : "num" }, name)))),
     make("tbody", {}, shares.map((share) => {
       const spent = phases(share, age);
-      return make("tr", { class: share === slow && shares.length > 1 ? "slow" : "" },
-        cell("rank", share.rank ?? 0), cell("state", chip(share.state)), cell("bytes", share.bytes ? size(share.bytes) : "–"),
-        cell("runs", share.descriptors ? count(share.descriptors) : "–"), cell("rate", rate(speed({ ...share, ranks: [] }))),
+      return make("tr", { class: isSlowest(share, record) ? "slow" : "" },
+        cell("rank", share.rank), cell("state", chip(share.state)), cell("bytes", share.bytes ? size(share.bytes) : "–"),
+        cell("runs", share.descriptors ? count(share.descriptors) : "–"), cell("rate", rate(share.bytes_per_s)),
         PHASES.map((name) => cell(name, spent[name] ? span(spent[name]) : "–")),
-        cell("time", make("b", {}, span(PHASES.reduce((sum, name) => sum + spent[name], 0)))));
+        cell("time", make("b", {}, span(sum(spent)))));
     })));
 }
 
+// The parts of a phase that the daemon tells apart.
+function within(phasesMs) {
+  const names = { waiting_order: "waited for the order", waiting_reservation: "waited for blocks", waiting_publish: "waited for the publish", moving: "bytes moved for", nixl: "of it in NIXL" };
+  return Object.entries(names).filter(([name]) => phasesMs[name]).map(([name, words]) => [words, span(phasesMs[name])]);
+}
+
 function draw() {
-  const age = ageMs(record, now()), slow = slowest(record), shares = record.ranks?.length ? record.ranks : [record];
-  const several = shares.length > 1;
-  const tokens = record.tokens ? `${count(record.tokens[0])}–${count(record.tokens[1])}` : "";
+  const age = ageMs(record, now()), shares = record.ranks, several = shares.length > 1;
   return [
     make("div", { class: "head" }, chip(record.state), make("h2", {}, record.request_id)),
+    record.waits_for ? make("p", { class: "note" }, `It waits for ${WAITS[record.waits_for] ?? record.waits_for}.`) : null,
     record.error ? problem(record.error) : null,
     make("dl", { class: "big" }, entries([
-      ["time", span(lasted(record, now()))], ["bytes", record.bytes ? size(record.bytes) : "–"], ["rate", rate(speed(record))],
+      ["time", span(lasted(record, now()))], ["bytes", record.bytes ? size(record.bytes) : "–"], ["rate", rate(record.bytes_per_s)],
       ["tokens", record.tokens ? count(record.tokens[1] - record.tokens[0]) : "–"],
     ])),
-    make("h3", {}, several ? `Timeline, ${shares.length} ranks` : "Timeline",
-      several && over(record) ? make("small", {}, ` rank ${slow.rank} took longest`) : null),
+    make("h3", {}, "Timeline", several && over(record) ? make("small", {}, ` rank ${record.slowest_rank} took the longest of ${shares.length}`) : null),
     timeline(shares, age),
-    make("h3", {}, several ? "Ranks" : "Figures"), ranks(shares, age, slow),
+    make("h3", {}, several ? "Ranks" : "Figures"), ranks(shares, age),
     make("h3", {}, "What it was"),
     make("dl", { class: "pairs" }, entries([
-      ["started", moment(record.created_at * 1000)], ["from", place(record.source?.engine_id, record.source?.address)], ["to", place(record.engine_id)],
-      ["path", [record.path, record.transport].filter(Boolean).join(" over ")], ["tokens", tokens],
-      ["runs", record.descriptors ? count(record.descriptors) : ""], ["transfer", mono(record.transfer_id)], ["trace", mono(record.trace_id)],
+      ["started", moment(record.created_at * 1000)], ["ended", record.ended_at ? moment(record.ended_at * 1000) : ""],
+      ["from", place(record.source?.engine_id, record.source?.address)], ["to", place(record.engine_id)],
+      ["path", [record.path, record.transport].filter(Boolean).join(" over ")],
+      ["tokens", record.tokens ? `${count(record.tokens[0])} to ${count(record.tokens[1])}` : ""],
+      ["runs", record.descriptors ? count(record.descriptors) : ""], ["attempt", record.attempt > 1 ? record.attempt : ""],
+      ...within(record.phases_ms), ["transfer", mono(record.transfer_id)],
     ])),
   ];
 }

@@ -1,60 +1,69 @@
 // How much moves, and what waits: the first look.
 
 import { at, entries, make, svg } from "./dom.js";
-import { over, slowest, speed, total } from "./record.js";
+import { median } from "./record.js";
 import { clock, count, rate, size, span } from "./units.js";
 
 const BINS = 60, BIN_MS = 5000, WIDTH = 600, HEIGHT = 84;
+const NONE = { read: 0, served: 0 };
+const bins = new Map();
+let before = null;
 
-// Bytes in each bin of the last five minutes: those of a transfer spread evenly over the time in which it read.
-function binned(records, end) {
-  const bins = new Float64Array(BINS), first = end - BINS * BIN_MS;
-  for (const record of records) {
-    const bytesPerS = speed(record), start = record.created_at * 1000;
-    if (!bytesPerS || start < first - 3600e3) continue;
-    const spent = slowest(record).phases_ms ?? {};
-    const began = start + (spent.waiting ?? 0) + (spent.connecting ?? 0), ended = began + record.bytes / bytesPerS * 1000;
-    for (let bin = Math.max(0, Math.floor((began - first) / BIN_MS)); bin < BINS && first + bin * BIN_MS < ended; bin += 1) {
-      const overlap = Math.min(ended, first + (bin + 1) * BIN_MS) - Math.max(began, first + bin * BIN_MS);
-      bins[bin] += Math.max(0, overlap) / 1000 * bytesPerS;
-    }
+// Bytes that moved between two moments, spread evenly.
+function moved(what, bytes, from, to) {
+  for (let bin = Math.floor(from / BIN_MS); bin * BIN_MS < to; bin += 1) {
+    const part = (Math.min(to, (bin + 1) * BIN_MS) - Math.max(from, bin * BIN_MS)) / Math.max(to - from, 1);
+    const held = bins.get(bin) ?? { ...NONE };
+    held[what] += part * bytes;
+    bins.set(bin, held);
   }
-  return bins;
 }
 
-export function drawThroughput(records, nowMs) {
-  const end = Math.ceil(nowMs / BIN_MS) * BIN_MS, bins = binned(records, end), most = Math.max(...bins);
-  const step = WIDTH / BINS;
-  const bars = [...bins].map((bytes, i) => {
-    const height = most ? Math.max(bytes ? 1.5 : 0, bytes / most * (HEIGHT - 2)) : 0;
-    return svg("rect", { x: i * step + 0.75, y: HEIGHT - height, width: step - 1.5, height, rx: 1 });
+// From the first answer on throughput is what the daemon's totals grow by; what was read before, the records tell.
+export function sample(totals, records, now) {
+  if (before === null)
+    for (const { bytes, bytes_per_s, ended_at } of records)
+      if (ended_at && bytes_per_s && now - ended_at * 1000 < BINS * BIN_MS) moved("read", bytes, ended_at * 1000 - bytes / bytes_per_s * 1000, ended_at * 1000);
+  if (before && totals.read_bytes >= before.read_bytes && totals.served_bytes >= before.served_bytes) {
+    moved("read", totals.read_bytes - before.read_bytes, before.now, now);
+    moved("served", totals.served_bytes - before.served_bytes, before.now, now);
+  }
+  before = { ...totals, now };
+  for (const bin of bins.keys()) if (bin * BIN_MS < now - (BINS + 1) * BIN_MS) bins.delete(bin);
+}
+
+export function drawThroughput(now) {
+  const first = Math.floor(now / BIN_MS) - BINS + 1, step = WIDTH / BINS;
+  const shown = Array.from({ length: BINS }, (_, i) => bins.get(first + i) ?? NONE);
+  const most = Math.max(...shown.map(({ read, served }) => read + served));
+  const bars = shown.flatMap(({ read, served }, i) => {
+    const scale = most ? (HEIGHT - 2) / most : 0, bar = { x: i * step + 0.75, width: step - 1.5, rx: 1 };
+    return [svg("rect", { ...bar, class: "read", y: HEIGHT - read * scale, height: read * scale }),
+      svg("rect", { ...bar, class: "served", y: HEIGHT - (read + served) * scale, height: served * scale })];
   });
   const title = most ? `up to ${rate(most / BIN_MS * 1000)}` : "nothing moved";
   at("throughput").replaceChildren(
-    make("figcaption", {}, make("span", {}, "Throughput"), make("b", {}, title), make("small", {}, "mean of 5 s, last 5 minutes")),
+    make("figcaption", {}, make("span", {}, "Throughput"), make("b", {}, title), make("span", { class: "key" }, make("i", { class: "read" }), "read ", make("i", { class: "served" }), "served")),
     svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 1}`, preserveAspectRatio: "none", role: "img", "aria-label": `Throughput: ${title}` },
       svg("line", { x1: 0, y1: HEIGHT + 0.5, x2: WIDTH, y2: HEIGHT + 0.5 }), ...bars),
-    make("div", { class: "ends" }, make("small", {}, clock(end - BINS * BIN_MS)), make("small", {}, "now")));
+    make("div", { class: "ends" }, make("small", {}, clock(first * BIN_MS)), make("small", {}, "mean of 5 s"), make("small", {}, "now")));
 }
 
-function median(numbers) {
-  const sorted = numbers.toSorted((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor((sorted.length - 1) / 2)] : NaN;
-}
-
-export function drawTotals(records, leases, engines) {
-  const ended = records.filter(over), done = ended.filter((record) => record.state === "done");
-  const failed = ended.filter((record) => record.state === "failed").length, live = records.length - ended.length;
-  const waiting = records.filter((record) => record.state === "waiting").length;
-  const held = leases.filter((lease) => !over(lease));
-  const reading = held.filter((lease) => lease.readers_open).length;
+export function drawTotals(totals, records) {
+  const { transfers, leases, waiting } = totals;
+  const live = ["waiting", "connecting", "reading", "verifying"].reduce((sum, state) => sum + (transfers[state] ?? 0), 0);
+  const waits = Object.entries(waiting).filter(([, number]) => number).map(([what, number]) => `${count(number)} for ${what}`).join(", ");
+  const done = records.filter((record) => record.state === "done" && record.took_ms);
   const cell = (value, more, tone) => make("span", { class: tone ?? "" }, value, more ? make("small", {}, ` ${more}`) : null);
   at("totals").replaceChildren(...entries([
-    ["live", cell(count(live), waiting ? `${count(waiting)} waiting` : "")],
-    ["done", cell(count(done.length), size(done.reduce((sum, record) => sum + record.bytes, 0)))],
-    ["failed", cell(count(failed), ended.length ? `${(100 * failed / ended.length).toFixed(failed ? 1 : 0)} %` : "", failed ? "bad" : "")],
-    ["half took under", cell(span(median(done.map((record) => total(slowest(record))))))],
-    ["leases held", cell(count(held.length), reading ? `${count(reading)} being read` : "")],
-    ["engines", cell(count(engines.filter((engine) => engine.attached).length), engines.some((engine) => !engine.attached) ? "one gone" : "attached")],
+    ["under way", cell(count(live), waits && `waiting ${waits}`)],
+    ["done", cell(count(transfers.done ?? 0), done.length ? `median ${span(median(done.map((record) => record.took_ms)))}` : "")],
+    ["failed", cell(count(transfers.failed ?? 0), transfers.aborted ? `${count(transfers.aborted)} aborted` : "", transfers.failed ? "bad" : "")],
+    ["queue", cell(count(totals.queue))],
+    ["leases held", cell(count((leases.publishing ?? 0) + (leases.published ?? 0)), totals.live_readers ? `${count(totals.live_readers)} reading` : "")],
+    ["read", cell(size(totals.read_bytes))],
+    ["served", cell(size(totals.served_bytes))],
+    ["quarantine", cell(size(totals.quarantined_bytes), "", totals.quarantined_bytes ? "bad" : "")],
+    ["arena", totals.staging_bytes ? cell(size(totals.staging_used_bytes), `of ${size(totals.staging_bytes)}`) : cell("none")],
   ]));
 }

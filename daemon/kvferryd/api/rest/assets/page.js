@@ -1,27 +1,31 @@
 // The status page: asks the daemon for what is new, and hands it to the parts that draw.
 
-import { NeedsToken, ask, now, token } from "./ask.js";
+import { NeedsToken, NoAnswer, ask, now, token } from "./ask.js";
 import { setDetail, tickDetail } from "./detail.js";
-import { at, chip, entries, say } from "./dom.js";
+import { at, entries, make, say } from "./dom.js";
 import { setEngines } from "./engines.js";
 import { setLeases, tickLeases } from "./leases.js";
-import { drawThroughput, drawTotals } from "./overview.js";
+import { drawThroughput, drawTotals, sample } from "./overview.js";
 import { setPeers } from "./peers.js";
 import { setPlan } from "./plan.js";
+import { over } from "./record.js";
 import { beginTransfers, setTransfers, tickTransfers } from "./transfers.js";
 import { span } from "./units.js";
 
-const EVERY_MS = 2000, TICK_MS = 500;
+const EVERY_MS = 2000, TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
 const records = new Map();
-let timer = 0, asking = false;
+const inView = new Set();
+let cursor = "", heldEngines = "", infoAt = -Infinity, timer = 0, asking = false;
 
-function ready(readiness) {
-  at("ready").replaceWith(Object.assign(chip(readiness.ready ? "ready" : "not ready", readiness.ready ? "good" : "bad"), { id: "ready", role: "status" }));
-  const reasons = readiness.reasons.join("\n");
-  if (at("reasons").said !== reasons) {
-    at("reasons").said = reasons;
-    at("reasons").replaceChildren(...readiness.reasons.map((reason) => Object.assign(document.createElement("li"), { textContent: reason })));
-  }
+function ready({ ready, reasons, warnings }) {
+  const chip = at("ready");
+  chip.className = `chip ${ready ? "good" : "bad"}`;
+  say("ready", ready ? "ready" : "not ready");
+  for (const [id, list] of [["reasons", reasons], ["warnings", warnings ?? []]])
+    if (at(id).said !== list.join("\n")) {
+      at(id).said = list.join("\n");
+      at(id).replaceChildren(...list.map((text) => make("li", {}, text)));
+    }
 }
 
 function facts(info) {
@@ -32,20 +36,20 @@ function facts(info) {
   document.title = `kvferry ${info.advertise}`;
 }
 
-function draining(drain) {
-  at("draining").hidden = !drain.draining;
-  say("draining", drain.drained ? "drained" : `draining: ${drain.leases} leases, ${drain.transfers} transfers left`);
-}
-
-// What did not change stays the object that it was: nothing of it is drawn again.
-function learn(list) {
-  const known = new Set();
-  for (const record of list) {
-    record.said = JSON.stringify(record);
-    if (records.get(record.transfer_id)?.said !== record.said) records.set(record.transfer_id, record);
-    known.add(record.transfer_id);
+// What has changed since the last answer. A record that has ended never changes again; one under way that is not in
+// the answer is no more. The oldest are let go.
+function learn({ transfers, cursor: next, whole }) {
+  if (whole) records.clear();
+  else if (transfers.length < MOST) {
+    const told = new Set(transfers.map((record) => record.transfer_id));
+    for (const record of records.values()) if (!over(record) && !told.has(record.transfer_id)) records.delete(record.transfer_id);
   }
-  for (const id of records.keys()) if (!known.has(id)) records.delete(id);
+  for (const record of transfers) records.set(record.transfer_id, record);
+  for (const record of records.values()) {
+    if (records.size <= KEPT) break;
+    if (over(record)) records.delete(record.transfer_id);
+  }
+  cursor = next;
 }
 
 function route() {
@@ -55,20 +59,41 @@ function route() {
   if (name === "plan") setPlan(decodeURIComponent(value));
 }
 
-const PATHS = ["readyz", "v1/info", "v1/engines", "v1/transfers", "v1/leases", "v1/peers", "v1/drain"];
+// Manifests may be large: they are asked for when an engine has come or gone, and somebody looks.
+async function lookAtEngines() {
+  const { engines } = await ask("v1/engines?manifests=false"), held = JSON.stringify(engines);
+  if (held !== heldEngines) setEngines((await ask("v1/engines")).engines);
+  heldEngines = held;
+}
 
-// Null where the daemon did not answer, or wants a token first; the page says so.
-async function asked() {
-  try {
-    return await Promise.all(PATHS.map(ask));
-  } catch (error) {
-    if (error instanceof NeedsToken) askForToken();
-    else {
-      ready({ ready: false, reasons: [`The daemon does not answer (${error.message}). What is below is old.`] });
-      document.body.classList.add("stale");
-    }
-    return null;
+const SECTIONS = {
+  peers: async () => setPeers(await ask("v1/peers")),
+  leases: async () => setLeases(await ask("v1/leases?ended=25")),
+  engines: lookAtEngines,
+};
+
+async function lookAtAll() {
+  const readiness = await ask("readyz"), { reasons } = readiness;
+  const [transfers, totals] = await Promise.all([ask(`v1/transfers?${cursor ? `since=${cursor}&limit=${MOST}` : `limit=${FIRST}`}`), ask("v1/totals")]);
+  if (performance.now() - infoAt > SLOW_MS) {
+    facts(await ask("v1/info"));
+    infoAt = performance.now();
   }
+  const drain = reasons.includes("draining") ? await ask("v1/drain") : null;
+  at("draining").hidden = !drain;
+  if (drain) say("draining", drain.drained ? "drained" : `draining: ${drain.leases} leases, ${drain.transfers} transfers left`);
+  learn(transfers);
+  ready(readiness);
+  const all = [...records.values()];
+  setTransfers(all);
+  sample(totals, all, now());
+  drawThroughput(now());
+  drawTotals(totals, all);
+  at("content").hidden = false;
+  at("login").hidden = true;
+  document.body.classList.remove("stale");
+  route();
+  await Promise.all([...inView].map((id) => SECTIONS[id]()));
 }
 
 function askForToken() {
@@ -79,32 +104,25 @@ function askForToken() {
   at("token").focus();
 }
 
-function draw([readiness, info, { engines }, { transfers }, { leases }, { peers }, drain]) {
-  learn(transfers);
-  const all = [...records.values()];
-  ready(readiness);
-  facts(info);
-  draining(drain);
-  setTransfers(all);
-  setLeases(leases);
-  setPeers(peers, all);
-  setEngines(engines);
-  drawThroughput(all, now());
-  drawTotals(all, leases, engines);
-  at("content").hidden = false;
-  at("login").hidden = true;
-  document.body.classList.remove("stale");
-  route();
-}
-
 async function look() {
   clearTimeout(timer);
   if (asking || document.hidden) return;
   asking = true;
-  const answers = await asked();
+  let next = EVERY_MS;
+  try {
+    await lookAtAll();
+  } catch (error) {
+    if (error instanceof NeedsToken) {
+      askForToken();
+      next = 0;
+    } else {
+      ready({ ready: false, reasons: [`The daemon does not answer (${error.message}). What is below is old.`] });
+      document.body.classList.add("stale");
+      if (!(error instanceof NoAnswer)) console.error(error);
+    }
+  }
   asking = false;
-  if (at("login").hidden || answers) timer = setTimeout(look, EVERY_MS);
-  if (answers) draw(answers);
+  if (next) timer = setTimeout(look, next);
 }
 
 at("login").addEventListener("submit", (event) => {
@@ -125,4 +143,10 @@ setInterval(() => {
   tickDetail();
 }, TICK_MS);
 beginTransfers();
+// A section is asked for while it is seen.
+const seeing = new IntersectionObserver((seen) => {
+  for (const { target, isIntersecting } of seen) isIntersecting ? inView.add(target.id) : inView.delete(target.id);
+  if (seen.some(({ isIntersecting }) => isIntersecting) && !at("content").hidden) look();
+}, { rootMargin: "200px" });
+for (const id of Object.keys(SECTIONS)) seeing.observe(at(id));
 look();

@@ -1,39 +1,44 @@
-// Peers as a matrix: an engine is a row, each of its ranks a cell.
+// Peers as a matrix: an engine is a row, each of its ranks a cell. Below them who reads from this daemon.
 
-import { at, chip, make, say } from "./dom.js";
-import { speed } from "./record.js";
-import { count, plural, rate, size } from "./units.js";
+import { at, make, say } from "./dom.js";
+import { now } from "./ask.js";
+import { clock, count, plural, rate, size, span } from "./units.js";
 
-function median(numbers) {
-  const sorted = numbers.toSorted((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor((sorted.length - 1) / 2)] : 0;
-}
+const TONE = { connected: "good", idle: "", failing: "bad", lost: "bad" };
+
+const ago = (seconds) => `${span(Math.max(1000, Math.round((now() - seconds * 1000) / 1000) * 1000)).replace(".0", "").replace(/\.\d+ s/, " s")} ago`;
+const line = (name, ...value) => make("p", { class: name }, ...value);
 
 function cell(peer) {
-  return make("div", { class: "rank" },
-    make("p", { class: "which" }, make("i", { class: "dot good" }), make("b", {}, `rank ${peer.rank}`), make("span", { class: "num" }, peer.bytes_read ? size(peer.bytes_read) : "–")),
-    make("p", { class: "where" }, peer.address));
+  const { last_error: error } = peer;
+  return make("div", { class: `rank ${peer.state}` },
+    line("which", make("i", { class: `dot ${TONE[peer.state] ?? ""}` }), make("b", {}, `rank ${peer.rank}`), make("small", {}, peer.state)),
+    line("speed", make("b", {}, rate(peer.bytes_per_s ?? 0)), make("small", {}, peer.path || "no path taken yet")),
+    line("", make("small", {}, [peer.transfers ? plural(peer.transfers, "transfer") : "", peer.p50_ms ? `half within ${span(peer.p50_ms)}` : "", peer.bytes_read ? size(peer.bytes_read) : ""].filter(Boolean).join(", "))),
+    line("where", peer.address), line("", make("small", {}, peer.last_contact_at ? `answered ${ago(peer.last_contact_at)}` : "has not answered yet")),
+    error ? line("why", make("b", {}, error.code), ` ${error.message}`, make("small", {}, ` ${clock(peer.last_error_at * 1000)}${peer.failures ? `, ${plural(peer.failures, "failure")} since` : ""}`)) : null);
 }
 
-export function setPeers(all, records) {
-  say("peers-said", all.length ? plural(new Set(all.map((peer) => peer.engine_id)).size, "engine") + `, ${plural(all.length, "rank")}` : "");
-  if (!all.length) {
-    at("peers").replaceChildren(make("p", { class: "none" }, "None yet. The first transfer shakes hands, and so does POST /v1/peers."));
-    return;
-  }
-  const engines = Map.groupBy(all, (peer) => `${peer.engine_id}\n${peer.epoch}`);
-  at("peers").replaceChildren(...[...engines.values()].map((ranks) => {
-    const { engine_id, epoch, version, ways } = ranks[0];
-    const done = records.filter((record) => record.state === "done" && record.source?.engine_id === engine_id);
-    const measured = Map.groupBy(done.filter(speed), (record) => `${record.path} over ${record.transport}`);
-    return make("div", { class: "peer" },
-      make("div", { class: "who" }, make("h3", {}, engine_id), make("p", { class: "soft" }, `epoch ${epoch}, kvferry ${version}`),
-        make("p", {}, make("a", { href: `#plan=${encodeURIComponent(engine_id)}` }, "who reads what"))),
-      make("div", { class: "ranks" }, ranks.toSorted((a, b) => a.rank - b.rank).map(cell)),
-      make("dl", { class: "ways" }, Object.entries(ways).map(([way, why]) => {
-        const found = [...measured].filter(([name]) => name.startsWith(`${way} `));
-        const said = found.map(([name, list]) => `${rate(median(list.map(speed)))} ${name.slice(way.length + 1)}, ${plural(list.length, "transfer")}`);
-        return make("div", { class: why ? "cannot" : "can" }, make("dt", {}, way), make("dd", {}, said.join("; ") || why || "possible, not measured yet"));
-      })));
-  }));
+function row(ranks) {
+  const { engine_id, epoch, version, ways, state } = ranks[0];
+  return make("div", { class: "peer" },
+    make("div", { class: "who" }, make("h3", {}, engine_id), line("soft", `epoch ${epoch}`), version ? line("soft", `kvferry ${version}`) : null,
+      state === "lost" ? null : make("a", { href: `#plan=${encodeURIComponent(engine_id)}` }, "who reads what")),
+    make("div", { class: "ranks" }, ranks.toSorted((a, b) => a.rank - b.rank).map(cell)),
+    make("dl", { class: "ways" }, Object.entries(ways).map(([way, why]) => make("div", { class: why ? "cannot" : "can" }, make("dt", {}, way), make("dd", {}, why || "possible")))));
+}
+
+function reader(inbound) {
+  return make("tr", {}, make("td", { class: "engine" }, inbound.engine_id, make("small", {}, ` rank ${inbound.rank} of ${inbound.world_size}`)), make("td", { class: "where" }, inbound.address.replace(/^ipv[46]:/, "")),
+    make("td", { class: "num" }, make("small", {}, "since "), clock(inbound.since * 1000)), make("td", { class: "num" }, count(inbound.reading), make("small", {}, " reading")),
+    make("td", { class: "num" }, count(inbound.leases), make("small", {}, " read")), make("td", { class: "num" }, size(inbound.bytes)));
+}
+
+export function setPeers({ peers, lost, inbound }) {
+  const all = [...peers, ...lost.map((peer) => ({ ...peer, state: "lost", ways: {} }))];
+  const engines = Map.groupBy(all, (peer) => `${peer.engine_id}\n${peer.epoch}\n${peer.state === "lost"}`);
+  say("peers-said", [peers.length ? `${plural(peers.length, "rank")} to read from` : "", lost.length ? `${count(lost.length)} lost` : "", inbound.length ? `${plural(inbound.length, "rank")} read here` : ""].filter(Boolean).join(", "));
+  at("peers").replaceChildren(...[...engines.values()].map(row),
+    inbound.length ? make("div", { class: "inbound" }, make("h3", {}, "Readers of this daemon"), make("table", {}, make("tbody", {}, inbound.map(reader)))) : "",
+    all.length || inbound.length ? "" : make("p", { class: "none" }, "None yet. The first transfer shakes hands, and so does POST /v1/peers."));
 }

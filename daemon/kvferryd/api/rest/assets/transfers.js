@@ -1,7 +1,7 @@
 // The table of transfers: search, states, sorting; a row opens the detail.
 
 import { at, chip, keyed, make, say } from "./dom.js";
-import { PHASES, ageMs, lasted, matches, over, phases, slowest, speed } from "./record.js";
+import { PHASES, ageMs, lasted, matches, over, phases, sum } from "./record.js";
 import { clock, count, rate, size, span } from "./units.js";
 import { now } from "./ask.js";
 
@@ -16,7 +16,7 @@ const COLUMNS = [
   ["route", "from → to", (record) => `${record.source?.engine_id ?? ""} ${record.engine_id}`, ""],
   ["path", "path", (record) => `${record.path} ${record.transport}`, ""],
   ["bytes", "bytes", (record) => record.bytes, "num"],
-  ["rate", "rate", speed, "num"],
+  ["rate", "rate", (record) => record.bytes_per_s, "num"],
   ["phases", "phases", null, ""],
   ["total", "time", (record) => lasted(record, now()), "num"],
 ];
@@ -24,7 +24,7 @@ const chosen = { words: [], show: "all", by: "time", down: true, most: STEP };
 let records = [], ticking = [];
 
 export function phaseBar(spent) {
-  const total = PHASES.reduce((sum, name) => sum + spent[name], 0);
+  const total = sum(spent);
   const bar = make("span", { class: "bar", title: PHASES.filter((name) => spent[name]).map((name) => `${name} ${span(spent[name])}`).join(", ") });
   for (const name of PHASES) if (spent[name] > 0) {
     const part = make("i", { class: name });
@@ -46,20 +46,19 @@ function draw(row, record) {
   const { parts, why } = row;
   row.className = `${record.state} ${over(record) ? "" : "live"}`;
   parts.time.replaceChildren(make("time", { dateTime: new Date(record.created_at * 1000).toISOString() }, clock(record.created_at * 1000)));
-  parts.state.replaceChildren(chip(record.state));
+  parts.state.replaceChildren(chip(record.state), make("small", {}, record.waits_for ? ` for ${record.waits_for}` : ""));
   parts.route.replaceChildren(make("span", {}, record.source?.engine_id ?? "–"), make("b", {}, " → "), make("span", {}, record.engine_id));
   parts.path.replaceChildren(record.path || "–", make("small", {}, record.transport ? ` ${record.transport}` : ""));
   parts.bytes.replaceChildren(record.bytes ? size(record.bytes) : "–");
-  parts.rate.replaceChildren(rate(speed(record)));
+  parts.rate.replaceChildren(rate(record.bytes_per_s));
   why.hidden = !record.error;
   if (record.error) why.replaceChildren(make("b", {}, record.error.code), ` ${record.error.message}`);
   age(row, record);
 }
 
 function age(row, record) {
-  const slow = slowest(record);
-  row.parts.phases.replaceChildren(phaseBar(phases(slow, ageMs(record, now()))),
-    make("small", {}, record.ranks?.length > 1 && over(record) ? `rank ${slow.rank}` : ""));
+  row.parts.phases.replaceChildren(phaseBar(phases(record, ageMs(record, now()))),
+    make("small", {}, record.ranks.length > 1 && over(record) ? `rank ${record.slowest_rank}` : ""));
   row.parts.total.replaceChildren(span(lasted(record, now())));
 }
 
