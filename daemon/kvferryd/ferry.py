@@ -63,8 +63,8 @@ class Ferry:
 
     # ---- transfers ----
 
-    async def order(self, body: schemas.OrderBody, traceparent: str = "") -> tuple[schemas.TransferRecord, bool]:
-        """Take a router's order; (the record, whether it is new)."""
+    async def order(self, body: schemas.OrderBody, traceparent: str = "") -> tuple[schemas.Ordered, bool]:
+        """Take a router's order; (its transfer, whether the order is new)."""
         try:
             wanted = body.destination
             engine = self.registry.get(wanted.engine_id if wanted else None)
@@ -78,7 +78,7 @@ class Ferry:
         except KvferryError as error:
             self.metrics.order_refused(error.code)
             raise
-        return transfer.record(), created
+        return schemas.Ordered(transfer_id=transfer.transfer_id, state=transfer.state_of_all), created
 
     def transfer(self, transfer_id: str) -> schemas.TransferRecord:
         return self.jobs.get(transfer_id).record()

@@ -206,5 +206,5 @@ class ByHand:
             while True:
                 reply = await self.call.read()
                 assert isinstance(reply, peer_pb2.ReadReply)
-                if not reply.HasField("announced"):
+                if not reply.HasField("announced") and not reply.HasField("unpublished"):
                     return reply

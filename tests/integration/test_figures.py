@@ -177,13 +177,13 @@ async def test_what_was_waited_for_is_told_apart(scene: Scene, request_id: str, 
 async def test_the_error_at_the_deadline_says_what_did_not_come(scene: Scene, request_id: str) -> None:
     decode, source, names = scene.decode, scene.prefill.source(), [f"{request_id}-{i}" for i in range(3)]
     (unordered, *_) = await decode.outcomes(names[0], decode.take(TOKENS), deadline_s=0.2)
-    says(unordered, "no order came from the router")
+    says(unordered, "while waiting for the router's order")
     unreserved = await scene.routers[0].wait(await scene.order(names[1], deadline_ms=200))
     assert unreserved.error is not None
-    assert "engine slow-decode reserved no blocks" in unreserved.error.message
+    assert "while waiting for the engine's reservation: slow-decode reserved no blocks" in unreserved.error.message
     assert unreserved.phases_ms["waiting_reservation"] > 0
     (unpublished, *_) = await decode.outcomes(names[2], decode.take(TOKENS), source=source, deadline_s=0.2)
-    says(unpublished, "engine slow-prefill published no tokens of it")
+    says(unpublished, "while waiting for the publish of engine slow-prefill: none came")
 
 
 async def test_a_prefill_that_stopped_publishing_fails_with_an_error_that_says_so(
@@ -192,7 +192,7 @@ async def test_a_prefill_that_stopped_publishing_fails_with_an_error_that_says_s
     await scene.publish(request_id, 32, more=True)
     blocks = scene.decode.take(TOKENS)
     for outcome in await scene.decode.outcomes(request_id, blocks, source=scene.prefill.source(), deadline_s=1.0):
-        says(outcome, "engine slow-prefill published 32 tokens of it, and none in the last", "prefill goes on")
+        says(outcome, "the publish of engine slow-prefill: 32 tokens came, and none in the last", "prefill goes on")
     await scene.prefill.ranks[0].client.abort(request_id)
 
 
@@ -219,7 +219,7 @@ async def test_a_source_daemon_that_stands_still_is_told_from_a_late_publish_and
             request_id, scene.decode.take(TOKENS), source=scene.prefill.source(), deadline_s=1.0
         )
         for outcome in outcomes:
-            says(outcome, f"the daemon at {address} did not say whether engine slow-prefill has published it")
+            says(outcome, f"while waiting for {address} to say whether engine slow-prefill has published it")
         peer = await scene.peer()
         assert (peer.state, peer.failures, peer.last_contact_at) == (PeerState.FAILING, 1, answered_at)
         assert peer.last_error is not None

@@ -73,6 +73,13 @@ async def test_every_byte_arrives_and_nothing_else_is_touched(staged: Pair, requ
     assert await moves(staged.prefill, staged.decode, staged.routers[0], request_id, tokens) == "staged"
 
 
+async def test_what_was_packed_counts_as_served(staged: Pair, request_id: str) -> None:
+    await moves(staged.prefill, staged.decode, staged.routers[0], request_id, TOKENS)
+    leases = [lease for router in staged.prefill_routers for lease in await router.leases(ended=1)]
+    assert [lease.request_id for lease in leases] == [request_id] * 2
+    assert sum(lease.bytes for lease in leases) == TOKENS * TOKEN_NBYTES + STATE_NBYTES
+
+
 async def test_a_later_turn_flows_back(staged: Pair, request_id: str) -> None:
     router = staged.prefill_routers[0]
     assert await moves(staged.decode, staged.prefill, router, request_id, 777) == "staged"

@@ -145,6 +145,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             engine, request.request_id, order, brought,
             attempt=request.attempt, counted=request.counted, from_rank=request.rank,
         )  # fmt: skip
+        await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
         while not transfer.ended.is_set():
             changed = transfer.changed
             yield _share(transfer)

@@ -13,6 +13,7 @@ PARTS = {
     "host": "host memory: kvferry beside raw NIXL, and the control cost of one transfer",
     "staged": "host memory: direct beside staged for runs of 128 B to 4 KiB, NHD to HND",
     "rpc": "grpc.aio between two processes: what a message and its answer cost at least",
+    "watch": "what open status pages cost a daemon, with a full history",
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
 

@@ -80,11 +80,12 @@ class _Reading:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
         try:
             check_request_id(self._request_id)
-            if self._stream.leases.get(self._request_id) is None:
+            lease = self._stream.leases.get(self._request_id)
+            if lease is None:
                 self._unpublished = True
                 self._queue()
-            lease = await self._stream.leases.find(self._request_id)
-            self._unpublished = False
+                lease = await self._stream.leases.find(self._request_id)
+                self._unpublished = False
             with lease.reading(self._stream.who) as self.opened:
                 async for _ in lease.follow():
                     if not self._knows(lease):

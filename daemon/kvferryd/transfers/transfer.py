@@ -292,30 +292,29 @@ class Transfer:
         source, asked = (self.order.engine_id, self.order.address) if self.order else ("", "")
         match self.waits_for:
             case Awaited.ORDER:
-                why = "no order came from the router"
+                why = "while waiting for the router's order"
                 remedy = "see whether the router ordered this request, and at this engine's daemon"
             case Awaited.RESERVATION:
-                why = f"engine {self.engine.engine_id} reserved no blocks for it"
+                why = f"while waiting for the engine's reservation: {self.engine.engine_id} reserved no blocks"
                 remedy = "see whether that engine has the request, and room for it"
             case Awaited.HANDSHAKE:
-                why = f"the daemons of engine {source} did not shake hands ({asked})"
+                why = f"while shaking hands with engine {source} at {asked}"
                 remedy = "see whether they live, and the network between"
             case Awaited.LEASE:
                 silent = ", ".join(reader.source.address for reader in self._unanswered) or asked
-                why = f"the daemon at {silent} did not say whether engine {source} has published it"
+                why = f"while waiting for {silent} to say whether engine {source} has published it"
                 remedy = "see whether that daemon stands still"
             case Awaited.PUBLISH:
                 assert self._unpublished_since is not None
                 published = min(reader.lease.num_tokens for reader in self._readers)
                 silent_s = time.monotonic() - self._unpublished_since
-                why = (
-                    f"engine {source} published {published or 'no'} tokens of it, and none in the last {silent_s:.1f} s"
-                )
+                so_far = f"{published} tokens came, and none in the last {silent_s:.1f} s" if published else "none came"
+                why = f"while waiting for the publish of engine {source}: {so_far}"
                 remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
             case None:
-                why = f"it was {self.state.value}"
+                why = f"while {self.state.value}"
                 remedy = "raise deadline_ms, or see GET /v1/peers for what this way is worth"
-        why = f"the deadline passed: {why}"
+        why = f"the deadline passed {why}"
         return Deadline("deadline", why, field="deadline_ms", value=round(self._deadline_s * 1e3), remedy=remedy)
 
     @property
@@ -510,11 +509,13 @@ class Transfer:
 
 
 def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
-    """How far a rank is before the others: the least is the one that the request waits for, or has waited for."""
+    """How far a rank is before the others: the least is the one that the request waits for, or has waited for. Of those
+    that failed it is the first that did so by itself."""
     ended = share.state.ended
     at = 0 if ended else list(TransferState).index(share.state)
     its_own = share.error is not None and share.error.code not in OF_ANOTHER
-    return ended, at, not its_own, -(share.took_ms or 0.0)
+    took_ms = share.took_ms or 0.0
+    return ended, at, not its_own, took_ms if its_own else -took_ms
 
 
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:

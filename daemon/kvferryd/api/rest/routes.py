@@ -75,10 +75,10 @@ def transfers(ferry: Ferry) -> APIRouter:
         """Order a transfer. Idempotent: the same order again answers 200 with the same transfer."""
         trace = traceparent if TRACEPARENT.fullmatch(traceparent) else ""
         with logs.bound(request_id=body.request_id):
-            record, created = await ferry.order(body, trace)
+            ordered, created = await ferry.order(body, trace)
         response.status_code = 202 if created else 200
-        response.headers["location"] = f"/v1/transfers/{record.transfer_id}"
-        return schemas.Ordered(transfer_id=record.transfer_id, state=record.state)
+        response.headers["location"] = f"/v1/transfers/{ordered.transfer_id}"
+        return ordered
 
     @router.get("", responses=problems(), response_model=schemas.TransferList)
     async def several(

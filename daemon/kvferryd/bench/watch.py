@@ -1,0 +1,145 @@
+"""What it costs a daemon to be watched: /healthz beside open status pages, with a full history of transfers of 3 ranks.
+
+A page asks as the status page does. `whole`: for everything each time; `changes`: for what has changed since its last
+answer. A daemon that does not know `since` and `limit` answers both with everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from statistics import median, quantiles
+
+import httpx
+import numpy as np
+
+from kvferry.engine import EngineClient
+from kvferry.manifest import ManifestBuilder, ModelInfo
+from kvferry.memory import SharedRegion
+from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody, SourceBody
+from kvferryd.demo.fleet import DaemonService, Fleet
+
+RANKS, RECORDS, PAGES = 3, 1000, 4
+PAGE_S, PROBE_S, FOR_S = 2.0, 0.02, 20.0
+OTHERS = ("/readyz", "/v1/info", "/v1/engines", "/v1/leases", "/v1/peers", "/v1/drain")
+WAYS = {"nobody": "", "whole": "limit=10000", "changes": "since={cursor}"}
+
+
+def main() -> int:
+    """Print the table; 0 always: there is no budget."""
+    asyncio.run(_measure())
+    return 0
+
+
+async def _measure() -> None:
+    async with Fleet() as fleet, AsyncExitStack() as stack:
+        daemons = fleet.daemons("watched", RANKS)
+        await fleet.ready(*daemons, timeout_s=60)
+        epoch = uuid.uuid4().hex
+        for rank, daemon in enumerate(daemons):
+            await stack.enter_async_context(_engine(daemon, epoch, rank))
+        await fleet.ready(*daemons, timeout_s=60, path="/readyz")
+        await _fill(daemons[0])
+        print(
+            f"| {PAGES} pages ask for | MB a page and poll | /healthz p50 ms | p99 ms | worst ms | CPU of the daemon |"
+        )
+        print("|---|---|---|---|---|---|")
+        for way, query in WAYS.items():
+            print(await _row(daemons[0], way, query), flush=True)
+
+
+@asynccontextmanager
+async def _engine(daemon: DaemonService, epoch: str, rank: int) -> AsyncIterator[None]:
+    told = {"engine_id": "watched", "epoch": epoch, "rank": rank, "world_size": RANKS}
+    async with await EngineClient.connect(str(daemon.socket), **told) as client:  # type: ignore[arg-type]
+        region = await client.allocate(1 << 12)
+        assert isinstance(region, SharedRegion)  # the daemon has no GPU
+        manifest = ManifestBuilder("watched", epoch, ModelInfo(name="m", fingerprint="f"), rank=rank, world_size=RANKS)
+        manifest.region(0, "host", nbytes=region.nbytes, address=region.address)
+        manifest.group("full", num_blocks=16, block_size=16)
+        keys = region.array().view(np.uint8).reshape(16, 16, 16)
+        manifest.component("full", layer=0, name="k", array=keys, axes=("block", "slot", "dim"))
+        await client.register(manifest.build())
+        yield
+
+
+async def _fill(daemon: DaemonService) -> None:
+    """Orders for which nobody reserves: each leaves a record of all ranks, with their errors."""
+    source = SourceBody(engine_id="nobody", address="127.0.0.1:9")
+    async with RouterClient(daemon.url, timeout_s=60) as router:
+        for first in range(0, RECORDS, 50):
+            bodies = [OrderBody(request_id=f"r{first + i}", source=source, deadline_ms=500) for i in range(50)]
+            ordered = await asyncio.gather(*(router.order(body) for body in bodies))
+            await asyncio.gather(*(router.wait(each.transfer_id) for each in ordered))
+
+
+async def _row(daemon: DaemonService, way: str, query: str) -> str:
+    piped = asyncio.subprocess.PIPE
+    pages = await asyncio.create_subprocess_exec(sys.executable, __file__, daemon.url, query, stdin=piped, stdout=piped)
+    assert pages.stdout is not None
+    try:
+        await pages.stdout.readline()  # every page has asked once
+        cpu_s, began = _cpu_s(daemon), time.monotonic()
+        took_ms = await _probe(daemon)
+        share = (_cpu_s(daemon) - cpu_s) / (time.monotonic() - began)
+    finally:
+        said, _ = await pages.communicate()
+    p99 = quantiles(took_ms, n=100)[98]
+    return (
+        f"| {way} | {float(said):.3f} | {median(took_ms):.1f} | {p99:.1f} | {max(took_ms):.1f} | {100 * share:.0f}% |"
+    )
+
+
+async def _probe(daemon: DaemonService) -> list[float]:
+    took_ms, until = [], time.monotonic() + FOR_S
+    async with httpx.AsyncClient(base_url=daemon.url, trust_env=False) as http:
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            await http.get("/healthz")
+            took_ms.append(1e3 * (time.perf_counter() - began))
+            await asyncio.sleep(PROBE_S)
+    return took_ms
+
+
+def _cpu_s(daemon: DaemonService) -> float:
+    fields = Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _pages(url: str, query: str) -> None:
+    """Open pages until stdin ends; then print the bytes of a later poll, in MB."""
+    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http:
+        opened = [asyncio.Event() for _ in range(PAGES if query else 0)]
+        nbytes: list[int] = []
+        pages = [asyncio.create_task(_page(http, query, nbytes, each)) for each in opened]
+        for each in opened:
+            await each.wait()
+        print("open", flush=True)
+        await ended
+        for page in pages:
+            page.cancel()
+    print(median(nbytes[PAGES:] or [0]) / 1e6)
+
+
+async def _page(http: httpx.AsyncClient, query: str, nbytes: list[int], opened: asyncio.Event) -> None:
+    cursor = ""
+    while True:
+        answers = await asyncio.gather(
+            http.get(f"/v1/transfers?{query.format(cursor=cursor)}"), *(http.get(path) for path in OTHERS)
+        )
+        nbytes.append(sum(len(answer.content) for answer in answers))
+        cursor = answers[0].json().get("cursor", "")
+        opened.set()
+        await asyncio.sleep(PAGE_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(_pages(*sys.argv[1:]) if sys.argv[1:] else _measure())
