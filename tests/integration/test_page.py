@@ -193,7 +193,7 @@ async def test_a_source_shows_what_it_serves_and_to_whom(chrome: Browser, pair: 
         lease = f"[...document.querySelectorAll('#leases tr')].find((it) => it.innerText.includes({request_id!r}))"
         await page.until(f"{lease}?.innerText.includes('released')")
         assert "decode rank 0–2 read" in await page.value(f"{lease}.innerText")
-        await page.until("document.querySelector('#peers')?.innerText.includes('decode rank 2 of 3')")
+        await page.until("document.querySelector('#inbound').innerText.includes('decode rank 2 of 3')")
         totals = "[...document.querySelectorAll('#totals div')].find((it) => it.innerText.includes('served')).innerText"
         assert not (await page.value(totals)).endswith("\n0 B")
 
@@ -203,7 +203,7 @@ async def test_it_asks_for_what_is_new_and_for_what_is_seen(chrome: Browser, pai
         await moved(pair, f"{request_id}-{name}")
     async with watching(chrome, pair.decode.daemons[0], height=400) as page:
         await page.value("document.getElementById('rows').style.height = '9000px'")
-        await page.until("document.getElementById('peers').getBoundingClientRect().top > 1000")
+        await page.until("document.getElementById('all-peers').getBoundingClientRect().top > 1000")
         page.requested.clear()
 
         def times(path: str) -> int:
@@ -232,7 +232,7 @@ async def test_a_phone_shows_all_of_it_in_readable_colours(
         await page.type("#search", request_id)
         await page.until("document.querySelectorAll('#rows tr.failed').length === 1")
         await page.until("!!document.querySelector('#plan svg')")
-        for id in ("peers", "leases", "engines"):
+        for id in ("all-peers", "leases", "engines"):
             await page.value(f"document.getElementById({id!r}).scrollIntoView()")
             await page.until(f"document.getElementById({id!r}).childElementCount > 0")
         for fragment in ("", f"#transfer={record.transfer_id}"):

@@ -25,8 +25,9 @@ function timeline(shares, age) {
   const lanes = shares.map((share) => [share, phases(share, age)]);
   const end = Math.max(...lanes.map(([, spent]) => sum(spent)), 0.001);
   const mark = (ms) => {
-    const tick = make("span", { class: "tick" }, make("small", {}, ms ? span(ms) : "0"));
-    tick.style.left = `${100 * ms / end}%`;
+    const late = ms / end > 0.8;  // its text stands before it
+    const tick = make("span", { class: `tick ${late ? "late" : ""}` }, make("small", {}, ms ? span(ms) : "0"));
+    tick.style[late ? "right" : "left"] = `${100 * (late ? 1 - ms / end : ms / end)}%`;
     return tick;
   };
   const axis = make("div", { class: "axis" }, ticks(end, 4).map(mark));
@@ -113,7 +114,7 @@ export function setDetail(id, found) {
   aside.hidden = false;
   aside.scrollTop = was?.transfer_id === record?.transfer_id ? top : 0;
   if (focused) close.focus();
-  for (const row of document.querySelectorAll("#rows tr")) row.classList.toggle("chosen", row.drawn?.transfer_id === id);
+  for (const row of document.querySelectorAll("#rows tr")) row.classList.toggle("chosen", row.item?.transfer_id === id);
 }
 
 export function tickDetail() {

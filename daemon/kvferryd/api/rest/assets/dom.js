@@ -40,17 +40,16 @@ export function entries(pairs) {
     .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
 }
 
-// Fill `parent` with one element per item. An element stays as long as its item's key does, and is drawn again
-// when its item is another object: what has focus keeps it, and what has not changed costs nothing.
+// Fill `parent` with one element per item. An element stays as long as its item's key does, and is drawn again when
+// its item says something else: what has focus keeps it, and what has not changed costs nothing.
 export function keyed(parent, items, key, create, draw) {
   const before = parent.kept ?? new Map(), now = new Map();
   let next = parent.firstElementChild;
   for (const item of items) {
-    const name = key(item), element = before.get(name) ?? create(item);
-    if (element.drawn !== item) {
-      element.drawn = item;
-      draw(element, item);
-    }
+    const name = key(item), element = before.get(name) ?? create(item), said = JSON.stringify(item);
+    element.item = item;
+    if (element.said !== said) draw(element, item);
+    element.said = said;
     now.set(name, element);
     if (element === next) next = next.nextElementSibling;
     else parent.insertBefore(element, next);

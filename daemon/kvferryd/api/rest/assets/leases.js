@@ -17,7 +17,8 @@ function create(lease) {
 function left(lease) {
   if (over(lease)) return span(lease.age_ms);
   if (lease.readers_open) return "held by a reader";
-  return lease.expires_in_ms === null ? "–" : span(Math.max(0, lease.until - performance.now()));
+  const ms = lease.until - performance.now();
+  return lease.expires_in_ms === null ? "–" : ms > 0 ? span(ms) : "over";
 }
 
 // Ranks of one engine that fare alike, together.

@@ -56,7 +56,7 @@ export function drawTotals(totals, records) {
   const done = records.filter((record) => record.state === "done" && record.took_ms);
   const cell = (value, more, tone) => make("span", { class: tone ?? "" }, value, more ? make("small", {}, ` ${more}`) : null);
   at("totals").replaceChildren(...entries([
-    ["under way", cell(count(live), waits && `waiting ${waits}`)],
+    ["under way", cell(count(live), waits)],
     ["done", cell(count(transfers.done ?? 0), done.length ? `median ${span(median(done.map((record) => record.took_ms)))}` : "")],
     ["failed", cell(count(transfers.failed ?? 0), transfers.aborted ? `${count(transfers.aborted)} aborted` : "", transfers.failed ? "bad" : "")],
     ["queue", cell(count(totals.queue))],

@@ -6,7 +6,7 @@ import { at, entries, make, say } from "./dom.js";
 import { setEngines } from "./engines.js";
 import { setLeases, tickLeases } from "./leases.js";
 import { drawThroughput, drawTotals, sample } from "./overview.js";
-import { setPeers } from "./peers.js";
+import { setPeers, tickPeers } from "./peers.js";
 import { setPlan } from "./plan.js";
 import { over } from "./record.js";
 import { beginTransfers, setTransfers, tickTransfers } from "./transfers.js";
@@ -67,7 +67,7 @@ async function lookAtEngines() {
 }
 
 const SECTIONS = {
-  peers: async () => setPeers(await ask("v1/peers")),
+  "all-peers": async () => setPeers(await ask("v1/peers")),
   leases: async () => setLeases(await ask("v1/leases?ended=25")),
   engines: lookAtEngines,
 };
@@ -140,6 +140,7 @@ setInterval(() => {
   if (document.hidden) return;
   tickTransfers();
   tickLeases();
+  tickPeers();
   tickDetail();
 }, TICK_MS);
 beginTransfers();

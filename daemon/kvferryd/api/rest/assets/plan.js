@@ -105,13 +105,13 @@ function draw() {
     return;
   }
   const { source_engine_id, engine_id, source_world_size, world_size, missing } = plan;
-  const state = plan.reads.some((read) => read.kind === "state");
+  const state = plan.reads.some((read) => read.kind === "state"), rings = plan.reads.some((read) => read.token_shard.size > 1);
   box.replaceChildren(close,
     make("div", { class: "sides" }, make("h3", {}, source_engine_id, make("small", {}, ` ${plural(source_world_size, "rank")}, read by`)),
       make("h3", {}, engine_id, make("small", {}, ` ${plural(world_size, "rank")}`))),
     drawing(),
     make("p", { class: "soft" }, "Across: the positions of the sharded axis. Down: the layers. A colour is a source rank.",
-      state ? " States are read once a request, and are not counted in the bytes of a token." : ""),
+      rings ? " Where tokens are sharded, the height of a layer is shared by the shards." : "", state ? " States are read once a request, and are not counted in the bytes of a token." : ""),
     Object.entries(missing).map(([rank, why]) => make("p", { class: "note" }, `What rank ${rank} of ${engine_id} reads is not known: ${why}`)),
     listing());
 }

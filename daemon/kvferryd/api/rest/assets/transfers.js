@@ -44,7 +44,7 @@ function create(record) {
 
 function draw(row, record) {
   const { parts, why } = row;
-  row.className = `${record.state} ${over(record) ? "" : "live"}`;
+  row.className = `${record.state} ${over(record) ? "" : "live"} ${record.bytes ? "" : "nothing"}`;
   parts.time.replaceChildren(make("time", { dateTime: new Date(record.created_at * 1000).toISOString() }, clock(record.created_at * 1000)));
   parts.state.replaceChildren(chip(record.state), make("small", {}, record.waits_for ? ` for ${record.waits_for}` : ""));
   parts.route.replaceChildren(make("span", {}, record.source?.engine_id ?? "–"), make("b", {}, " → "), make("span", {}, record.engine_id));
