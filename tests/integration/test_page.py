@@ -204,6 +204,7 @@ async def test_it_asks_for_what_is_new_and_for_what_is_seen(chrome: Browser, pai
     async with watching(chrome, pair.decode.daemons[0], height=400) as page:
         await page.value("document.getElementById('rows').style.height = '9000px'")
         await page.until("document.getElementById('all-peers').getBoundingClientRect().top > 1000")
+        await page.until("document.querySelectorAll('#facts div').length > 3")
         page.requested.clear()
 
         def times(path: str) -> int:
@@ -214,10 +215,10 @@ async def test_it_asks_for_what_is_new_and_for_what_is_seen(chrome: Browser, pai
 
         await until(thrice, "it asks again and again")
         assert all("since=" in address for address in page.requested if "/v1/transfers" in address)
-        assert not [address for address in page.requested if "/v1/engines" in address or "/v1/leases" in address]
+        assert not [each for each in page.requested if each.endswith("/v1/engines") or "/v1/leases" in each]
         await page.value("document.getElementById('engines').scrollIntoView()")
         await page.until("document.querySelector('#engines h3')?.innerText === 'decode'")
-        assert times("/v1/engines") == 2, "what there is, and once the manifests"
+        assert len([each for each in page.requested if each.endswith("/v1/engines")]) == 1, "the manifests, once"
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

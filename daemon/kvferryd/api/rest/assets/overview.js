@@ -20,10 +20,13 @@ function moved(what, bytes, from, to) {
 }
 
 // From the first answer on throughput is what the daemon's totals grow by; what was read before, the records tell.
-export function sample(totals, records, now) {
-  if (before === null)
-    for (const { bytes, bytes_per_s, ended_at } of records)
-      if (ended_at && bytes_per_s && now - ended_at * 1000 < BINS * BIN_MS) moved("read", bytes, ended_at * 1000 - bytes / bytes_per_s * 1000, ended_at * 1000);
+// Both are this rank's share. ownRanks: by engine.
+export function sample(totals, records, ownRanks, now) {
+  for (const { engine_id, ended_at, ranks } of before ? [] : records) {
+    const share = ranks.find(({ rank }) => rank === ownRanks.get(engine_id));
+    if (!ended_at || !share?.bytes_per_s || now - ended_at * 1000 > BINS * BIN_MS) continue;
+    moved("read", share.bytes, ended_at * 1000 - share.bytes / share.bytes_per_s * 1000, ended_at * 1000);
+  }
   if (before && totals.read_bytes >= before.read_bytes && totals.served_bytes >= before.served_bytes) {
     moved("read", totals.read_bytes - before.read_bytes, before.now, now);
     moved("served", totals.served_bytes - before.served_bytes, before.now, now);
@@ -46,7 +49,7 @@ export function drawThroughput(now) {
     make("figcaption", {}, make("span", {}, "Throughput"), make("b", {}, title), make("span", { class: "key" }, make("i", { class: "read" }), "read ", make("i", { class: "served" }), "served")),
     svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 1}`, preserveAspectRatio: "none", role: "img", "aria-label": `Throughput: ${title}` },
       svg("line", { x1: 0, y1: HEIGHT + 0.5, x2: WIDTH, y2: HEIGHT + 0.5 }), ...bars),
-    make("div", { class: "ends" }, make("small", {}, clock(first * BIN_MS)), make("small", {}, "mean of 5 s"), make("small", {}, "now")));
+    make("div", { class: "ends" }, make("small", {}, clock(first * BIN_MS)), make("small", {}, "this rank's share, mean of 5 s"), make("small", {}, "now")));
 }
 
 export function drawTotals(totals, records) {

@@ -15,7 +15,7 @@ import { span } from "./units.js";
 const EVERY_MS = 2000, TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
 const records = new Map();
 const inView = new Set();
-let cursor = "", heldEngines = "", infoAt = -Infinity, timer = 0, asking = false;
+let ownRanks = new Map(), cursor = "", heldEngines = "", infoAt = -Infinity, timer = 0, asking = false;
 
 function ready({ ready, reasons, warnings }) {
   const chip = at("ready");
@@ -76,7 +76,9 @@ async function lookAtAll() {
   const readiness = await ask("readyz"), { reasons } = readiness;
   const [transfers, totals] = await Promise.all([ask(`v1/transfers?${cursor ? `since=${cursor}&limit=${MOST}` : `limit=${FIRST}`}`), ask("v1/totals")]);
   if (performance.now() - infoAt > SLOW_MS) {
-    facts(await ask("v1/info"));
+    const [info, { engines }] = await Promise.all(["v1/info", "v1/engines?manifests=false"].map(ask));
+    facts(info);
+    ownRanks = new Map(engines.map(({ engine_id, rank }) => [engine_id, rank]));
     infoAt = performance.now();
   }
   const drain = reasons.includes("draining") ? await ask("v1/drain") : null;
@@ -86,7 +88,7 @@ async function lookAtAll() {
   ready(readiness);
   const all = [...records.values()];
   setTransfers(all);
-  sample(totals, all, now());
+  sample(totals, all, ownRanks, now());
   drawThroughput(now());
   drawTotals(totals, all);
   at("content").hidden = false;
