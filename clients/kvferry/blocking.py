@@ -339,5 +339,5 @@ class BlockingEngineClient:
             raise session_closed() from None
         except TimeoutError:
             future.cancel()
-            message = f"the daemon did not answer within {timeout_s:g} s"
+            message = f"{self._daemon} did not answer within {timeout_s:g} s"
             raise Deadline("deadline", message, remedy="see the daemon's log") from None

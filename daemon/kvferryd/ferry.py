@@ -191,19 +191,23 @@ class Ferry:
 
     def peers(self) -> schemas.PeerList:
         inbound = [reader() for engine in self.registry for reader in engine.leases.inbound]
-        return schemas.PeerList(peers=_peer_records(self.peers_known), lost=self._lost(), inbound=inbound)
-
-    def _lost(self) -> list[schemas.PeerRecord]:
-        """Peers that were forgotten, and have not answered since."""
-        return [
+        lost = [
             schemas.PeerRecord(
-                engine_id=engine_id, rank=rank, address=contact.address, epoch=home.epoch, protocol=0, version="",
-                agent="", **_contact_fields(contact, connected=False),
+                engine_id=engine_id, rank=rank, address=contact.address, epoch=epoch, protocol=0, version="", agent="",
+                **_contact_fields(contact, connected=False),
             )
-            for engine_id, home in self.peers_known.forgotten()
-            for rank, contact in enumerate(map(self.peers_known.channels.contact, home.addresses))
-            if contact.failures
+            for engine_id, epoch, rank, contact in self._forgotten()
         ]  # fmt: skip
+        return schemas.PeerList(peers=_peer_records(self.peers_known), lost=lost, inbound=inbound)
+
+    def _forgotten(self) -> list[tuple[str, str, int, Contact]]:
+        """(engine, epoch, rank, contact) of peers that were forgotten, and have not answered since."""
+        ranks = (
+            (engine_id, home.epoch, rank, self.peers_known.channels.contact(address))
+            for engine_id, home in self.peers_known.forgotten()
+            for rank, address in enumerate(home.addresses)
+        )
+        return [each for each in ranks if each[-1].failures]
 
     async def prewarm(self, body: schemas.PeerRequest) -> list[schemas.PeerRecord]:
         """Shake hands now, so that the first transfer need not."""
@@ -263,12 +267,17 @@ class Ferry:
         return schemas.Readiness(ready=not reasons, reasons=reasons, warnings=self._warnings())
 
     def _warnings(self) -> list[str]:
-        peers = (*_peer_records(self.peers_known, ways=False), *self._lost())
+        contacts = {
+            (peer.engine_id, rank.rank): rank.channel.contact
+            for peer in self.peers_known
+            for rank in peer.ranks.values()
+        }
+        contacts |= {(engine_id, rank): contact for engine_id, _, rank, contact in self._forgotten()}
         return [
-            f"engine {peer.engine_id}: rank {peer.rank} at {peer.address} has not answered "
-            f"({peer.failures} in a row): {peer.last_error.message}"
-            for peer in peers
-            if peer.failures and peer.last_error
+            f"engine {engine_id}: rank {rank} at {contact.address} has not answered "
+            f"({contact.failures} in a row): {contact.error.message}"
+            for (engine_id, rank), contact in contacts.items()
+            if contact.failures and contact.error
         ]
 
     def totals(self) -> schemas.Totals:
@@ -391,7 +400,7 @@ def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(transfers for transfers, _ in ended), sum(leases for _, leases in ended)
 
 
-def _peer_records(peers: Iterable[PeerEngine], *, ways: bool = True) -> list[schemas.PeerRecord]:
+def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
     return [
         schemas.PeerRecord(
             engine_id=peer.engine_id,
@@ -410,7 +419,7 @@ def _peer_records(peers: Iterable[PeerEngine], *, ways: bool = True) -> list[sch
             **_contact_fields(rank.channel.contact, connected=rank.connected),
         )
         for peer in peers
-        for refused in [refusals(peer.own, peer) if ways else {}]
+        for refused in [refusals(peer.own, peer)]
         for rank in peer.ranks.values()
     ]
 

@@ -171,6 +171,19 @@ def test_an_order_that_nobody_takes_fails_the_request_and_frees_prefill(stage: S
         fleet.close()
 
 
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_the_daemon_that_did_not_answer_is_named(which: str, stage: Stage) -> None:
+    daemon = stage.prefill_daemon if which == "prefill" else stage.decode_daemons[0]
+    daemon.signal(signal.SIGSTOP)
+    try:
+        answer = complete(stage.proxies["router"].url, f"frozen-{which}", timeout=60)
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert answer.status_code >= 500
+    name = daemon.url if which == "decode" else str(daemon.socket)
+    assert name in answer.json()["error"]["message"], answer.text
+
+
 @pytest.mark.parametrize("order", ["engine", "router"])
 def test_a_storm_of_clients_that_leave_holds_nothing(order: str, stage: Stage) -> None:
     """vllm#29906: cancelled requests must not use the cache up."""

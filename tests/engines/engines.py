@@ -136,7 +136,7 @@ class Pair:
 
     def transfers(self) -> list[TransferRecord]:
         """On rank 0 of decode, the oldest first."""
-        body = httpx.get(f"{self.decode_daemons[0].url}/v1/transfers", trust_env=False).json()
+        body = httpx.get(f"{self.decode_daemons[0].url}/v1/transfers?limit=10000", trust_env=False).json()
         return [TransferRecord.model_validate(one) for one in body["transfers"]]
 
     def leases(self) -> list[LeaseRecord]:

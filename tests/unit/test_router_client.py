@@ -186,8 +186,11 @@ def test_nobody_there_is_daemon_unreachable() -> None:
     assert "kvferry serve" in error.remedy
 
 
-def test_a_daemon_that_hangs_is_given_up_after_the_timeout() -> None:
-    assert asyncio.run(failure(hold=True, timeout_s=0.2)).code == "daemon_timeout"
+def test_a_daemon_that_hangs_is_given_up_after_the_timeout_and_named() -> None:
+    error = asyncio.run(failure(hold=True, timeout_s=0.2))
+    assert error.code == "daemon_timeout"
+    assert error.value.startswith("http://127.0.0.1:")
+    assert f"the daemon at {error.value} did not answer" in error.message
 
 
 def test_a_call_lost_on_a_closing_connection_is_sent_once_more() -> None:

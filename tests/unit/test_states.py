@@ -11,6 +11,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
 from kvferry.schemas import LeaseState as L
+from kvferry.schemas import RankTransfer
 from kvferry.schemas import TransferState as T
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -98,3 +99,8 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
         await transfer.ended.wait()
     await asyncio.sleep(0)  # its owner is told after its engine
     assert (transfer.state, ended, transfer.quiet.is_set()) == (T.ABORTED, [transfer], True)
+
+    told = transfer.encoded()
+    assert transfer.encoded() is told, "many may look, and nothing has changed"
+    transfer.set_rank(RankTransfer(rank=1, state=T.READING))
+    assert b'"rank":1' in transfer.encoded()

@@ -90,7 +90,7 @@ async def _row(daemon: DaemonService, way: str, query: str) -> str:
         took_ms = await _probe(daemon)
         share = (_cpu_s(daemon) - cpu_s) / (time.monotonic() - began)
     finally:
-        said, _ = await pages.communicate()
+        said, _ = await pages.communicate(b"")  # the end of its stdin
     p99 = quantiles(took_ms, n=100)[98]
     return (
         f"| {way} | {float(said):.3f} | {median(took_ms):.1f} | {p99:.1f} | {max(took_ms):.1f} | {100 * share:.0f}% |"

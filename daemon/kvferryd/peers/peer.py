@@ -30,7 +30,7 @@ from kvferryd.plan import Plan
 from kvferryd.transport import Span
 
 log = logs.get(__name__)
-LATELY = 64
+LATELY = 32
 """Transfers of which a peer's median is made."""
 TRIES = 3
 """What an engine writes while its adopted memory is probed makes a probe fail that would not the next time."""
