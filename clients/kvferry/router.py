@@ -193,6 +193,11 @@ class RouterClient:
         )
         return await self._call("POST", "/v1/explain", Explanation, body=body)
 
+    async def plan(self, engine_id: str, destination: str | None = None) -> schemas.PlanRecord:
+        """Who reads what from whom between this peer engine and the daemon's own. Raises `unknown_peer`."""
+        query = {"engine_id": engine_id} | ({"destination": destination} if destination else {})
+        return await self._call("GET", "/v1/plan", schemas.PlanRecord, query=query)
+
     # the daemon itself
 
     async def drain(self, wait_s: float = 0.0) -> schemas.DrainStatus:

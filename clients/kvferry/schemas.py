@@ -345,6 +345,40 @@ class ExplainRequest(_Request):
     tables: ExplainTables | None = None
 
 
+class PlanRead(_Answer):
+    """What one rank reads from one source rank: the same share of some components in some layers.
+
+    The share is [start, stop) of `total` positions of `axis`; an empty axis means that nothing is sharded. Of a paged
+    group's tokens it is those that `token_shard` has. nbytes: of one such token, in a state group of the whole state.
+    """
+
+    reader: int
+    source: int
+    group: str
+    kind: Literal["paged", "state"]
+    layers: list[int]
+    components: list[str]
+    axis: str = ""
+    start: int
+    stop: int
+    total: int
+    token_shard: dict[str, int] = {}
+    nbytes: int
+
+
+class PlanRecord(_Answer):
+    """Who reads what from whom between two engines. `missing`: our ranks that could not be asked, and why."""
+
+    source_engine_id: str
+    source_epoch: str
+    source_world_size: int
+    engine_id: str
+    epoch: str
+    world_size: int
+    reads: list[PlanRead]
+    missing: dict[int, str] = {}
+
+
 class DrainStatus(_Answer):
     draining: bool
     leases: int

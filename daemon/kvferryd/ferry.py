@@ -227,6 +227,14 @@ class Ferry:
         engine = self.registry.get(body.destination)
         return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
 
+    def peer(self, engine_id: str, destination: str | None) -> PeerEngine:
+        """The peer engine as one engine of ours knows it."""
+        for peer in self.peers_known.of_engine(engine_id):
+            if destination in (None, peer.own.engine_id):
+                return peer
+        why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them, POST makes one"
+        raise NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
+
     def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
         if not self.peers_known.unbind(engine_id) and not found:

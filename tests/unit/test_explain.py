@@ -12,6 +12,7 @@ from strategies import Case, cases, tried
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferryd.explain import explain_json, explain_text, main, source_tables_from_json
+from kvferryd.explain.parts import parts
 from kvferryd.plan import PlanRefused, bind, plan
 
 EXAMPLES = sorted(Path(__file__).parent.joinpath("examples").iterdir())
@@ -104,6 +105,19 @@ def test_anything_that_can_be_planned_can_be_explained(case: Case) -> None:
     runs = explain_json(case.sources, case.destination, tables)["runs"]
     assert [tuple(run) for run in runs] == as_tuples(bind(chosen, *tables))
     assert explain_text(case.sources, case.destination, tables)
+
+
+@tried(100)
+@given(cases())
+def test_the_parts_of_a_plan_are_all_that_it_reads_each_once(case: Case) -> None:
+    chosen = plan(case.sources, case.destination)
+    read = parts(chosen)
+    assert {part.share.source_rank for part in read} == set(chosen.reads_from)
+    assert sum(part.nbytes for part in read) == sum(copy.bytes_per_token for copy in chosen.copies)
+    told = [(part.share, layer, name) for part in read for layer in part.layers for name in part.components]
+    assert len(told) == len(set(told))
+    wanted = {(component.layer, component.name) for component in case.destination.components}
+    assert {(layer, name) for _, layer, name in told} == wanted
 
 
 def test_words_say_who_reads_what() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest, TokenShard
+from kvferryd.explain.parts import parts
 from kvferryd.explain.summary import Bindings, plan_distinct, run_rows, summarise
 from kvferryd.plan import Plan, bind
 
@@ -94,20 +95,15 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
 
 
 def _shares(chosen: Plan, rank: int) -> list[tuple[str, str, str]]:
-    """(layers, components, share) of what is read from a rank, components with equal shares and layers together."""
-    layers: dict[tuple[str, str], set[int]] = {}
-    for copy in chosen.copies:
-        if copy.source_rank == rank:
-            tokens = _tokens(copy.source_group.token_shard)
-            for component, part in copy.parts:
-                whole = part.span == (0, part.total)
-                share = f"{part.axis} {part.span} of {part.total}" if part.axis and not whole else "all"
-                share = f"{share}, {tokens}" if tokens else share
-                layers.setdefault((component.name, share), set()).add(component.layer)
-    together: dict[tuple[str, str], list[str]] = {}
-    for (name, share), found in layers.items():
-        together.setdefault((_ranges(found), share), []).append(name)
-    return [(found, ", ".join(components), share) for (found, share), components in together.items()]
+    """(layers, components, share) of what is read from a rank."""
+    said = []
+    for share, layers, components, _ in parts(chosen):
+        if share.source_rank == rank:
+            whole = not share.axis or share.span == (0, share.total)
+            tokens = _tokens(share.group.token_shard)
+            part = "all" if whole else f"{share.axis} {share.span} of {share.total}"
+            said.append((_ranges(layers), ", ".join(components), f"{part}, {tokens}" if tokens else part))
+    return said
 
 
 def _tokens(shard: TokenShard) -> str:

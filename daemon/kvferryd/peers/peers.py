@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -275,6 +276,22 @@ class Peers:
         except KvferryError as error:
             log.info("peer forgotten", engine_id=peer.engine_id, why=str(error))
             self.forget(peer)
+
+    async def manifests(self, engine: Engine) -> dict[int, Manifest | KvferryError]:
+        """Of every rank of an engine of ours; why not, where its daemon does not tell."""
+
+        async def manifest(rank: int, address: str) -> Manifest | KvferryError:
+            if rank == engine.rank:
+                return engine.manifest
+            try:
+                told, _ = await self._ask(engine, engine.engine_id, address)
+            except KvferryError as error:
+                return error
+            await told.close()
+            return told.manifest
+
+        members = dict(engine.members)
+        return dict(zip(members, await asyncio.gather(*itertools.starmap(manifest, members.items())), strict=True))
 
     def forget(self, peer: PeerEngine) -> None:
         """Drop a peer engine that is stale or was asked to be forgotten. The next order shakes hands anew.

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
-from kvferryd.api.rest import explain, routes
+from kvferryd.api.rest import explain, page, routes
 from kvferryd.api.rest.gate import Gate, TokenFile
 from kvferryd.api.rest.openapi import TAGS, document
 from kvferryd.api.rest.problems import http_problem, kvferry_problem, validation_problem
@@ -42,7 +42,7 @@ def create_app(ferry: Ferry) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.authenticated = token_file is not None
-    routers = (routes.transfers(ferry), routes.held(ferry), explain.routes(), routes.daemon(ferry))
+    routers = (routes.transfers(ferry), routes.held(ferry), explain.routes(ferry), routes.daemon(ferry), page.routes())
     for router in routers:
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]

@@ -1,4 +1,4 @@
-"""/v1/explain: what a transfer between two caches would do, by the same functions that do it."""
+"""/v1/explain and /v1/plan: what a transfer between two caches would do, by the same functions that do it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from fastapi import APIRouter, Body
 
 from kvferry.errors import Full, KvferryError, Malformed
 from kvferry.manifest import Manifest
-from kvferry.schemas import ExplainRequest, ExplainTables
+from kvferry.schemas import ExplainRequest, ExplainTables, PlanRecord
 from kvferry.tables import Tables, tables_from_json
 from kvferryd.api.rest.openapi import EXPLAIN, problems
+from kvferryd.api.rest.routes import Name
+from kvferryd.ferry import Ferry
+from kvferryd.peers.peer import PeerEngine
+from kvferryd.plan import plan
 
 AT_ONCE = 2
 """Explanations in work: they take whole seconds of a core where manifests are large."""
@@ -20,19 +24,48 @@ MAX_SEGMENTS = 1 << 18
 """Blocks times components in one explanation: every run is listed, and 2^18 of them are some 20 MB of JSON."""
 
 
-def routes() -> APIRouter:
-    router = APIRouter(prefix="/v1/explain", tags=["explain"])
+def routes(ferry: Ferry) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["explain"])
     places = asyncio.Semaphore(AT_ONCE)
 
-    @router.post("", responses=problems(413, 415, 429))
-    async def explain(body: Annotated[ExplainRequest, Body(openapi_examples=EXPLAIN)]) -> dict[str, Any]:
-        """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
+    def place() -> asyncio.Semaphore:
         if places.locked():
             raise Full("full", f"{AT_ONCE} explanations are in work", remedy="ask again")
-        async with places:
+        return places
+
+    @router.post("/explain", responses=problems(413, 415, 429))
+    async def explain(body: Annotated[ExplainRequest, Body(openapi_examples=EXPLAIN)]) -> dict[str, Any]:
+        """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
+        async with place():
             return await asyncio.to_thread(_explain, body)
 
+    @router.get("/plan", responses=problems(404, 429))
+    async def planned(engine_id: Name, destination: Name | None = None) -> PlanRecord:
+        """Who reads what from whom between a peer engine and ours (`destination`, where there are several)."""
+        peer = ferry.peer(engine_id, destination)
+        async with place():
+            told = await ferry.peers_known.manifests(peer.own)
+            return await asyncio.to_thread(_plan, peer, told)
+
     return router
+
+
+def _plan(peer: PeerEngine, told: Mapping[int, Manifest | KvferryError]) -> PlanRecord:
+    from kvferryd.explain.parts import reads
+
+    own, plans = peer.own, []
+    missing = dict.fromkeys(own.missing_ranks(), "its daemon has not joined")
+    for rank, manifest in told.items():
+        try:
+            if isinstance(manifest, KvferryError):
+                raise manifest
+            plans.append(plan(list(peer.plan.sources.values()), manifest))
+        except KvferryError as error:
+            missing[rank] = str(error)
+    return PlanRecord(
+        source_engine_id=peer.engine_id, source_epoch=peer.epoch, source_world_size=len(peer.ranks),
+        engine_id=own.engine_id, epoch=own.epoch, world_size=own.world_size, reads=reads(plans), missing=missing,
+    )  # fmt: skip
 
 
 def _explain(body: ExplainRequest) -> dict[str, Any]:

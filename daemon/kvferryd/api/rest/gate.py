@@ -17,13 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.errors import Forbidden, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd import logs
+from kvferryd.api.rest import page
 from kvferryd.api.rest.problems import problem
 
 log = logs.get(__name__)
 
 MAX_BODY = 4 << 20
 BODY_TIMEOUT_S = 30.0
-OPEN = frozenset({"/healthz", "/readyz", "/"})
+OPEN = frozenset({"/healthz", "/readyz", *page.FILES})
 """Asked for without a token: probes have none, and a browser sends none for the page, which holds no data."""
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -46,7 +47,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = name
+                MutableHeaders(scope=message).update({"x-request-id": name, "x-content-type-options": "nosniff"})
             await send(message)
 
         with logs.bound(x_request_id=name, trace_id=trace[1] if trace else ""):

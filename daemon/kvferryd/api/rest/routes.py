@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
-import re
 from collections.abc import Coroutine
-from importlib import resources
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
@@ -176,16 +172,10 @@ def held(ferry: Ferry) -> APIRouter:
 
 
 def daemon(ferry: Ferry) -> APIRouter:
-    """Drain, probes, metrics, and the status page."""
+    """Drain, probes and metrics."""
     router = APIRouter(tags=["daemon"])
     not_yet: dict[int | str, dict[str, Any]] = {
         503: {"model": schemas.Readiness, "description": "not ready, with every reason"}
-    }
-    html = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    page_headers = {
-        "content-security-policy": _policy(html),
-        "cache-control": "no-cache",
-        "x-content-type-options": "nosniff",
     }
 
     @router.get("/v1/drain")
@@ -233,23 +223,4 @@ def daemon(ferry: Ferry) -> APIRouter:
         body, kind = ferry.scrape(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": kind})
 
-    @router.get("/", include_in_schema=False)
-    async def page() -> Response:
-        """One file that fetches the API. It holds no data, so it is sent without a token."""
-        return Response(html, headers=page_headers, media_type="text/html")
-
     return router
-
-
-def _policy(html: str) -> str:
-    """Only this page's own script and style run, and they reach only this daemon."""
-
-    def digest(tag: str) -> str:
-        found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        assert found is not None
-        return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
-
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )

@@ -1,0 +1,155 @@
+// The status page: asks the daemon for what is new, and hands it to the parts that draw.
+
+import { NeedsToken, NoAnswer, ask, now, token } from "./ask.js";
+import { setDetail, tickDetail } from "./detail.js";
+import { at, entries, make, say } from "./dom.js";
+import { setEngines } from "./engines.js";
+import { setLeases, tickLeases } from "./leases.js";
+import { drawThroughput, drawTotals, sample } from "./overview.js";
+import { setPeers, tickPeers } from "./peers.js";
+import { setPlan } from "./plan.js";
+import { over } from "./record.js";
+import { beginTransfers, setTransfers, tickTransfers } from "./transfers.js";
+import { span } from "./units.js";
+
+const EVERY_MS = 2000, TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
+const records = new Map();
+const inView = new Set();
+let ownRanks = new Map(), cursor = "", heldEngines = "", infoAt = -Infinity, timer = 0, asking = false;
+
+function ready({ ready, reasons, warnings }) {
+  const chip = at("ready");
+  chip.className = `chip ${ready ? "good" : "bad"}`;
+  say("ready", ready ? "ready" : "not ready");
+  for (const [id, list] of [["reasons", reasons], ["warnings", warnings ?? []]])
+    if (at(id).said !== list.join("\n")) {
+      at(id).said = list.join("\n");
+      at(id).replaceChildren(...list.map((text) => make("li", {}, text)));
+    }
+}
+
+function facts(info) {
+  at("facts").replaceChildren(...entries([
+    ["peers reach", info.advertise], ["device", info.device], ["way", info.way + (info.strict ? ", strict" : "")], ["version", info.version],
+    ["up", span(info.uptime_s * 1000)],
+  ]));
+  document.title = `kvferry ${info.advertise}`;
+}
+
+// What has changed since the last answer. A record that has ended never changes again; one under way that is not in
+// the answer is no more. The oldest are let go.
+function learn({ transfers, cursor: next, whole }) {
+  if (whole) records.clear();
+  else if (transfers.length < MOST) {
+    const told = new Set(transfers.map((record) => record.transfer_id));
+    for (const record of records.values()) if (!over(record) && !told.has(record.transfer_id)) records.delete(record.transfer_id);
+  }
+  for (const record of transfers) records.set(record.transfer_id, record);
+  for (const record of records.values()) {
+    if (records.size <= KEPT) break;
+    if (over(record)) records.delete(record.transfer_id);
+  }
+  cursor = next;
+}
+
+function route() {
+  const [, name, value] = location.hash.match(/^#(transfer|plan)=(.*)$/) ?? [];
+  const id = name === "transfer" ? decodeURIComponent(value) : "";
+  setDetail(id, records.get(id) ?? null);
+  if (name === "plan") setPlan(decodeURIComponent(value));
+}
+
+// Manifests may be large: they are asked for when an engine has come or gone, and somebody looks.
+async function lookAtEngines() {
+  const { engines } = await ask("v1/engines?manifests=false"), held = JSON.stringify(engines);
+  if (held !== heldEngines) setEngines((await ask("v1/engines")).engines);
+  heldEngines = held;
+}
+
+const SECTIONS = {
+  "all-peers": async () => setPeers(await ask("v1/peers")),
+  leases: async () => setLeases(await ask("v1/leases?ended=25")),
+  engines: lookAtEngines,
+};
+
+async function lookAtAll() {
+  const readiness = await ask("readyz"), { reasons } = readiness;
+  const [transfers, totals] = await Promise.all([ask(`v1/transfers?${cursor ? `since=${cursor}&limit=${MOST}` : `limit=${FIRST}`}`), ask("v1/totals")]);
+  if (performance.now() - infoAt > SLOW_MS) {
+    const [info, { engines }] = await Promise.all(["v1/info", "v1/engines?manifests=false"].map(ask));
+    facts(info);
+    ownRanks = new Map(engines.map(({ engine_id, rank }) => [engine_id, rank]));
+    infoAt = performance.now();
+  }
+  const drain = reasons.includes("draining") ? await ask("v1/drain") : null;
+  at("draining").hidden = !drain;
+  if (drain) say("draining", drain.drained ? "drained" : `draining: ${drain.leases} leases, ${drain.transfers} transfers left`);
+  learn(transfers);
+  ready(readiness);
+  const all = [...records.values()];
+  setTransfers(all);
+  sample(totals, all, ownRanks, now());
+  drawThroughput(now());
+  drawTotals(totals, all);
+  at("content").hidden = false;
+  at("login").hidden = true;
+  document.body.classList.remove("stale");
+  route();
+  await Promise.all([...inView].map((id) => SECTIONS[id]()));
+}
+
+function askForToken() {
+  say("refused", token.get() ? "that token was not taken" : "");
+  token.forget();
+  at("login").hidden = false;
+  at("content").hidden = true;
+  at("token").focus();
+}
+
+async function look() {
+  clearTimeout(timer);
+  if (asking || document.hidden) return;
+  asking = true;
+  let next = EVERY_MS;
+  try {
+    await lookAtAll();
+  } catch (error) {
+    if (error instanceof NeedsToken) {
+      askForToken();
+      next = 0;
+    } else {
+      ready({ ready: false, reasons: [`The daemon does not answer (${error.message}). What is below is old.`] });
+      document.body.classList.add("stale");
+      if (!(error instanceof NoAnswer)) console.error(error);
+    }
+  }
+  asking = false;
+  if (next) timer = setTimeout(look, next);
+}
+
+at("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token.set(at("token").value.trim());
+  at("token").value = "";
+  look();
+});
+addEventListener("hashchange", route);
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && location.hash) location.hash = "";
+});
+document.addEventListener("visibilitychange", look);
+setInterval(() => {
+  if (document.hidden) return;
+  tickTransfers();
+  tickLeases();
+  tickPeers();
+  tickDetail();
+}, TICK_MS);
+beginTransfers();
+// A section is asked for while it is seen.
+const seeing = new IntersectionObserver((seen) => {
+  for (const { target, isIntersecting } of seen) isIntersecting ? inView.add(target.id) : inView.delete(target.id);
+  if (seen.some(({ isIntersecting }) => isIntersecting) && !at("content").hidden) look();
+}, { rootMargin: "200px" });
+for (const id of Object.keys(SECTIONS)) seeing.observe(at(id));
+look();

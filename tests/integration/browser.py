@@ -1,0 +1,178 @@
+"""Headless Chromium, spoken to over its DevTools protocol: two pipes, and JSON with a zero byte after each message."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fleet import TIMEOUT_S, until
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+LARGEST = 1 << 26
+"""Bytes of one message: a screenshot is some hundred KB."""
+COMMAND = [
+    "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+    "--no-first-run", "--no-proxy-server", "--disable-background-networking", "--disable-component-update",
+    "--disable-extensions", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb",
+]  # fmt: skip
+
+
+class Browser:
+    """Make it with `browser`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._over = False
+        self.pages: dict[str, Page] = {}
+
+    async def ask(self, method: str, session: str | None = None, **params: Any) -> Any:
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        assert not self._over, "the browser has ended: chromium.log says why"
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(json.dumps(message).encode() + b"\0")
+        return await asyncio.wait_for(self._asked[number], TIMEOUT_S)
+
+    async def listen(self) -> None:
+        """Until the browser ends."""
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                message = json.loads((await self._reader.readuntil(b"\0"))[:-1])
+                if (future := self._asked.pop(message.get("id", 0), None)) is not None:
+                    if "error" in message:
+                        future.set_exception(AssertionError(message["error"]["message"]))
+                    else:
+                        future.set_result(message["result"])
+                elif (page := self.pages.get(message.get("sessionId", ""))) is not None:
+                    page.told(message["method"], message["params"])
+        self._over = True
+        for future in self._asked.values():
+            future.set_exception(AssertionError("the browser has ended"))
+
+    @asynccontextmanager
+    async def page(
+        self, url: str, *, width: int = 1400, height: int = 900, dark: bool = False, scale: float = 1
+    ) -> AsyncIterator[Page]:
+        """A tab of a session of its own, with the page loaded."""
+        context = (await self.ask("Target.createBrowserContext"))["browserContextId"]
+        target = (await self.ask("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
+        session = (await self.ask("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        page = self.pages[session] = Page(self, session)
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await page.ask(f"{domain}.enable")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await page.ask("Emulation.setEmulatedMedia", features=[scheme])
+        phone = width < 700
+        await page.ask(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
+        )
+        await page.ask("Emulation.setFocusEmulationEnabled", enabled=True)
+        await page.ask("Page.navigate", url=url)
+        await page.until(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
+        try:
+            yield page
+        finally:
+            await self.ask("Target.disposeBrowserContext", browserContextId=context)
+            del self.pages[session]
+
+
+class Page:
+    """One tab. `faults`: what a developer would see in red. `requested`: every address it asked for."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser, self._session = browser, session
+        self.faults: list[str] = []
+        self.requested: list[str] = []
+
+    def told(self, event: str, about: dict[str, Any]) -> None:
+        if event == "Runtime.exceptionThrown":
+            thrown = about["exceptionDetails"]
+            self.faults.append(thrown.get("exception", {}).get("description") or thrown["text"])
+        elif event == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning", "assert"):
+            self.faults.append(str(about["args"]))
+        elif event == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+            self.faults.append(f"{about['entry']['text']} {about['entry'].get('url', '')}")
+        elif event == "Network.requestWillBeSent":
+            self.requested.append(about["request"]["url"])
+
+    async def ask(self, method: str, **params: Any) -> Any:
+        return await self._browser.ask(method, self._session, **params)
+
+    async def value(self, expression: str) -> Any:
+        """What JavaScript makes of it, as JSON has it."""
+        answer = await self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]["exception"]["description"]
+        return answer["result"].get("value")
+
+    async def until(self, expression: str, what: str = "") -> None:
+        await until(lambda: self.value(expression), f"{what or expression}; faults: {self.faults}")
+
+    async def texts(self, selector: str) -> list[str]:
+        """What each of these elements shows."""
+        shown: list[str] = await self.value(f"[...document.querySelectorAll({selector!r})].map((it) => it.innerText)")
+        return shown
+
+    async def click(self, selector: str) -> None:
+        await self.value(f"document.querySelector({selector!r}).click()")
+
+    async def type(self, selector: str, text: str) -> None:
+        """In place of what is there."""
+        await self.value(f"{{ const it = document.querySelector({selector!r}); it.focus(); it.select(); }}")
+        await self.ask("Input.insertText", text=text)
+
+    async def screenshot(self, file: Path, *, whole: bool = False) -> None:
+        clip = {}
+        if whole:
+            size = (await self.ask("Page.getLayoutMetrics"))["cssContentSize"]
+            clip = {"captureBeyondViewport": True, "clip": {**size, "x": 0, "y": 0, "scale": 1}}
+        taken = await self.ask("Page.captureScreenshot", format="png", **clip)
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(taken["data"]))
+
+
+@asynccontextmanager
+async def browser(directory: Path) -> AsyncIterator[Browser]:
+    """directory: for its profile."""
+    assert CHROMIUM is not None
+    loop = asyncio.get_running_loop()
+    (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+    # It reads from descriptor 3 and writes to 4.
+    command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", CHROMIUM, *COMMAND]
+    with (directory / "chromium.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, f"--user-data-dir={directory / 'profile'}", "about:blank",
+            stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+            pass_fds=(theirs_in, theirs_out), start_new_session=True,
+        )  # fmt: skip
+    os.close(theirs_in)
+    os.close(theirs_out)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_end, process)
+        reader = asyncio.StreamReader(limit=LARGEST)
+        reading, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours_in, "rb")
+        )
+        stack.callback(reading.close)
+        writing, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(ours_out, "wb"))
+        stack.callback(writing.close)
+        started = Browser(reader, asyncio.StreamWriter(writing, protocol, None, loop))
+        listening = asyncio.create_task(started.listen())
+        stack.callback(listening.cancel)
+        yield started
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The browser and its helpers: one process group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

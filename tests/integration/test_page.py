@@ -1,0 +1,296 @@
+"""The status page in a real browser, beside real daemons, while transfers happen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, Browser, Page, browser
+from fleet import Daemons, under_way, until
+from pair import MANY, TOKENS, Pair, half_published, order, prefilled
+from ranks import Shape, TestEngine
+
+from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferRecord
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; test_page_files.py has read the page's files"),
+]
+PHONE = {"width": 390, "height": 844}
+CLIPPED = """
+[...document.querySelectorAll('body *')].filter((it) => {
+  if (!it.getClientRects().length || it.closest('svg')) return false;
+  const { left, right } = it.getBoundingClientRect();
+  const style = getComputedStyle(it), hides = style.overflowX !== 'visible' && it.scrollWidth > it.clientWidth + 1;
+  return left < -1 || right > innerWidth + 1 || (hides && it.tagName !== 'INPUT' && it.tagName !== 'SELECT');
+}).map((it) => `${it.tagName}.${it.className} ${it.textContent.slice(0, 60)}`)
+"""
+"""Elements that reach out of the window, or hide a part of what they hold."""
+CONTRASTS = """
+[...document.querySelectorAll('body *')].filter((it) => it.getClientRects().length && !it.closest('svg')
+  && [...it.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())).map((it) => {
+  const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 });
+  const paint = canvas.getContext('2d', { willReadFrequently: true });
+  const light = (colours) => {
+    for (const colour of colours) { paint.fillStyle = colour; paint.fillRect(0, 0, 1, 1); }
+    const [r, g, b] = [...paint.getImageData(0, 0, 1, 1).data].map((part) => part / 255)
+      .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const under = [];
+  for (let at = it; at; at = at.parentElement) under.unshift(getComputedStyle(at).backgroundColor);
+  const pair = [light(under), light([...under, getComputedStyle(it).color])].sort((a, b) => b - a);
+  return [(pair[0] + 0.05) / (pair[1] + 0.05), it.textContent];
+}).filter(([ratio]) => ratio < 4.5)
+"""
+"""Texts that differ less from what is behind them than WCAG asks for, and by how much."""
+
+
+@pytest.fixture(scope="module")
+async def chrome(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    async with browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@asynccontextmanager
+async def watching(chrome: Browser, daemon: DaemonService, fragment: str = "", **more: Any) -> AsyncIterator[Page]:
+    """The page, with its first answers drawn. Nothing may be red in its console, nothing asked of anybody else."""
+    async with chrome.page(f"{daemon.url}/{fragment}", **more) as page:
+        await page.until("!document.getElementById('content').hidden")
+        yield page
+        assert page.faults == []
+        assert [address for address in page.requested if not address.startswith(f"{daemon.url}/")] == []
+
+
+def row(request_id: str) -> str:
+    """JavaScript: the row of the request, or undefined."""
+    return f"[...document.querySelectorAll('#rows tr')].find((it) => it.innerText.includes({json.dumps(request_id)}))"
+
+
+async def moved(pair: Pair, request_id: str, tokens: int = TOKENS) -> TransferRecord:
+    await prefilled(pair, request_id, tokens)
+    async with under_way(pair.decode.receive(request_id, pair.decode.take(tokens), (0, tokens))):
+        return await pair.routers[0].wait(await order(pair, request_id))
+
+
+async def test_a_transfer_appears_and_changes_while_it_is_watched(chrome: Browser, pair: Pair, request_id: str) -> None:
+    async with watching(chrome, pair.decode.daemons[0]) as page:
+        blocks = await half_published(pair, request_id)
+        async with under_way(pair.decode.receive(request_id, pair.decode.take(MANY), (0, MANY))) as receiving:
+            await order(pair, request_id)
+            await page.until(f"{row(request_id)}?.innerText.includes('for publish')")
+            shown = await page.value(f"{row(request_id)}.cells[8].innerText")
+            await page.until(f"{row(request_id)}.cells[8].innerText !== {json.dumps(shown)}", "its time goes on")
+            await pair.prefill.publish(request_id, blocks, MANY)
+            await receiving
+        await page.until(f"{row(request_id)}.innerText.includes('done')")
+        (record,) = await pair.routers[0].transfers(request_id)
+        cells = await page.value(f"[...{row(request_id)}.cells].map((it) => it.innerText)")
+        assert cells[3] == "prefill → decode"
+        assert cells[4].split() == [record.path, record.transport]
+        assert cells[5].split()[1] == "MiB" and abs(float(cells[5].split()[0]) - record.bytes / 2**20) < 0.1
+        assert cells[7].strip() == f"rank {record.slowest_rank}"
+
+
+async def test_search_states_and_sorting_choose_the_rows(chrome: Browser, pair: Pair, request_id: str) -> None:
+    large, small = f"{request_id}-large", f"{request_id}-small"
+    await moved(pair, large, 4 * TOKENS)
+    await moved(pair, small)
+    refused = SourceBody(engine_id="nobody", address="127.0.0.1:9")
+    async with watching(chrome, pair.decode.daemons[0]) as page:
+        await pair.routers[0].order(OrderBody(request_id=f"{request_id}-failed", source=refused, deadline_ms=1))
+        await page.type("#search", f"{request_id.upper()} DECODE")
+        await page.until("document.querySelectorAll('#rows tr').length === 3")
+        await page.until(f"{row(f'{request_id}-failed')}.innerText.includes('failed')")
+        assert await page.texts(".states button:not([hidden])") == ["all 3", "done 2", "failed 1"]
+        await page.click(".states .done")
+        assert len(await page.texts("#rows tr")) == 2
+        for clicks, first in ((1, large), (2, small)):
+            await page.click("th.bytes button")
+            assert first in (await page.texts("#rows td.request"))[0]
+            assert (
+                await page.value("document.querySelector('th.bytes').ariaSort")
+                == ["descending", "ascending"][clicks - 1]
+            )
+        await page.type("#search", "no such transfer")
+        await page.until("!document.getElementById('no-transfers').hidden")
+
+
+async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
+    chrome: Browser, pair: Pair, request_id: str
+) -> None:
+    record = await moved(pair, request_id)
+    async with watching(chrome, pair.decode.daemons[0]) as page:
+        await page.until(f"!!{row(request_id)}")
+        await page.value(f"{row(request_id)}.querySelector('td.state').click()")
+        await page.until("!document.getElementById('detail').hidden")
+        assert await page.texts("#detail h2") == [request_id]
+        assert await page.texts("#detail .of-rank > span") == ["rank 0", "rank 1", "rank 2", ""]
+        widths = await page.value(
+            "[...document.querySelectorAll('#detail .lane')].map((it) => [...it.children].map((i) => i.className))"
+        )
+        assert all({"waiting", "reading"} <= set(parts) for parts in widths)
+        ranks = await page.value(
+            "[...document.querySelectorAll('#detail tbody tr')].map((it) => [it.className, it.cells[3].innerText])"
+        )
+        assert [int(runs.replace(",", "")) for _, runs in ranks] == [share.descriptors for share in record.ranks]
+        assert [name for name, _ in ranks].index("slow") == record.slowest_rank
+        assert record.transfer_id in (await page.texts("#detail .pairs"))[0]
+        await page.ask("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+        await page.until("document.getElementById('detail').hidden")
+    async with watching(chrome, pair.decode.daemons[0], f"#transfer={'0' * 32}") as page:
+        await page.until("document.getElementById('detail').innerText.includes('does not know')")
+
+
+async def test_a_failure_is_told_with_its_remedy(chrome: Browser, pair: Pair, request_id: str) -> None:
+    source = SourceBody(engine_id="nobody", address="127.0.0.1:9")
+    async with under_way(pair.decode.outcomes(request_id, pair.decode.take(TOKENS), (0, TOKENS))):
+        ordered = await pair.routers[0].order(OrderBody(request_id=request_id, source=source))
+        record = await pair.routers[0].wait(ordered.transfer_id)
+    assert record.error is not None
+    async with watching(chrome, pair.decode.daemons[0], f"#transfer={record.transfer_id}", **PHONE) as page:
+        await page.until("!!document.querySelector('#detail .problem')")
+        said = (await page.texts("#detail .problem"))[0]
+        assert record.error.code in said and record.error.message in said and record.error.remedy in said
+
+
+async def test_peers_are_a_matrix_and_the_plan_is_drawn(chrome: Browser, pair: Pair) -> None:
+    await pair.routers[0].prewarm(PeerRequest(engine_id="prefill", address=pair.prefill.address))
+    async with watching(chrome, pair.decode.daemons[0], height=3000) as page:
+        await page.until("[...document.querySelectorAll('.who h3')].some((it) => it.innerText === 'prefill')")
+        cells = "[...document.querySelectorAll('.peer')].find((it) => it.querySelector('h3').innerText === 'prefill')"
+        ranks = await page.value(f"[...{cells}.querySelectorAll('.rank')].map((it) => it.innerText)")
+        assert ["rank 0" in ranks[0], "rank 1" in ranks[1], len(ranks)] == [True, True, 2]
+        assert [daemon.peer in said for daemon, said in zip(pair.prefill.daemons, ranks, strict=True)] == [True, True]
+        await page.value(f"{cells}.querySelector('a').click()")
+        await page.until("document.querySelectorAll('#plan .ribbon').length === 4", "two ranks that give, four ribbons")
+        told = await page.value(
+            "[...document.querySelectorAll('#plan tbody tr')].map((it) => it.innerText.split('\\t'))"
+        )
+        heads = [(reader, source.strip(), share) for reader, source, names, _, share, *_ in told if names == "k, v"]
+        assert heads == [
+            ("rank 0", "rank 0", "head 0–1 of 6"), ("rank 1", "rank 0", "head 2 of 6"),
+            ("rank 1", "rank 1", "head 3 of 6"), ("rank 2", "rank 1", "head 4–5 of 6"),
+        ]  # fmt: skip
+        # Each map shows as much of the axis as its rank reads, in the colour of whom it reads it from.
+        parts = await page.value("document.querySelectorAll('#plan .part').length")
+        assert parts == 2 * 2 * 4, "k and v, and the state, of four shares on both sides"
+        await page.click("#plan .close")
+        await page.until("document.getElementById('plan').hidden")
+
+
+async def test_a_source_shows_what_it_serves_and_to_whom(chrome: Browser, pair: Pair, request_id: str) -> None:
+    await moved(pair, request_id)
+    async with watching(chrome, pair.prefill.daemons[0], height=3000) as page:
+        lease = f"[...document.querySelectorAll('#leases tr')].find((it) => it.innerText.includes({request_id!r}))"
+        await page.until(f"{lease}?.innerText.includes('released')")
+        assert "decode rank 0–2 read" in await page.value(f"{lease}.innerText")
+        await page.until("document.querySelector('#inbound').innerText.includes('decode rank 2 of 3')")
+        totals = "[...document.querySelectorAll('#totals div')].find((it) => it.innerText.includes('served')).innerText"
+        assert not (await page.value(totals)).endswith("\n0 B")
+
+
+async def test_it_asks_for_what_is_new_and_for_what_is_seen(chrome: Browser, pair: Pair, request_id: str) -> None:
+    for name in "ab":
+        await moved(pair, f"{request_id}-{name}")
+    async with watching(chrome, pair.decode.daemons[0], height=400) as page:
+        await page.value("document.getElementById('rows').style.height = '9000px'")
+        await page.until("document.getElementById('all-peers').getBoundingClientRect().top > 1000")
+        await page.until("document.querySelectorAll('#facts div').length > 3")
+        page.requested.clear()
+
+        def times(path: str) -> int:
+            return sum(path in address for address in page.requested)
+
+        async def thrice() -> bool:
+            return times("/v1/transfers") >= 3
+
+        await until(thrice, "it asks again and again")
+        assert all("since=" in address for address in page.requested if "/v1/transfers" in address)
+        assert not [each for each in page.requested if each.endswith("/v1/engines") or "/v1/leases" in each]
+        await page.value("document.getElementById('engines').scrollIntoView()")
+        await page.until("document.querySelector('#engines h3')?.innerText === 'decode'")
+        assert len([each for each in page.requested if each.endswith("/v1/engines")]) == 1, "the manifests, once"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_a_phone_shows_all_of_it_in_readable_colours(
+    chrome: Browser, pair: Pair, request_id: str, dark: bool
+) -> None:
+    long = f"{request_id}-{'x' * 80}"
+    record = await moved(pair, long)
+    source = SourceBody(engine_id="nobody", address="127.0.0.1:9")
+    await pair.routers[0].order(OrderBody(request_id=f"{long}-failed", source=source, deadline_ms=1))
+    async with watching(chrome, pair.decode.daemons[0], "#plan=prefill", **PHONE, dark=dark) as page:
+        await page.type("#search", request_id)
+        await page.until("document.querySelectorAll('#rows tr.failed').length === 1")
+        await page.until("!!document.querySelector('#plan svg')")
+        for id in ("all-peers", "leases", "engines"):
+            await page.value(f"document.getElementById({id!r}).scrollIntoView()")
+            await page.until(f"document.getElementById({id!r}).childElementCount > 0")
+        for fragment in ("", f"#transfer={record.transfer_id}"):
+            await page.value(f"location.hash = {fragment!r}")
+            await page.until(f"document.getElementById('detail').hidden === {str(not fragment).lower()}")
+            assert await page.value("document.documentElement.scrollWidth") == PHONE["width"]
+            assert await page.value(CLIPPED) == []
+            assert await page.value(CONTRASTS) == []
+        light = await page.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] > 128")
+        assert light is not dark
+
+
+async def test_text_of_others_stays_text(chrome: Browser, pair: Pair) -> None:
+    evil = f"<img src=//evil.example/x onerror=alert(1)>\"'&{uuid.uuid4().hex[:6]}"
+    source = SourceBody(engine_id="<script>alert(1)</script>", address="127.0.0.1:9")
+    ordered = await pair.routers[0].order(OrderBody(request_id=evil, source=source, deadline_ms=1))
+    await pair.routers[0].wait(ordered.transfer_id)
+    async with watching(chrome, pair.decode.daemons[0], f"#transfer={ordered.transfer_id}") as page:
+        await page.until("document.querySelector('#detail h2')?.innerText.length > 9")
+        assert await page.texts("#detail h2") == [evil]
+        assert source.engine_id in (await page.texts("#detail .pairs"))[0]
+        assert await page.value("document.querySelectorAll('#rows img, #detail img, body script').length") == 0
+        assert page.faults == []
+        refused = await page.value("try { document.body.innerHTML = '<p>'; } catch (error) { `${error}` }")
+        assert "TrustedHTML" in refused
+        page.faults.clear()  # the browser said that in red as well
+
+
+async def test_a_token_is_asked_for_and_goes_with_every_question(
+    chrome: Browser, daemons: Daemons, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("the-token")
+    (daemon,) = await daemons.start("guarded", 1, "--token-file", str(token))
+    async with chrome.page(daemon.url) as page:
+        await page.until("!document.getElementById('login').hidden")
+        assert await page.value("document.getElementById('content').hidden")
+        for given, then in (("wrong", "!!document.getElementById('refused').innerText"),
+                            ("the-token", "!document.getElementById('content').hidden")):  # fmt: skip
+            await page.type("#token", given)
+            await page.click("#login button")
+            await page.until(then)
+        assert await page.value("document.getElementById('login').hidden")
+        assert await page.value("[document.cookie, localStorage.length, location.search]") == ["", 0, ""]
+        assert not [each for each in page.requested if not each.startswith(f"{daemon.url}/") or "the-token" in each]
+        # A browser says in red that there was no token, and of /readyz that no engine is here. Nothing else is.
+        assert not [fault for fault in page.faults if "status of 401" not in fault and "status of 503" not in fault]
+
+
+async def test_a_daemon_that_has_gone_is_said_to_be(chrome: Browser, daemons: Daemons) -> None:
+    (daemon,) = await daemons.start("gone")
+    engine = await TestEngine.start("gone", [daemon], Shape.tp(1))
+    async with RouterClient(daemon.url), chrome.page(daemon.url) as page:
+        await page.until("document.getElementById('ready').innerText === 'ready'")
+        daemon.process.kill()
+        await asyncio.to_thread(daemon.process.wait)
+        await page.until("document.body.classList.contains('stale')")
+        assert "does not answer" in (await page.texts("#reasons"))[0]
+        assert await page.texts("#ready") == ["not ready"]
+    await engine.close()
