@@ -53,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 not (yet) so, 2 an error, told on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in FORWARDED:
+        if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
+            _needs("argcomplete", "serve", "completion").autocomplete(_parser())
+        if not arguments:
+            _parser().print_help()
+            return OK
+        if arguments[0] in FORWARDED:
             forwarded = FORWARDED[arguments[0]]
             return int(_needs(forwarded.module, forwarded.extra, arguments[0]).main(arguments[1:]))
         parsed = _parser().parse_args(arguments)
@@ -144,11 +149,16 @@ def _parser() -> argparse.ArgumentParser:
     peers.add_argument("--forget", metavar="ENGINE", help="drop what is held of that engine's ranks")
     drain = asking(
         "drain", "take no more work, wait until leases are read",
-        "Tells a daemon to take no more work. Exits 0 only when nothing is left: no lease, no transfer; else 1.",
-        "kvferry drain                what is left now",
+        "Tells a daemon to take no more work, until --cancel. Exits 0 only when nothing is left: no lease, no transfer;"
+        " else 1.",
         "kvferry drain --wait 300     a pod's preStop hook: return when all is read, or after 300 seconds",
+        "kvferry drain --status       what is left now, and whether it drains at all; changes nothing",
+        "kvferry drain --cancel       take new work again",
     )  # fmt: skip
-    drain.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
+    instead = drain.add_mutually_exclusive_group()
+    instead.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
+    instead.add_argument("--status", action="store_true", help="ask only: neither begin nor end a drain")
+    instead.add_argument("--cancel", action="store_true", help="end the drain; new transfers are taken again")
     return parser
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from kvferry import __version__, schemas
-from kvferry.errors import KvferryError, NotFound
+from kvferry.errors import Conflict, KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
@@ -43,6 +43,7 @@ class Ferry:
         self.config, self.metrics = config, metrics
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
+        self._stopping = False
         self.memory = provider(config)
         self.certificates = CertificateFiles.of(config)
         self.proof = self.certificates or _shared_secret(config)
@@ -251,17 +252,35 @@ class Ferry:
         drained = draining and not leases and not transfers
         return schemas.DrainStatus(draining=draining, leases=leases, transfers=transfers, drained=drained)
 
-    async def drain(self, wait_s: float) -> schemas.DrainStatus:
-        """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`."""
+    async def drain(self, wait_s: float, asked_by: str, *, stopping: bool = False) -> schemas.DrainStatus:
+        """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`.
+
+        stopping: the process ends afterwards, and `cancel_drain` comes too late.
+        """
+        self._stopping = self._stopping or stopping
         if not self.jobs.draining:
-            self.jobs.draining = True
-            for session in self.registry.sessions:
-                session.tell(engine_pb2.Event(draining=engine_pb2.Draining()))
+            self._set_draining(True, asked_by)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self.drain_status().drained:
                     await self._one_ends()
         return self.drain_status()
+
+    def cancel_drain(self, asked_by: str) -> schemas.DrainStatus:
+        """Take new transfers again. Idempotent. Raises KvferryError (`stopping`)."""
+        if self._stopping:
+            why, remedy = "the daemon drains to stop", "start it again"
+            raise Conflict("stopping", why, field="draining", value=True, remedy=remedy)
+        if self.jobs.draining:
+            self._set_draining(False, asked_by)
+        return self.drain_status()
+
+    def _set_draining(self, draining: bool, asked_by: str) -> None:
+        self.jobs.draining = draining
+        left = self.drain_status().model_dump(include={"leases", "transfers"})
+        log.warning("drain begins" if draining else "drain cancelled", asked_by=asked_by, **left)
+        for session in self.registry.sessions:
+            session.tell(engine_pb2.Event(draining=engine_pb2.Draining(cancelled=not draining)))
 
     async def _one_ends(self) -> None:
         """Until a lease changes, or a transfer ends or is quiet."""

@@ -128,8 +128,8 @@ def _ignore_signals() -> None:
 
 
 async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
-    log.info("draining", timeout_s=ferry.config.drain_timeout_s)
-    drained = asyncio.create_task(ferry.drain(ferry.config.drain_timeout_s))
+    log.info("stopping", drain_timeout_s=ferry.config.drain_timeout_s)
+    drained = asyncio.create_task(ferry.drain(ferry.config.drain_timeout_s, "a signal to stop", stopping=True))
     hurried = asyncio.create_task(now.wait())
     await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
     for task in (drained, hurried):

@@ -176,6 +176,12 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
     async def run() -> None:
         async with engine(daemon, "prefill") as (client, _), httpx.AsyncClient(base_url=daemon.url) as rest:
             await client.publish("held", tables(1), 3, ttl_s=60)
+            assert await kvferry("drain", "--daemon", daemon.url, "--status") == 1
+            assert capsys.readouterr().out == "not draining: 1 lease, 0 transfers here\n"
+            assert await kvferry("drain", "--daemon", daemon.url) == 1
+            assert "`kvferry drain --cancel` ends that" in capsys.readouterr().err
+            assert await kvferry("drain", "--daemon", daemon.url, "--cancel") == 0
+            assert capsys.readouterr().out == "not draining: 1 lease, 0 transfers here\n"
             assert await kvferry("drain", "--daemon", daemon.url, "--wait", "0.3") == 1
             assert capsys.readouterr().out == "draining: 1 lease, 0 transfers left\n"
             assert await kvferry("status", "--daemon", daemon.url) == 1

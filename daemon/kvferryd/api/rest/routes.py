@@ -184,7 +184,12 @@ def daemon(ferry: Ferry) -> APIRouter:
 
         A client that leaves ends the wait, not the drain.
         """
-        return await while_connected(request, ferry.drain(body.wait_s if body else 0.0))
+        return await while_connected(request, ferry.drain(body.wait_s if body else 0.0, _who(request)))
+
+    @router.delete("/v1/drain", responses=problems(409))
+    async def cancel(request: Request) -> schemas.DrainStatus:
+        """Take new transfers again. Idempotent; too late once the daemon was told to stop."""
+        return ferry.cancel_drain(_who(request))
 
     @router.get("/healthz")
     async def healthz() -> schemas.Health:
@@ -215,6 +220,12 @@ def daemon(ferry: Ferry) -> APIRouter:
         return Response(html, headers=page_headers, media_type="text/html")
 
     return router
+
+
+def _who(request: Request) -> str:
+    """Who asks, for the log: address and program, of which the second is its own word."""
+    host = request.client.host if request.client else "an unknown address"
+    return f"{host} ({request.headers.get('user-agent', 'unnamed')[:80]})"
 
 
 def _policy(html: str) -> str:
