@@ -49,10 +49,13 @@ class HandshakeRequest(google.protobuf.message.Message):
     PROTOCOL_MAX_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
+    STAGING_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     version: builtins.str
     engine_id: builtins.str
+    staging: builtins.bool
+    """the reader's runs are short: it asks for an arena, where there may be one"""
     def __init__(
         self,
         *,
@@ -60,8 +63,9 @@ class HandshakeRequest(google.protobuf.message.Message):
         protocol_max: builtins.int = ...,
         version: builtins.str = ...,
         engine_id: builtins.str = ...,
+        staging: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "staging", b"staging", "version", b"version"]) -> None: ...
 
 Global___HandshakeRequest: typing_extensions.TypeAlias = HandshakeRequest
 

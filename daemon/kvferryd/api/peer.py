@@ -48,6 +48,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         version = protocol(request.protocol_min, request.protocol_max)
         engine = self._ferry.registry.get(request.engine_id)
         await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
+        if request.staging:
+            await engine.need_arena()
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         regions = {} if self._ferry.config.strict else engine.session.regions
         readable = {id: region.span for id, region in regions.items()}

@@ -10,15 +10,14 @@ from kvferryd.paths.move import Flight, Move, Moved, Path, PathName, packed_whol
 from kvferryd.paths.staged import Staged
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
+from kvferryd.staging.share import DIRECT_FROM
 
 __all__ = ["Flight", "Move", "Moved", "PathName", "choose", "packed_whole", "refusals"]
 
 PATHS: dict[PathName, Path] = {path.name: path for path in (Mapped(), Staged(), Direct())}
 """In the order in which `auto` prefers them."""
-DIRECT_FROM = {"host": 4 << 10, "cuda": 1 << 20}
-"""Mean bytes of a run from which direct beats staged, by kind of the destination's memory (docs/benchmarks.md): over
-cuda_ipc a descriptor costs 4 to 8 us, in which staging moves about a megabyte; on host memory 4 KiB runs take the same
-time both ways, 1 KiB runs take four times as long direct."""
+FEW_RUNS = {"host": 512, "cuda": 0}
+"""Fewer runs than these are read one by one sooner than a slot is asked for, however short they are."""
 
 
 def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
@@ -29,7 +28,7 @@ def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
 def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
     """The path for these bytes. `way`: auto, or the path to take.
 
-    auto: mapped where it can be had; otherwise staged for short runs and direct for long ones. A forced staged falls
+    auto: mapped where it can be had; otherwise staged for many short runs and direct for others. A forced staged falls
     back to the others where the pair cannot stage and nothing is strict. Raises KvferryError: `way_unavailable`;
     `cannot_stage` where one side is strict and the pair cannot stage.
     """
@@ -47,16 +46,16 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         remedy = "set way = staged (or strict) on both sides, or strict on neither"
         raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
     if able == [PathName.STAGED, PathName.DIRECT]:
-        kind = next(iter(engine.session.regions.values())).span.kind
-        if _mean_run(bound) >= DIRECT_FROM[kind]:
+        kind, runs = engine.kind, _runs(bound)
+        if runs < FEW_RUNS[kind] or bound.nbytes >= runs * DIRECT_FROM[kind]:
             return PATHS[PathName.DIRECT]
     return PATHS[able[0]]
 
 
-def _mean_run(bound: Bound) -> float:
-    """Bytes of a run, as if all segments were as long as the longest."""
+def _runs(bound: Bound) -> int:
+    """How many, as if all segments were as long as the longest."""
     runs = 0
     for copy, segments in bound.pairs:
         if number := len(segments.tokens):
             runs += number * sum(len(each.source_offsets) for each in copy.patterns(int(segments.tokens.max())))
-    return bound.nbytes / max(1, runs)
+    return runs
