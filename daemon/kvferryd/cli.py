@@ -24,6 +24,7 @@ examples:
   kvferry serve --device cpu                  a daemon for host memory
   kvferry serve --device cuda:0 --config /etc/kvferry.toml
   kvferry status                              is it ready, and if not, why
+  kvferry doctor                              what is wrong on this machine
   kvferry transfers --watch                   what is moving
   kvferry drain --wait 300                    take no more work, return when all leases are read
 
@@ -123,7 +124,21 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     serve.settings = True
     serve.set_defaults(command=_serve)
-    serve.add_argument("--check", action="store_true", help="print every setting and where it comes from, and exit")
+    serve.add_argument(
+        "--check",
+        action="store_true",
+        help="print every setting and its origin, and what the daemon would stumble over; start nothing",
+    )
+    doctor = command(
+        "doctor", "what is wrong on this machine, and what to do",
+        "Looks at what a daemon with these settings needs: GPU, UCX transports, RDMA, limits, namespaces,"
+        " certificates, the roster. Needs no daemon and no GPU. Exits 0 when nothing is wrong, else 1.",
+        "kvferry doctor", "kvferry doctor --config /etc/kvferry.toml --json",
+        "kubectl exec POD -c kvferry -- kvferry doctor",
+    )  # fmt: skip
+    doctor.settings = True
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--json", action="store_true", help="what is found, for programs")
     for name, forwarded in FORWARDED.items():
         commands.add_parser(name, help=forwarded.help, add_help=False)
     asking(
@@ -208,14 +223,27 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.check:
         for name in OPTIONS:
             print(f"{name:<18} {written(getattr(config, name)) or '-':<32} {origins[name]}")
-        for warning in config.warnings():
-            print(f"note: {warning}")
-        return OK
+        from kvferryd.doctor import CHECK, Level, findings
+
+        bad = False
+        for found in findings(config, CHECK):
+            if found.level is Level.WRONG:
+                bad = True
+                print(f"kvferry: {found.what} -> {found.remedy}", file=sys.stderr)
+            elif found.level is Level.NOTE:
+                print(f"note: {found.what}")
+        return FAILED if bad else OK
     logs, serve = (_needs(f"kvferryd.{module}", "daemon", "serve") for module in ("logs", "serve"))
     logs.configure(config)
     for variable, meant in misspelt():
         logs.get(__name__).warning("nothing reads this variable", variable=variable, did_you_mean=meant)
     return int(serve.run(config))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from kvferryd.doctor import doctor
+
+    return doctor(vars(arguments), as_json=arguments.json)
 
 
 def _ask(command: str, arguments: argparse.Namespace) -> int:

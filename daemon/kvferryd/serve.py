@@ -30,6 +30,7 @@ from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
 from kvferryd.copy.cuda import load
+from kvferryd.doctor import DESCRIPTORS
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
 from kvferryd.nixl import keep_no_mappings
@@ -43,7 +44,6 @@ KEEP_BYTES = 32 << 20
 SWITCH_S = 2e-4
 """How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
-DESCRIPTORS = 65_536
 MAX_RPCS = 8192
 """Calls and open streams at once: leases being read, orders followed, roster members."""
 
@@ -82,7 +82,7 @@ def _keep_freed_memory() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """The usual 1,024 are for programs that use select(), and an engine takes 30, a peer two or more."""
+    """An engine takes 30, a peer two or more."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
     if now != resource.RLIM_INFINITY and now < wanted:

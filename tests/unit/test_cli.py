@@ -15,7 +15,7 @@ from kvferryd import ask, cli
 from kvferryd.cli import FORWARDED, main
 from kvferryd.config import OPTIONS
 
-OWN = ("serve", "status", "transfers", "peers", "drain")
+OWN = ("serve", "doctor", "status", "transfers", "peers", "drain")
 
 
 @pytest.fixture(autouse=True)
