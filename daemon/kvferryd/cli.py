@@ -234,7 +234,12 @@ def _serve(arguments: argparse.Namespace) -> int:
                 print(f"note: {found.what}")
         return FAILED if bad else OK
     logs, serve = (_needs(f"kvferryd.{module}", "daemon", "serve") for module in ("logs", "serve"))
-    logs.configure(config)
+    if config.log_format == "json":
+        from kvferryd.foreign import wrap  # before anything else can write
+
+        logs.configure(config, wrap())
+    else:
+        logs.configure(config)
     for variable, meant in misspelt():
         logs.get(__name__).warning("nothing reads this variable", variable=variable, did_you_mean=meant)
     return int(serve.run(config))

@@ -50,7 +50,6 @@ MAX_RPCS = 8192
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT: then drain, at most drain_timeout_s, and stop. A second signal stops at once."""
-    logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
     _raise_descriptor_limit()
