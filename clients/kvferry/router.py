@@ -106,13 +106,16 @@ class RouterClient:
 
     # transfers
 
-    async def order(self, body: schemas.OrderBody, *, traceparent: str = "") -> schemas.Ordered:
+    async def order(self, body: schemas.OrderBody, *, traceparent: str = "", x_request_id: str = "") -> schemas.Ordered:
         """Order a transfer. The same order again answers with the same transfer.
+
+        traceparent (W3C) and x_request_id: on every line of the transfer, in the logs of all daemons of both sides.
 
         Raises `order_conflict` for another body under the same request_id, `full` (see `retry_after_s`),
         `address_not_allowed`, `draining`.
         """
-        headers = {"traceparent": traceparent} if traceparent else {}
+        given = {"traceparent": traceparent, "x-request-id": x_request_id}
+        headers = {name: value for name, value in given.items() if value}
         return await self._call("POST", "/v1/transfers", schemas.Ordered, body=body, headers=headers)
 
     async def transfer(self, transfer_id: str, *, wait_s: float = 0.0) -> schemas.TransferRecord:

@@ -9,13 +9,12 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import structlog
-
 from kvferry import __version__, schemas
 from kvferry.errors import Conflict, KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
+from kvferryd import logs
 from kvferryd.certificates import CertificateFiles, Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
@@ -33,7 +32,7 @@ from kvferryd.transfers.order import order_of, reservations_of
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transfers.transfers import Transfers
 
-log = structlog.get_logger()
+log = logs.get(__name__)
 
 
 class Ferry:
@@ -56,13 +55,15 @@ class Ferry:
 
     # ---- transfers ----
 
-    async def order(self, body: schemas.OrderBody, traceparent: str = "") -> tuple[schemas.TransferRecord, bool]:
+    async def order(
+        self, body: schemas.OrderBody, trace: logs.Trace = logs.UNTRACED
+    ) -> tuple[schemas.TransferRecord, bool]:
         """Take a router's order; (the record, whether it is new)."""
         try:
             wanted = body.destination
             engine = self.registry.get(wanted.engine_id if wanted else None)
             allow.check(body.source.address, self.config.allow_peers)
-            order = order_of(body, traceparent)
+            order = order_of(body, trace)
             by_rank = reservations_of(wanted, engine.world_size)
             own = by_rank.get(engine.rank)
             if own is not None:
@@ -312,7 +313,7 @@ class Ferry:
         self.metrics.lease_ended(lease.state)
         log.info(
             "lease ended", request_id=lease.request_id, engine_id=lease.engine_id, state=lease.state.value,
-            tokens=lease.num_tokens, reason=lease.reason,
+            tokens=lease.num_tokens, reason=lease.reason, **lease.trace.about,
         )  # fmt: skip
 
     async def _before_retire(self, engine: Engine, why: str) -> None:

@@ -16,6 +16,7 @@ from kvferry.errors import Conflict, Full, KvferryError
 from kvferry.schemas import LeaseRecord, LeaseState
 from kvferry.tables import Tables
 from kvferryd.leases.words import Word
+from kvferryd.logs import UNTRACED
 from kvferryd.states import LEASE, Machine
 
 MAX_READERS = 4096
@@ -127,6 +128,8 @@ class Lease:
         self.version = 0
         self.versions = Versions()
         self.reason = ""
+        self.trace = UNTRACED
+        """Of the reader that came last."""
         self.problem: KvferryError | None = None
         """Why it was revoked, where nobody asked for that."""
         self.fenced: deque[tuple[Publication, asyncio.Future[None] | None]] = deque()

@@ -12,6 +12,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.copy import Chunk
+from kvferryd.logs import UNTRACED, Trace
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.transport import Agent
@@ -29,9 +30,10 @@ class SourceReader:
     holds something else by now.
     """
 
-    def __init__(self, source: PeerRank, request_id: str, digest: bytes) -> None:
+    def __init__(self, source: PeerRank, request_id: str, digest: bytes, trace: Trace = UNTRACED) -> None:
         """digest: what the lease must have been published with; empty is not checked."""
         self.source, self.request_id, self._digest = source, request_id, digest
+        self._trace = peer_pb2.Trace(traceparent=trace.traceparent, x_request_id=trace.x_request_id)
         self.lease = peer_pb2.LeaseUpdate(more=True)
         """The source's last update."""
         self.tables: Tables = {}
@@ -75,7 +77,7 @@ class SourceReader:
         """The source answers unless it holds the very lease that was announced."""
         stream, word, version = self._follow(), self.lease.word, self.lease.version
         opening = peer_pb2.LeaseOpen(
-            reading=self.number, request_id=self.request_id, known_word=word, known_version=version
+            reading=self.number, request_id=self.request_id, known_word=word, known_version=version, trace=self._trace
         )
         stream.send(peer_pb2.ReadRequest(open=opening))
 
@@ -112,6 +114,7 @@ class SourceReader:
         if self._opening is not None:
             self._follow()
             opening.request_id = self.request_id
+            opening.trace.CopyFrom(self._trace)
         assert self._stream is not None
         self._stream.check()
         self._chunks = chunks
@@ -146,13 +149,15 @@ class SourceReader:
         if self._stream is not None:
             self._stream.close_reading(self.request_id, complete=complete, number=self.number)
         elif complete:
-            self.source.stream.close_reading(self.request_id, complete=True, word=self.lease.word)
+            self.source.stream.close_reading(self.request_id, complete=True, word=self.lease.word, trace=self._trace)
 
 
-def readers_of(peer: PeerEngine, request_id: str, digest: bytes) -> tuple[list[SourceReader], list[SourceReader]]:
+def readers_of(
+    peer: PeerEngine, request_id: str, digest: bytes, trace: Trace
+) -> tuple[list[SourceReader], list[SourceReader]]:
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
-    every = {rank: SourceReader(peer.ranks[rank], request_id, digest) for rank in sorted(peer.ranks)}
+    every = {rank: SourceReader(peer.ranks[rank], request_id, digest, trace) for rank in sorted(peer.ranks)}
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]
 
 

@@ -80,11 +80,13 @@ class ReaderStream:
     def send(self, message: peer_pb2.ReadRequest | Outbox) -> None:
         self._pending.put_nowait(message)
 
-    def close_reading(self, request_id: str, *, complete: bool, number: int = 0, word: int = 0) -> None:
+    def close_reading(
+        self, request_id: str, *, complete: bool, number: int = 0, word: int = 0, trace: peer_pb2.Trace | None = None
+    ) -> None:
         """number: 0 for a lease that was never opened. word: of the announcement that such a lease was read by, or 0. A
         source that does not get this has its time to live."""
         self._listeners.pop(number, None)
-        closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete, word=word)
+        closing = peer_pb2.LeaseClose(reading=number, request_id=request_id, complete=complete, word=word, trace=trace)
         self.send(peer_pb2.ReadRequest(close=closing))
 
     async def close(self) -> None:

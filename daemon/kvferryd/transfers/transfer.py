@@ -124,6 +124,10 @@ class Transfer:
         return self.machine.state
 
     @property
+    def trace(self) -> logs.Trace:
+        return self.order.trace if self.order else logs.UNTRACED
+
+    @property
     def over(self) -> bool:
         """Whether every rank's part has ended."""
         return self.ended.is_set() and all(rank.state.ended for rank in self.ranks.values())
@@ -230,6 +234,8 @@ class Transfer:
 
     async def _transfer(self) -> None:
         assert self.order is not None
+        # The reservation may have come first, from a call that knew nothing of the router's.
+        logs.begin(request_id=self.request_id, transfer_id=self.transfer_id, **self.trace.about)
         self._move(TransferState.CONNECTING)
         peer, readers, others = await self._open(self.order)
         through: list[SourceReader] = []
@@ -256,7 +262,7 @@ class Transfer:
         for again in (True, False):
             self._waits_for = f"the handshake with {order.address}"
             peer = await peers.get(self.engine, order.engine_id, order.address, order.epoch)
-            readers, others = readers_of(peer, self.request_id, self.reservation.digest)
+            readers, others = readers_of(peer, self.request_id, self.reservation.digest, self.trace)
             peer.users += 1
             self._waits_for = f"the publish of engine {order.engine_id}"
             try:

@@ -249,7 +249,8 @@ class Transfers:
             source=source,
             **share.model_dump(mode="json", exclude={"error"}),
             announced=transfer.announced,
-            traceparent=transfer.order.traceparent if transfer.order else "",
+            traceparent=transfer.trace.traceparent,
+            **transfer.trace.about,
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),
         )
         self._forget_oldest()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import time
 import uuid
 from pathlib import Path
@@ -27,7 +26,6 @@ MAX_IN_FLIGHT = 2048
 """Requests at once, long polls included."""
 OPEN = frozenset({"/healthz", "/readyz", "/"})
 """Asked for without a token: probes have none, and a browser sends none for the page, which holds no data."""
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Gate:
@@ -41,8 +39,8 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        name = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
-        trace = TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+        name = given if logs.REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        trace = logs.TRACEPARENT.fullmatch(headers.get("traceparent", ""))
         started, status = time.perf_counter(), 0
 
         async def named(message: Message) -> None:

@@ -16,7 +16,6 @@ from pydantic import AfterValidator
 from kvferry import schemas
 from kvferry.errors import Malformed
 from kvferryd import logs
-from kvferryd.api.rest.gate import TRACEPARENT
 from kvferryd.api.rest.openapi import DRAIN, ORDERS, PREWARM, problems
 from kvferryd.ferry import Ferry
 
@@ -72,7 +71,7 @@ def transfers(ferry: Ferry) -> APIRouter:
         traceparent: Annotated[str, Header(description="W3C trace context, joined by the daemon's span")] = "",
     ) -> schemas.Ordered:
         """Order a transfer. Idempotent: the same order again answers 200 with the same transfer."""
-        trace = traceparent if TRACEPARENT.fullmatch(traceparent) else ""
+        trace = logs.Trace(traceparent if logs.TRACEPARENT.fullmatch(traceparent) else "", logs.asked())
         with logs.bound(request_id=body.request_id):
             record, created = await ferry.order(body, trace)
         response.status_code = 202 if created else 200
