@@ -101,7 +101,8 @@ def certificates(config: Config) -> Iterator[Finding]:
         return
     CertificateFiles.of(config)  # raises when they do not fit
     for file in (config.tls[0], config.tls[2]):
-        left = (expires_at(file.read_bytes()) - datetime.now(UTC)).total_seconds() / 86400
+        ends = expires_at(file.read_bytes())
+        left = (ends - datetime.now(UTC)).total_seconds() / 86400 if ends else RENEW_DAYS
         if left < RENEW_DAYS:
             how = f"expires in {left:.0f} days" if left > 0 else f"expired {-left:.0f} days ago"
             yield (note if left > 0 else wrong)(f"{file} {how}", "renew it; the daemon reads the file again")

@@ -240,6 +240,11 @@ class Ferry:
         metrics.staging_used.set(sum(arena.used_nbytes for arena in arenas))
         waiting = states[schemas.TransferState.WAITING]  # for the router's order or the engine's reservation
         metrics.queue_depth.set(waiting + sum(arena.waiting for arena in arenas))
+        if self.certificates is not None:
+            for name, expires_at in self.certificates.current().expires.items():
+                metrics.certificates.labels(name).set(expires_at)
+        unmatched = [each.created_at for each in self.jobs if each.state is schemas.TransferState.WAITING]
+        metrics.queue_age.set(max(0.0, time.time() - min(unmatched)) if unmatched else 0)
         metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
         metrics.engines_attached.set(sum(session.attached for session in self.registry.sessions))
         metrics.draining.set(self.jobs.draining)

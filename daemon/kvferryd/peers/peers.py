@@ -106,6 +106,7 @@ class Peers:
             raise
         finally:
             self._metrics.handshake(outcome, time.monotonic() - began)
+        self._metrics.known(engine_id)
         before = self._known.get((engine, engine_id))
         self._known[engine, engine_id] = peer
         self._homes[engine, engine_id] = peer.home

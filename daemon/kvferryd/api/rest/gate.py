@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvferry.errors import Forbidden, Full, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd import logs
 from kvferryd.api.rest.problems import problem
+from kvferryd.metrics import Metrics
 
 log = logs.get(__name__)
 
@@ -32,8 +33,8 @@ class Gate:
     """Names the request (X-Request-Id, traceparent), logs it at debug, refuses what may not enter, and answers
     an unexpected exception with 500."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
-        self._app, self._tokens = app, tokens
+    def __init__(self, app: ASGIApp, tokens: TokenFile | None, metrics: Metrics) -> None:
+        self._app, self._tokens, self._metrics = app, tokens, metrics
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +69,11 @@ class Gate:
                 await problem(unexpected)(scope, receive, named)
             finally:
                 self._in_flight -= 1
-                took_ms = round((time.perf_counter() - started) * 1000, 1)
+                took_s = time.perf_counter() - started
+                if route := getattr(scope.get("route"), "path", ""):  # the template: ids are no labels
+                    waited = "?wait" if b"wait=" in scope["query_string"] else ""
+                    self._metrics.rest(scope["method"], route + waited, status, took_s)
+                took_ms = round(took_s * 1000, 1)
                 log.debug("request", method=scope["method"], path=scope["path"], status=status, took_ms=took_ms)
 
     async def _enter(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
