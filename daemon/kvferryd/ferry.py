@@ -217,6 +217,8 @@ class Ferry:
             for engine in registered
             if engine.missing_ranks()
         ]
+        faults = ((engine, self.roster.fault(engine)) for engine in registered)
+        reasons += [f"engine {engine.engine_id}: {fault}" for engine, fault in faults if fault]
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
         return schemas.Readiness(ready=not reasons, reasons=reasons)
