@@ -10,14 +10,12 @@ from kvferryd.paths.move import Flight, Move, Moved, Path, PathName, packed_whol
 from kvferryd.paths.staged import Staged
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.staging.share import DIRECT_FROM
+from kvferryd.plan.crossover import direct_is_best
 
 __all__ = ["Flight", "Move", "Moved", "PathName", "choose", "packed_whole", "refusals"]
 
 PATHS: dict[PathName, Path] = {path.name: path for path in (Mapped(), Staged(), Direct())}
 """In the order in which `auto` prefers them."""
-FEW_RUNS = {"host": 512, "cuda": 0}
-"""Fewer runs than these are read one by one sooner than a slot is asked for, however short they are."""
 
 
 def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
@@ -46,8 +44,7 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         remedy = "set way = staged (or strict) on both sides, or strict on neither"
         raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
     if able == [PathName.STAGED, PathName.DIRECT]:
-        kind, runs = engine.kind, _runs(bound)
-        if runs < FEW_RUNS[kind] or bound.nbytes >= runs * DIRECT_FROM[kind]:
+        if direct_is_best(engine.kind, _runs(bound), bound.nbytes):
             return PATHS[PathName.DIRECT]
     return PATHS[able[0]]
 

@@ -24,7 +24,8 @@ from kvferryd.metrics import Metrics
 from kvferryd.peers.channels import Channel, Channels, asking
 from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
-from kvferryd.staging.share import DIRECT_FROM, prepare_scatter
+from kvferryd.plan.crossover import DIRECT_FROM
+from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport import Span
 from kvferryd.transport.metadata import Screen, parse
 

@@ -23,10 +23,6 @@ from kvferryd.copy import Chunk, cut, moves, sample
 from kvferryd.plan import Plan, bind, plan
 from kvferryd.staging.arena import Arena
 
-DIRECT_FROM = {"host": 4 << 10, "cuda": 1 << 20}
-"""Mean bytes of a run from which direct beats staged, by kind of the destination's memory (docs/benchmarks.md): over
-cuda_ipc a descriptor costs 4 to 8 us, in which staging moves about a megabyte; on host memory 4 KiB runs take the same
-time both ways, 1 KiB runs take four times as long direct."""
 PAIRINGS = 64
 """Plans kept. A reader whose plan is forgotten pairs again."""
 
