@@ -14,7 +14,7 @@ from kvferry.errors import Conflict, KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
-from kvferryd import logs
+from kvferryd import logs, spans
 from kvferryd.certificates import CertificateFiles, Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
@@ -49,7 +49,8 @@ class Ferry:
         """How peers prove themselves; None on loopback only."""
         self.peers_known = Peers(config, metrics, self.proof)
         self.roster = Roster(config, self.peers_known.channels, Seed())
-        self.jobs = Transfers(config, self.peers_known, metrics)
+        self.spans = spans.made(self.instance)
+        self.jobs = Transfers(config, self.peers_known, metrics, self.spans)
         # What an engine that has left published may still be read; nothing more is read for it.
         self.registry = Engines(config, self.memory, self._on_lease_end, self.jobs.abort_engine, self._before_retire)
 
@@ -307,6 +308,8 @@ class Ferry:
         await self.jobs.close()
         await self.registry.close()
         await self.peers_known.close()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     # ---- engines come and go ----
 
@@ -318,6 +321,8 @@ class Ferry:
 
     def _note_lease_end(self, lease: Lease) -> None:
         self.metrics.lease_ended(lease.state)
+        if self.spans is not None:
+            self.spans.lease(lease, time.time())
         log.info(
             "lease ended", request_id=lease.request_id, engine_id=lease.engine_id, state=lease.state.value,
             tokens=lease.num_tokens, reason=lease.reason, **lease.trace.about,

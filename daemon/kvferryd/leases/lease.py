@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -125,6 +126,7 @@ class Lease:
         self.awaited = False
         """Whether readers waited for the first publish."""
         self.machine: Machine[LeaseState] = Machine(LEASE, LeaseState.PUBLISHING)
+        self.created_at = time.time()
         self.version = 0
         self.versions = Versions()
         self.reason = ""

@@ -43,9 +43,8 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         message = f"strict requires staging ({why[PathName.DIRECT]}), but {reason}"
         remedy = "set way = staged (or strict) on both sides, or strict on neither"
         raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
-    if able == [PathName.STAGED, PathName.DIRECT]:
-        if direct_is_best(engine.kind, _runs(bound), bound.nbytes):
-            return PATHS[PathName.DIRECT]
+    if able == [PathName.STAGED, PathName.DIRECT] and direct_is_best(engine.kind, _runs(bound), bound.nbytes):
+        return PATHS[PathName.DIRECT]
     return PATHS[able[0]]
 
 
