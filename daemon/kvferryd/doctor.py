@@ -28,9 +28,8 @@ from kvferry.router import RouterClient
 from kvferryd import settings
 from kvferryd.config import Config, ConfigError, misspelt, resolve
 from kvferryd.peers import allow
+from kvferryd.settings import DESCRIPTORS
 
-DESCRIPTORS = 65_536
-"""File handles that a daemon raises its limit to. The usual 1,024 are for programs that use select()."""
 PACKAGES = ("fastapi", "uvicorn", "structlog", "prometheus_client", "grpc", "cachetools", "cryptography")
 BUILDS = ("nixl_cu13", "nixl_cu12", "nixl")
 RENEW_DAYS = 14

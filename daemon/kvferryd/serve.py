@@ -30,10 +30,10 @@ from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
 from kvferryd.copy.cuda import load
-from kvferryd.doctor import DESCRIPTORS
 from kvferryd.ferry import Ferry
 from kvferryd.metrics import Metrics
 from kvferryd.nixl import keep_no_mappings
+from kvferryd.settings import DESCRIPTORS
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
