@@ -257,4 +257,9 @@ def _ask(command: str, arguments: argparse.Namespace) -> int:
     from kvferryd.config import reach
 
     flags = {"token_file": arguments.token_file, "config": arguments.config}
-    return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))
+    try:
+        return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))
+    except KvferryError as error:
+        if error.code == "unauthorized":
+            error.remedy = "name the daemon's token with --token-file FILE, or KVFERRY_TOKEN_FILE"
+        raise

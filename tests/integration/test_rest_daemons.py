@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -213,6 +214,20 @@ async def served(ferry: Ferry) -> AsyncIterator[int]:
         server.should_exit = True
         await serving
         await ferry.close()
+
+
+def test_a_command_without_a_token_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret\n")
+
+    async def run() -> None:
+        async with served(Ferry(Config(rest="127.0.0.1:0", token_file=tokens), Metrics())) as port:
+            asked = ("drain", "--status", "--daemon", f"127.0.0.1:{port}")
+            assert await kvferry(*asked) == 2
+            assert "--token-file" in capsys.readouterr().err
+            assert await kvferry(*asked, "--token-file", str(tokens)) == 1
+
+    asyncio.run(run())
 
 
 def test_a_long_poll_ends_when_its_client_leaves() -> None:
