@@ -72,7 +72,7 @@ class EngineClient:
         self.over = self._session.over
         """Set once the daemon reads and writes nothing of the closed session any more. `close` always sets it."""
         self.draining = asyncio.Event()
-        """Set when the daemon asks for no new work."""
+        """Set while the daemon asks for no new work."""
 
     @classmethod
     async def connect(
@@ -394,7 +394,10 @@ class EngineClient:
                     else:
                         lease._ended.set_result(LeaseState(event.lease_ended.state))
             case "draining":
-                self.draining.set()
+                if event.draining.cancelled:
+                    self.draining.clear()
+                else:
+                    self.draining.set()
 
     def _end(self, why: KvferryError) -> None:
         """The session has ended: receives under way have failed. Their blocks, and those of leases, are in doubt."""

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from kvferry import schemas
+from kvferry import __version__, schemas
 from kvferry.errors import Details, Kind, KvferryError, Refusal
 from kvferry.manifest import Manifest
 
@@ -65,7 +65,7 @@ class RouterClient:
 
     url: for example "http://127.0.0.1:7410". token: sent as a bearer token. timeout_s: for a whole call; long polls
     add their own wait. http: share one connection pool among several clients; its owner closes it. tls: for https,
-    a context with the client's certificate where the daemon asks for one.
+    a context with the client's certificate where the daemon asks for one. name: what the daemon's log calls the caller.
 
     >>> async with RouterClient("http://127.0.0.1:7410") as daemon:
     ...     source = SourceBody(engine_id="prefill", address="10.0.0.7:7411")
@@ -81,10 +81,13 @@ class RouterClient:
         timeout_s: float = 10.0,
         http: httpx.AsyncClient | None = None,
         tls: ssl.SSLContext | None = None,
+        name: str = "",
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"user-agent": name or f"kvferry/{__version__}"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
         self._owned = http is None
         # trust_env: a proxy for the outside world, set in the environment, has no business between router and daemon.
         self._http = http or httpx.AsyncClient(
@@ -103,13 +106,16 @@ class RouterClient:
 
     # transfers
 
-    async def order(self, body: schemas.OrderBody, *, traceparent: str = "") -> schemas.Ordered:
+    async def order(self, body: schemas.OrderBody, *, traceparent: str = "", x_request_id: str = "") -> schemas.Ordered:
         """Order a transfer. The same order again answers with the same transfer.
+
+        traceparent (W3C) and x_request_id: on every line of the transfer, in the logs of all daemons of both sides.
 
         Raises `order_conflict` for another body under the same request_id, `full` (see `retry_after_s`),
         `address_not_allowed`, `draining`.
         """
-        headers = {"traceparent": traceparent} if traceparent else {}
+        given = {"traceparent": traceparent, "x-request-id": x_request_id}
+        headers = {name: value for name, value in given.items() if value}
         return await self._call("POST", "/v1/transfers", schemas.Ordered, body=body, headers=headers)
 
     async def transfer(self, transfer_id: str, *, wait_s: float = 0.0) -> schemas.TransferRecord:
@@ -205,6 +211,10 @@ class RouterClient:
         return await self._call(
             "POST", "/v1/drain", schemas.DrainStatus, body=schemas.DrainRequest(wait_s=wait_s), wait_s=wait_s
         )
+
+    async def cancel_drain(self) -> schemas.DrainStatus:
+        """Take orders again. Raises `stopping` once the daemon was told to stop."""
+        return await self._call("DELETE", "/v1/drain", schemas.DrainStatus)
 
     async def drain_status(self) -> schemas.DrainStatus:
         return await self._call("GET", "/v1/drain", schemas.DrainStatus)

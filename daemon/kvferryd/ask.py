@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import socket
 import ssl
 import sys
 import time
@@ -14,9 +16,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from kvferry import __version__
 from kvferry.errors import Malformed
 from kvferry.router import RouterClient
-from kvferry.schemas import PeerRequest, TransferRecord, TransferState
+from kvferry.schemas import DrainStatus, PeerRequest, TransferRecord, TransferState
 from kvferryd.config import Config, bad_config
 
 DONE, NOT_YET = 0, 1
@@ -32,7 +35,8 @@ def client(config: Config, arguments: argparse.Namespace) -> RouterClient:
     if "://" not in url:
         url = f"http://{url}"
     tls = _tls(config) if url.startswith("https:") else None
-    return RouterClient(url, token=_token(config.token_file), tls=tls)
+    name = f"kvferry/{__version__}; user {os.getuid()} at {socket.gethostname()}"
+    return RouterClient(url, token=_token(config.token_file), tls=tls, name=name)
 
 
 def _token(file: Path | None) -> str:
@@ -149,14 +153,17 @@ async def drain(config: Config, arguments: argparse.Namespace) -> int:
     """The daemon holds each answer until nothing is left, at most PROGRESS_S; a line is printed at each change."""
     deadline, said = time.monotonic() + arguments.wait, ""
     async with client(config, arguments) as daemon:
+        if arguments.status or arguments.cancel:
+            left = await (daemon.cancel_drain() if arguments.cancel else daemon.drain_status())
+            if arguments.json:
+                _json(left)
+            else:
+                print(drain_line(left))
+            return DONE if left.drained or arguments.cancel else NOT_YET
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             left = await daemon.drain(min(left_s, PROGRESS_S if said else 0.0))
-            line = (
-                "drained: no lease and no transfer is left"
-                if left.drained
-                else f"draining: {count(left.leases, 'lease')}, {count(left.transfers, 'transfer')} left"
-            )
+            line = drain_line(left)
             if line != said and not arguments.json:
                 print(line, flush=True)
             if left.drained or left_s == 0:
@@ -164,7 +171,15 @@ async def drain(config: Config, arguments: argparse.Namespace) -> int:
             said = line
     if arguments.json:
         _json(left)
+    print("kvferry: it takes no new transfers; `kvferry drain --cancel` ends that", file=sys.stderr)
     return DONE if left.drained else NOT_YET
+
+
+def drain_line(left: DrainStatus) -> str:
+    if left.drained:
+        return "drained: no lease and no transfer is left"
+    held = f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}"
+    return f"draining: {held} left" if left.draining else f"not draining: {held} here"
 
 
 COMMANDS: dict[str, Callable[[Config, argparse.Namespace], Coroutine[object, object, int]]] = {
@@ -180,11 +195,12 @@ def transfer_table(records: Sequence[TransferRecord]) -> str:
         rate = f"{size(record.bytes / reading_ms * 1000)}/s" if record.bytes and reading_ms else "-"
         source = record.source.engine_id if record.source else "-"
         why = f"{record.error.code}: {record.error.message}" if record.error else ""
+        began = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created_at))
         rows.append((
             record.state.value, record.request_id, source, record.engine_id, record.path or "-", size(record.bytes),
-            rate, duration(_total_ms(record)), why,
+            rate, duration(_total_ms(record)), began, why,
         ))  # fmt: skip
-    heads = ("STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "ERROR")
+    heads = ("STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "BEGAN", "ERROR")
     return table(heads, rows, "no transfers")
 
 

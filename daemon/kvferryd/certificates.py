@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import grpc
@@ -24,6 +26,8 @@ class Identity:
     authority: bytes
     name: str = ""
     """For which peers' certificates must be; empty: for the address that is dialled."""
+    expires: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Unix time at which the certificates end, by setting."""
     context: ssl.SSLContext | None = field(default=None, compare=False)
     """For a REST server, which asks its clients for certificates."""
 
@@ -111,6 +115,16 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(served.for_serving(), renewed, True)  # type: ignore[arg-type]
 
 
+def expires_at(pem: bytes) -> datetime | None:
+    """When the first certificate of a PEM file ends; None where it is of a kind that OpenSSL alone reads."""
+    from cryptography import x509  # 60 ms, for who has certificates
+
+    try:
+        return x509.load_pem_x509_certificate(pem).not_valid_after_utc
+    except ValueError:
+        return None
+
+
 class CertificateFiles(Certificates):
     """The tls_* files."""
 
@@ -130,7 +144,9 @@ class CertificateFiles(Certificates):
         context.load_cert_chain(certificate, key)
         context.load_verify_locations(authority)
         context.verify_mode = ssl.CERT_REQUIRED
-        return Identity(certificate.read_bytes(), key.read_bytes(), authority.read_bytes(), context=context)
+        held = certificate.read_bytes(), key.read_bytes(), authority.read_bytes()
+        expires = {"tls_cert": expires_at(held[0]), "tls_ca": expires_at(held[2])}
+        return Identity(*held, expires={name: at.timestamp() for name, at in expires.items() if at}, context=context)
 
     def server_context(self) -> ssl.SSLContext:
         """For asyncio and uvicorn: the same."""

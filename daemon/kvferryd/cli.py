@@ -25,6 +25,7 @@ examples:
   kvferry serve --device cuda:0 --config /etc/kvferry.toml
   kvferry keep --device cuda:0                the same, started again when it dies, under living engines
   kvferry status                              is it ready, and if not, why
+  kvferry doctor                              what is wrong on this machine
   kvferry transfers --watch                   what is moving
   kvferry drain --wait 300                    take no more work, return when all leases are read
 
@@ -57,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 not (yet) so, 2 an error, told on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in FORWARDED:
+        if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
+            _needs("argcomplete", "serve", "completion").autocomplete(_parser())
+        if not arguments:
+            _parser().print_help()
+            return OK
+        if arguments[0] in FORWARDED:
             forwarded = FORWARDED[arguments[0]]
             return int(_needs(forwarded.module, forwarded.extra, arguments[0]).main(arguments[1:]))
         parsed = _parser().parse_args(arguments)
@@ -122,8 +128,22 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     serve.settings = True
     serve.set_defaults(command=_serve)
-    serve.add_argument("--check", action="store_true", help="print every setting and where it comes from, and exit")
+    serve.add_argument(
+        "--check",
+        action="store_true",
+        help="print every setting and its origin, and what the daemon would stumble over; start nothing",
+    )
     serve.add_argument("--keeper", type=int, help=argparse.SUPPRESS)
+    doctor = command(
+        "doctor", "what is wrong on this machine, and what to do",
+        "Looks at what a daemon with these settings needs: GPU, UCX transports, RDMA, limits, namespaces,"
+        " certificates, the roster. Needs no daemon and no GPU. Exits 0 when nothing is wrong, else 1.",
+        "kvferry doctor", "kvferry doctor --config /etc/kvferry.toml --json",
+        "kubectl exec POD -c kvferry -- kvferry doctor",
+    )  # fmt: skip
+    doctor.settings = True
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--json", action="store_true", help="what is found, for programs")
     for name, forwarded in FORWARDED.items():
         commands.add_parser(name, help=forwarded.help, add_help=False)
     asking(
@@ -149,11 +169,16 @@ def _parser() -> argparse.ArgumentParser:
     peers.add_argument("--forget", metavar="ENGINE", help="drop what is held of that engine's ranks")
     drain = asking(
         "drain", "take no more work, wait until leases are read",
-        "Tells a daemon to take no more work. Exits 0 only when nothing is left: no lease, no transfer; else 1.",
-        "kvferry drain                what is left now",
+        "Tells a daemon to take no more work, until --cancel. Exits 0 only when nothing is left: no lease, no transfer;"
+        " else 1.",
         "kvferry drain --wait 300     a pod's preStop hook: return when all is read, or after 300 seconds",
+        "kvferry drain --status       what is left now, and whether it drains at all; changes nothing",
+        "kvferry drain --cancel       take new work again",
     )  # fmt: skip
-    drain.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
+    instead = drain.add_mutually_exclusive_group()
+    instead.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
+    instead.add_argument("--status", action="store_true", help="ask only: neither begin nor end a drain")
+    instead.add_argument("--cancel", action="store_true", help="end the drain; new transfers are taken again")
     return parser
 
 
@@ -203,14 +228,32 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.check:
         for name in OPTIONS:
             print(f"{name:<18} {written(getattr(config, name)) or '-':<32} {origins[name]}")
-        for warning in config.warnings():
-            print(f"note: {warning}")
-        return OK
+        from kvferryd.doctor import CHECK, Level, findings
+
+        bad = False
+        for found in findings(config, CHECK):
+            if found.level is Level.WRONG:
+                bad = True
+                print(f"kvferry: {found.what} -> {found.remedy}", file=sys.stderr)
+            elif found.level is Level.NOTE:
+                print(f"note: {found.what}")
+        return FAILED if bad else OK
     logs, serve = (_needs(f"kvferryd.{module}", "daemon", "serve") for module in ("logs", "serve"))
-    logs.configure(config)
+    if config.log_format == "json":
+        from kvferryd.foreign import wrap  # before anything else can write
+
+        logs.configure(config, wrap())
+    else:
+        logs.configure(config)
     for variable, meant in misspelt():
         logs.get(__name__).warning("nothing reads this variable", variable=variable, did_you_mean=meant)
     return int(serve.run(config, arguments.keeper))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from kvferryd.doctor import doctor
+
+    return doctor(vars(arguments), as_json=arguments.json)
 
 
 def _ask(command: str, arguments: argparse.Namespace) -> int:
@@ -219,4 +262,9 @@ def _ask(command: str, arguments: argparse.Namespace) -> int:
     from kvferryd.config import reach
 
     flags = {"token_file": arguments.token_file, "config": arguments.config}
-    return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))
+    try:
+        return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))
+    except KvferryError as error:
+        if error.code == "unauthorized":
+            error.remedy = "name the daemon's token with --token-file FILE, or KVFERRY_TOKEN_FILE"
+        raise

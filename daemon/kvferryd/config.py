@@ -46,8 +46,8 @@ class Config(BaseModel):
     )
     arena_mb: Whole = _about(
         512,
-        "staging arena of an engine, MiB; on a GPU made unless way is direct or mapped, on host memory only where "
-        "staging is forced; 0: none",
+        "staging arena of an engine, MiB; on a GPU made unless way is direct or mapped, on host memory where staging "
+        "is forced, or with way = auto when a peer's runs are short; 0: none",
         ge=0,
     )
     way: Way = _about("auto", "how to move runs; auto: mapped if possible, else staged for short runs, direct for long")

@@ -12,13 +12,12 @@ from itertools import chain, islice
 from statistics import median
 from typing import Any
 
-import structlog
-
 from kvferry import __version__, schemas
-from kvferry.errors import KvferryError, NotFound
+from kvferry.errors import Conflict, KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import problem_to_proto
+from kvferryd import logs, spans
 from kvferryd.certificates import CertificateFiles, Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
@@ -38,7 +37,7 @@ from kvferryd.transfers.order import order_of, reservations_of
 from kvferryd.transfers.transfer import Transfer, error_body
 from kvferryd.transfers.transfers import Transfers
 
-log = structlog.get_logger()
+log = logs.get(__name__)
 LOOK_S, COME_ALONG_S = 1.0, 3.0
 NAMED = 32
 """Readers of one lease that a line of the log names."""
@@ -51,13 +50,15 @@ class Ferry:
         self.config, self.metrics = config, metrics
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
+        self._stopping = False
         self.memory = provider(config, keeper)
         self.certificates = CertificateFiles.of(config)
         self.proof = self.certificates or _shared_secret(config)
         """How peers prove themselves; None on loopback only."""
         self.peers_known = Peers(config, metrics, self.proof)
         self.roster = Roster(config, self.peers_known.channels, Seed())
-        self.jobs = Transfers(config, self.peers_known, metrics)
+        self.spans = spans.made(self.instance)
+        self.jobs = Transfers(config, self.peers_known, metrics, self.spans)
         # What an engine that has left published may still be read; nothing more is read for it.
         self.registry = Engines(
             config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire
@@ -65,13 +66,13 @@ class Ferry:
 
     # ---- transfers ----
 
-    async def order(self, body: schemas.OrderBody, traceparent: str = "") -> tuple[schemas.Ordered, bool]:
+    async def order(self, body: schemas.OrderBody, trace: logs.Trace = logs.UNTRACED) -> tuple[schemas.Ordered, bool]:
         """Take a router's order; (its transfer, whether the order is new)."""
         try:
             wanted = body.destination
             engine = self.registry.get(wanted.engine_id if wanted else None)
             allow.check(body.source.address, self.config.allow_peers)
-            order = order_of(body, traceparent)
+            order = order_of(body, trace)
             by_rank = reservations_of(wanted, engine.world_size)
             own = by_rank.get(engine.rank)
             if own is not None:
@@ -270,6 +271,8 @@ class Ferry:
             for engine in registered
             if engine.missing_ranks()
         ]
+        faults = ((engine, self.roster.fault(engine)) for engine in registered)
+        reasons += [f"engine {engine.engine_id}: {fault}" for engine, fault in faults if fault]
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
         reasons += [
@@ -319,6 +322,11 @@ class Ferry:
         metrics.gauge(self.totals())
         for owned, name in ((True, "owned"), (False, "adopted")):
             metrics.regions.labels(name).set(sum(each.span.nbytes for each in regions if each.owned is owned))
+        if self.certificates is not None:
+            for name, expires_at in self.certificates.current().expires.items():
+                metrics.certificates.labels(name).set(expires_at)
+        unmatched = [each.created_at for each in self.jobs if each.state is schemas.TransferState.WAITING]
+        metrics.queue_age.set(max(0.0, time.time() - min(unmatched)) if unmatched else 0)
         metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
         metrics.peers_failing.set(len(self._warnings()))
         metrics.engines_attached.set(sum(session.attached for session in self.registry.sessions))
@@ -333,17 +341,35 @@ class Ferry:
         drained = draining and not leases and not transfers
         return schemas.DrainStatus(draining=draining, leases=leases, transfers=transfers, drained=drained)
 
-    async def drain(self, wait_s: float) -> schemas.DrainStatus:
-        """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`."""
+    async def drain(self, wait_s: float, asked_by: str, *, stopping: bool = False) -> schemas.DrainStatus:
+        """Take no new transfers, and wait until leases are read and transfers ended, at most `wait_s`.
+
+        stopping: the process ends afterwards, and `cancel_drain` comes too late.
+        """
+        self._stopping = self._stopping or stopping
         if not self.jobs.draining:
-            self.jobs.draining = True
-            for session in self.registry.sessions:
-                session.tell(engine_pb2.Event(draining=engine_pb2.Draining()))
+            self._set_draining(True, asked_by)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self.drain_status().drained:
                     await self._one_ends()
         return self.drain_status()
+
+    def cancel_drain(self, asked_by: str) -> schemas.DrainStatus:
+        """Take new transfers again. Idempotent. Raises KvferryError (`stopping`)."""
+        if self._stopping:
+            why, remedy = "the daemon drains to stop", "start it again"
+            raise Conflict("stopping", why, field="draining", value=True, remedy=remedy)
+        if self.jobs.draining:
+            self._set_draining(False, asked_by)
+        return self.drain_status()
+
+    def _set_draining(self, draining: bool, asked_by: str) -> None:
+        self.jobs.draining = draining
+        left = self.drain_status().model_dump(include={"leases", "transfers"})
+        log.warning("drain begins" if draining else "drain cancelled", asked_by=asked_by, **left)
+        for session in self.registry.sessions:
+            session.tell(engine_pb2.Event(draining=engine_pb2.Draining(cancelled=not draining)))
 
     async def _one_ends(self) -> None:
         """Until a lease changes, or a transfer ends or is quiet."""
@@ -383,6 +409,8 @@ class Ferry:
         await self.jobs.close()
         await self.registry.close()
         await self.peers_known.close()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     # ---- engines come and go ----
 
@@ -394,12 +422,15 @@ class Ferry:
 
     def _note_lease_end(self, lease: Lease) -> None:
         self.metrics.lease_ended(lease.state)
+        if self.spans is not None:
+            self.spans.lease(lease, time.time())
         readers = lease.readers()
         log.info(
             "lease ended", request_id=lease.request_id, engine_id=lease.engine_id, state=lease.state.value,
             tokens=lease.num_tokens, reason=lease.reason, age_s=round(lease.age_s, 3),
             bytes=sum(each.bytes for each in readers),
             readers=[f"{each.engine_id}/{each.rank} {each.state} {each.bytes}" for each in readers[:NAMED]],
+            **lease.trace.about,
         )  # fmt: skip
 
     def _on_served(self, who: ReaderId, nbytes: int) -> None:

@@ -7,10 +7,12 @@ uvicorn, grpc and everything else that logs through the standard library goes th
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from contextlib import AbstractContextManager
-from typing import TextIO
+from dataclasses import dataclass
+from typing import Protocol, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -38,6 +40,40 @@ class _Bounded:
             line["left_out"] = wanted - MOST
         self._seen[event] = now, wanted + 1 if second == now else 1
         return line
+
+
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class _Told(Protocol):
+    """peer_pb2.Trace and OrderRequest."""
+
+    traceparent: str
+    x_request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """By which the lines of a request are found on both sides and all ranks: as its router gave them, or empty."""
+
+    traceparent: str = ""
+    x_request_id: str = ""
+
+    @classmethod
+    def of(cls, told: _Told) -> Trace:
+        """What is well-formed of it."""
+        parent, name = TRACEPARENT.fullmatch(told.traceparent), REQUEST_ID.fullmatch(told.x_request_id)
+        return cls(parent[0] if parent else "", name[0] if name else "")
+
+    @property
+    def about(self) -> dict[str, str]:
+        """For a line."""
+        about = {"x_request_id": self.x_request_id, "trace_id": self.traceparent[3:35]}
+        return {key: value for key, value in about.items() if value}
+
+
+UNTRACED = Trace()
 
 
 def configure(config: Config, stream: TextIO | None = None) -> None:
@@ -98,6 +134,16 @@ def get(name: str) -> structlog.stdlib.BoundLogger:
     """The logger of a module. Lines are an event and key=value pairs: `log.info("transfer ended", state=...)`."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
+
+
+def begin(**about: object) -> None:
+    """Put them on every line of this task from now on."""
+    structlog.contextvars.bind_contextvars(**about)
+
+
+def asked() -> str:
+    """The X-Request-Id of the REST call that is being answered."""
+    return str(structlog.contextvars.get_contextvars().get("x_request_id", ""))
 
 
 def bound(**about: object) -> AbstractContextManager[object]:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import platform
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+)  # fmt: skip
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -19,6 +27,15 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
 """64 KiB to 64 GiB, by four."""
 OTHER, NONE = "other", "none"
+WAYS = (("direct", "UCX"), ("staged", "UCX"), ("mapped", "cuda_ipc"))
+"""Path and transport."""
+FAILURES = (
+    "aborted", "deadline", "engine_gone", "engine_taken", "lease_ended", "other_prompt", "peer_lost",
+    "peer_unreachable", "rank_failed", "stale_epoch", "torn", "transport_failed",
+)  # fmt: skip
+REFUSALS = ("address_not_allowed", "draining", "full", "malformed_tables", "order_conflict", "unknown_engine")
+"""Codes that are counted from 0 on, so that a rate sees the first of them. Others begin with their first."""
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each counter, which nobody reads
 
 
 class Few:
@@ -70,6 +87,23 @@ class Metrics:
         )
         self.sizes = histogram("transfer_bytes", "size of done transfers", ["path"], buckets=BYTES)
         self.handshake_times = histogram("handshake_seconds", "time of handshakes", ["outcome"], buckets=SECONDS)
+        self.peer_times = histogram(
+            "peer_transfer_seconds", "time of done transfers by source engine, without the wait for their second half",
+            ["peer_engine"], buckets=SECONDS,
+        )  # fmt: skip
+        self.rest_times = histogram(
+            "rest_seconds", "time of REST calls; of those that wait for an end the route has ?wait",
+            ["method", "route", "status"], buckets=SECONDS,
+        )  # fmt: skip
+        for code in FAILURES:
+            self.failures.labels(code, NONE)
+        for code in REFUSALS:
+            self.refused.labels(code)
+        for outcome in ("ok", "peer_unreachable"):
+            self.handshakes.labels(outcome)
+        for state in LeaseState:
+            if state.ended:
+                self.leases_ended.labels(state.value)
 
         self.transfers = gauge("transfers", "transfers held now, the history included", ["state"])
         self.waiting = gauge("transfers_waiting", "transfers that move nothing, by what they wait for", ["waits_for"])
@@ -82,11 +116,30 @@ class Metrics:
         self.queue_depth = gauge(
             "queue_depth", "waiting transfers (order or reservation to come) and waits for a staging slot"
         )
+        self.queue_age = gauge(
+            "queue_oldest_seconds", "age of the oldest transfer whose order or reservation is to come"
+        )
+        self.certificates = gauge(
+            "certificate_expiry_timestamp_seconds", "when a certificate of the tls_* files ends", ["file"]
+        )
         self.peers = gauge("peers", "peers with a finished handshake")
         self.peers_failing = gauge("peers_failing", "peers that have not answered since their last failure")
         self.engines_attached = gauge("engines_attached", "engine ranks with an open session")
         self.draining = gauge("draining", "1 while the daemon takes no new transfers")
         self.ready = gauge("ready", "1 while /readyz answers 200")
+
+    def known(self, peer_engine: str) -> None:
+        """A peer is read from here for the first time: what is counted of it begins at 0."""
+        peer = self._peer(peer_engine)
+        for code in FAILURES:
+            self.failures.labels(code, peer)
+        for way in WAYS:
+            self.ended.labels(TransferState.DONE.value, *way, peer)
+            self.read.labels(*way, peer)
+            self.descriptors.labels(*way, peer)
+
+    def rest(self, method: str, route: str, status: int, seconds: float) -> None:
+        self.rest_times.labels(method, route, str(status)).observe(seconds)
 
     def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
         """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""
@@ -97,6 +150,8 @@ class Metrics:
             self.read.labels(*by_read).inc(share.bytes)
             self.descriptors.labels(*by_read).inc(share.descriptors)
             self.sizes.labels(path).observe(share.bytes)
+            took_ms = share.phases_ms.get("total", 0.0) - share.phases_ms.get("waiting", 0.0)
+            self.peer_times.labels(peer).observe(took_ms / 1000)
         if share.error is not None:
             self.failures.labels(self._code(share.error.code), peer).inc()
         for phase, milliseconds in share.phases_ms.items():

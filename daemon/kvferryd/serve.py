@@ -36,6 +36,7 @@ from kvferryd.memory.kept import Keeper
 from kvferryd.metrics import Metrics
 from kvferryd.nixl import keep_no_mappings
 from kvferryd.nixl import load as load_nixl
+from kvferryd.settings import DESCRIPTORS
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -46,7 +47,6 @@ KEEP_BYTES = 32 << 20
 SWITCH_S = 2e-4
 """How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
-DESCRIPTORS = 65_536
 HANDSHAKE_MS = 5000
 """The longest that a peer may take to prove itself."""
 
@@ -57,7 +57,6 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     keeper_fd: the keeper's end of this process. The keeper decides when it is its turn.
     """
     keeper = None if keeper_fd is None else Keeper(keeper_fd)
-    logs.configure(config)
     sys.setswitchinterval(SWITCH_S)
     _keep_freed_memory()
     _raise_descriptor_limit()
@@ -99,7 +98,7 @@ def _keep_freed_memory() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """The usual 1,024 are for programs that use select(), and an engine takes 30, a peer two or more."""
+    """An engine takes 30, a peer two or more."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -148,8 +147,8 @@ def _ignore_signals() -> None:
 
 
 async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
-    log.info("draining", timeout_s=ferry.config.drain_timeout_s)
-    drained = asyncio.create_task(ferry.drain(ferry.config.drain_timeout_s))
+    log.info("stopping", drain_timeout_s=ferry.config.drain_timeout_s)
+    drained = asyncio.create_task(ferry.drain(ferry.config.drain_timeout_s, "a signal to stop", stopping=True))
     hurried = asyncio.create_task(now.wait())
     await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
     for task in (drained, hurried):

@@ -30,7 +30,10 @@ async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Dae
 
 @pytest.fixture(scope="session")
 async def pair(daemons: Daemons) -> AsyncIterator[Pair]:
-    prefill_daemons, decode_daemons = await asyncio.gather(daemons.start("p", 2), daemons.start("d", 3))
+    # Not auto: these two have runs of 16 bytes, and most tests are about reads that take a while.
+    prefill_daemons, decode_daemons = await asyncio.gather(
+        daemons.start("p", 2, "--way", "direct"), daemons.start("d", 3, "--way", "direct")
+    )
     prefill, decode = await asyncio.gather(
         TestEngine.start("prefill", prefill_daemons, PREFILL), TestEngine.start("decode", decode_daemons, DECODE)
     )

@@ -19,9 +19,11 @@ TP1 = Shape.tp(1, num_blocks=16)
 KILLABLE = Path(__file__).parent / "engine_process.py"
 
 
-async def engine_on(stack: AsyncExitStack, engine_id: str, daemon: DaemonService) -> tuple[TestEngine, RouterClient]:
+async def engine_on(
+    stack: AsyncExitStack, engine_id: str, daemon: DaemonService, shape: Shape = TP1
+) -> tuple[TestEngine, RouterClient]:
     router = await stack.enter_async_context(RouterClient(daemon.url))
-    engine = await TestEngine.start(engine_id, [daemon], TP1)
+    engine = await TestEngine.start(engine_id, [daemon], shape)
     stack.push_async_callback(engine.close)
     return engine, router
 

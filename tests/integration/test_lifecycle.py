@@ -12,6 +12,7 @@ from lives import engine_on, published, receives
 from pair import Pair
 from ranks import Kv
 
+from kvferry import __version__
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import DaemonError
@@ -68,6 +69,41 @@ async def test_a_drain_that_is_asked_for_does_not_end_the_daemon(
     await receives(pair.decode, request_id, kv, engine.source())
     assert (await waiting).drained
     assert await router.healthy()
+
+
+async def test_a_drain_can_be_taken_back_and_the_log_says_who_asked(
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("drain-f", 1, "--drain-timeout-s", "60")
+    engine, router = await engine_on(stack, "drain-f", daemon)
+    draining = engine.ranks[0].client.draining
+    kv, leases = await published(engine, request_id)
+    assert (await router.drain()).draining
+    await asyncio.wait_for(draining.wait(), TIMEOUT_S)
+    left = await router.cancel_drain()
+    assert (left.draining, left.leases, left.drained) == (False, 1, False)
+    assert (await router.cancel_drain()).draining is False  # idempotent
+    assert (await router.ready()).ready
+    await receives(pair.decode, request_id, kv, engine.source())
+    assert await leases[0].ended() is LeaseState.RELEASED
+    assert not draining.is_set()  # events come in order
+    log = daemon.tail()
+    assert "drain begins" in log
+    assert "drain cancelled" in log
+    assert f'"asked_by": "127.0.0.1 (kvferry/{__version__})"' in log
+
+
+async def test_a_daemon_that_stops_cannot_be_called_back(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("drain-g", 1, "--drain-timeout-s", "60")
+    engine, router = await engine_on(stack, "drain-g", daemon)
+    await published(engine, request_id)
+    daemon.signal(signal.SIGTERM)
+    await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
+    with pytest.raises(DaemonError) as refused:
+        await router.cancel_drain()
+    assert (refused.value.code, refused.value.status) == ("stopping", 409)
 
 
 async def test_a_second_signal_stops_without_waiting_and_leaves_nothing(

@@ -57,7 +57,12 @@ async def test_probes_and_metrics_say_what_is_so(
     assert said["kvferry_orders_refused_total", (("code", "address_not_allowed"),)] == 1
     assert said["kvferry_peers", ()] == 2
     assert said["kvferry_live_readers", ()] == said["kvferry_quarantined_bytes", ()] == 0
-    assert any(name == "kvferry_transfer_failures_total" and ("code", "deadline") in own for name, own in said)
+    failed = [own for (name, own), count in said.items() if name == "kvferry_transfer_failures_total" and count]
+    assert any(("code", "deadline") in own for own in failed)
+    assert said["kvferry_peer_transfer_seconds_count", (("peer_engine", "prefill"),)] == 1
+    call = (("method", "POST"), ("route", "/v1/transfers"), ("status", "403"))
+    assert said["kvferry_rest_seconds_count", call] == 1
+    assert said["kvferry_queue_oldest_seconds", ()] == 0
 
 
 async def metrics(http: httpx.AsyncClient) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -176,6 +177,12 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
     async def run() -> None:
         async with engine(daemon, "prefill") as (client, _), httpx.AsyncClient(base_url=daemon.url) as rest:
             await client.publish("held", tables(1), 3, ttl_s=60)
+            assert await kvferry("drain", "--daemon", daemon.url, "--status") == 1
+            assert capsys.readouterr().out == "not draining: 1 lease, 0 transfers here\n"
+            assert await kvferry("drain", "--daemon", daemon.url) == 1
+            assert "`kvferry drain --cancel` ends that" in capsys.readouterr().err
+            assert await kvferry("drain", "--daemon", daemon.url, "--cancel") == 0
+            assert capsys.readouterr().out == "not draining: 1 lease, 0 transfers here\n"
             assert await kvferry("drain", "--daemon", daemon.url, "--wait", "0.3") == 1
             assert capsys.readouterr().out == "draining: 1 lease, 0 transfers left\n"
             assert await kvferry("status", "--daemon", daemon.url) == 1
@@ -207,6 +214,20 @@ async def served(ferry: Ferry) -> AsyncIterator[int]:
         server.should_exit = True
         await serving
         await ferry.close()
+
+
+def test_a_command_without_a_token_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret\n")
+
+    async def run() -> None:
+        async with served(Ferry(Config(rest="127.0.0.1:0", token_file=tokens), Metrics())) as port:
+            asked = ("drain", "--status", "--daemon", f"127.0.0.1:{port}")
+            assert await kvferry(*asked) == 2
+            assert "--token-file" in capsys.readouterr().err
+            assert await kvferry(*asked, "--token-file", str(tokens)) == 1
+
+    asyncio.run(run())
 
 
 def test_a_long_poll_ends_when_its_client_leaves() -> None:

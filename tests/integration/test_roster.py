@@ -80,6 +80,24 @@ async def test_a_handshake_names_the_ranks_that_are_missing(
     assert "ranks [1]" in readiness.reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ((), "roster is this daemon's own address, and rank 1 finds no other: set it to the peer address of rank 0"),
+        (("--roster", "192.0.2.1:7411"), "roster: this daemon may not speak to 192.0.2.1:7411"),
+    ],
+)
+async def test_a_roster_that_is_missing_or_forbidden_is_told_by_readyz_and_the_log(
+    daemons: Daemons, stack: AsyncExitStack, flags: tuple[str, ...], why: str
+) -> None:
+    (daemon,) = await daemons.start(f"astray-{len(flags)}", 1, *flags)
+    await rank_of(stack, "astray", daemon, 1)
+    async with RouterClient(daemon.url) as router:
+        reasons = (await router.ready()).reasons
+    assert any(reason.startswith(f"engine astray: {why}") for reason in reasons), reasons
+    assert "roster cannot be joined" in daemon.log.read_text()
+
+
 async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_ranks(
     pair: Pair, two: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from kvferryd import ask, cli
 from kvferryd.cli import FORWARDED, main
 from kvferryd.config import OPTIONS
 
-OWN = ("serve", "status", "transfers", "peers", "drain")
+OWN = ("serve", "doctor", "status", "transfers", "peers", "drain")
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,28 @@ def test_help_lists_every_command_with_examples(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert all(command in said for command in (*OWN, *FORWARDED))
     assert "examples:" in said
+
+
+def test_the_bare_command_is_a_question_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_a_drain_is_begun_watched_or_cancelled_and_not_two_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("drain", "--status", "--cancel") == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("kvferry dr", "drain"), ("kvferry drain --ca", "--cancel"), ("kvferry serve --arena", "--arena-mb")],
+)
+def test_the_shell_completes_commands_flags_and_settings(typed: str, offered: str, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": typed, "COMP_POINT": str(len(typed))}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(told), "_ARGCOMPLETE_IFS": "|"}
+    subprocess.run([sys.executable, "-m", "kvferryd"], env=os.environ | asked, capture_output=True, check=True)
+    assert offered in [each.strip() for each in told.read_text().split("|")]
 
 
 @pytest.mark.parametrize("command", OWN)
@@ -132,20 +155,10 @@ def test_transfers_are_a_table_with_the_unfinished_first() -> None:
         bytes=3 << 30, path="staged", phases_ms={"waiting": 1, "reading": 1500}, created_at=time.time() - 1.5,
     )  # fmt: skip
     lines = ask.transfer_table([ended, live]).splitlines()
-    assert lines[0].split() == ["STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "ERROR"]
-    assert lines[1].split() == [
-        "reading",
-        "new",
-        "prefill",
-        "decode",
-        "staged",
-        "3.0",
-        "GiB",
-        "2.0",
-        "GiB/s",
-        "1.5",
-        "s",
-    ]
+    assert lines[0].split() == ["STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "BEGAN", "ERROR"]
+    began = time.strftime("%m-%d %H:%M:%S", time.localtime(live.created_at))
+    moved = ["reading", "new", "prefill", "decode", "staged", "3.0", "GiB", "2.0", "GiB/s", "1.5", "s"]
+    assert lines[1].split() == [*moved, *began.split()]
     assert "deadline: too late" in lines[2]
     assert "\x1b" not in lines[2]
 

@@ -289,3 +289,20 @@ def test_source_tables_that_are_none(data: Any) -> None:
     with pytest.raises(KvferryError) as caught:
         source_tables_from_json(data, TWO)
     assert caught.value.code == "malformed_tables"
+
+
+def short_runs(way: str) -> str:
+    """Runs of two elements, thousands of them."""
+    source, destination = attention(8, block=256), attention(8, block=256, order=HND)
+    return explain_text([cache(*source)], cache(*destination, engine="decode"), None, way)
+
+
+def test_words_say_what_every_way_takes_and_warn_of_one_that_is_far_from_the_best() -> None:
+    said = short_runs("direct")
+    assert "direct" in said and "staged" in said
+    assert "<- way = direct" in said
+    assert "times as long as staged" in said
+    assert "set way = auto" in said
+    said = short_runs("auto")
+    assert "way: staged" in said
+    assert "warning" not in said

@@ -9,7 +9,8 @@ import pytest
 from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import Few, Metrics, markdown_table
+from kvferryd.metrics import FAILURES, REFUSALS, WAYS, Few, Metrics, markdown_table
+from kvferryd.paths import PathName
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +53,7 @@ async def test_gauges_are_set_at_each_scrape_and_every_state_is_there() -> None:
     for ownership in ("owned", "adopted"):
         assert f'kvferry_region_bytes{{ownership="{ownership}"}} 0.0' in lines
     assert {"kvferry_draining 0.0", "kvferry_ready 0.0"} <= set(lines)
-    await ferry.drain(0)
+    await ferry.drain(0, "a test")
     assert "kvferry_draining 1.0" in ferry.scrape()[0].decode().splitlines()
     await ferry.close()
 
@@ -63,7 +64,38 @@ def test_two_daemons_fit_into_one_process() -> None:
     first.lease_ended(LeaseState.EXPIRED)
     first.order_refused("full")
     assert 'kvferry_handshakes_total{outcome="ok"} 1.0' in text(first)
-    assert "kvferry_handshakes_total{" not in text(second)
+    assert 'kvferry_handshakes_total{outcome="ok"} 0.0' in text(second)
+
+
+def test_what_is_known_is_counted_from_0_so_that_a_rate_sees_the_first() -> None:
+    metrics = Metrics()
+    metrics.known("prefill")
+    said = text(metrics)
+    for state in LeaseState:
+        assert (f'kvferry_leases_ended_total{{state="{state.value}"}} 0.0' in said) is state.ended
+    for code in REFUSALS:
+        assert f'kvferry_orders_refused_total{{code="{code}"}} 0.0' in said
+    for code in FAILURES:
+        assert f'kvferry_transfer_failures_total{{code="{code}",peer_engine="prefill"}} 0.0' in said
+    for path, transport in WAYS:
+        labels = f'path="{path}",peer_engine="prefill",transport="{transport}"'
+        assert f"kvferry_read_bytes_total{{{labels}}} 0.0" in said
+    assert {(path.value, path.transport) for path in PathName} == set(WAYS)
+
+
+def test_no_series_says_only_when_another_was_made() -> None:
+    metrics = Metrics()
+    metrics.transfer_ended(share(TransferState.DONE), "prefill")
+    assert "_created" not in text(metrics)
+    assert "_created" not in metrics.exposition("application/openmetrics-text; version=1.0.0")[0].decode()
+
+
+def test_a_peers_latency_has_no_wait_for_the_router() -> None:
+    metrics = Metrics()
+    ended = share(TransferState.DONE)
+    ended.phases_ms |= {"waiting": 4000.0, "total": 4021.0}
+    metrics.transfer_ended(ended, "prefill")
+    assert 'kvferry_peer_transfer_seconds_bucket{le="0.025",peer_engine="prefill"} 1.0' in text(metrics)
 
 
 def test_a_label_takes_only_so_many_values() -> None:

@@ -44,7 +44,9 @@ class Daemons:
         self._clients = {url: RouterClient(url, token=token, timeout_s=ABORT_TIMEOUT_S, http=http) for url in urls}
         self._aborts: set[asyncio.Task[None]] = set()
 
-    async def order(self, decode: Endpoint, body: OrderBody, *, timeout_s: float, traceparent: str = "") -> Ordered:
+    async def order(
+        self, decode: Endpoint, body: OrderBody, *, timeout_s: float, traceparent: str = "", x_request_id: str = ""
+    ) -> Ordered:
         """Order at rank 0's daemon. A full daemon is asked again after its Retry-After, within `timeout_s`.
 
         Raises KvferryError: the daemon's own, `daemon_unreachable` or `daemon_timeout`.
@@ -54,7 +56,7 @@ class Daemons:
         while True:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    return await client.order(body, traceparent=traceparent)
+                    return await client.order(body, traceparent=traceparent, x_request_id=x_request_id)
             except DaemonError as error:
                 pause_s = error.retry_after_s or 0.1
                 if error.status != 429 or time.monotonic() + pause_s >= deadline:
@@ -208,10 +210,11 @@ class Exchange(Response):
         body = legs.decode_body(self._asked.body, self._params, ordered=ordered)
         if ordered:
             assert self._params is not None
-            order, traceparent = legs.order(self._params), self._asked.headers.get("traceparent", "")
+            order, headers = legs.order(self._params), self._asked.headers
             ordering = self._daemons.order(
-                self._decode_engine, order, timeout_s=self._options.order_timeout_s, traceparent=traceparent
-            )
+                self._decode_engine, order, timeout_s=self._options.order_timeout_s,
+                traceparent=headers.get("traceparent", ""), x_request_id=headers.get("x-request-id", ""),
+            )  # fmt: skip
             self._ordering = asyncio.create_task(ordering)
         relaying = asyncio.create_task(self._relay(body, answer))
         try:

@@ -827,9 +827,15 @@ Global___LeaseEnded: typing_extensions.TypeAlias = LeaseEnded
 class Draining(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    CANCELLED_FIELD_NUMBER: builtins.int
+    cancelled: builtins.bool
+    """it takes new transfers again"""
     def __init__(
         self,
+        *,
+        cancelled: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled", b"cancelled"]) -> None: ...
 
 Global___Draining: typing_extensions.TypeAlias = Draining
 

@@ -49,10 +49,13 @@ class HandshakeRequest(google.protobuf.message.Message):
     PROTOCOL_MAX_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
+    STAGING_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     version: builtins.str
     engine_id: builtins.str
+    staging: builtins.bool
+    """the reader's runs are short: it asks for an arena, where there may be one"""
     def __init__(
         self,
         *,
@@ -60,8 +63,9 @@ class HandshakeRequest(google.protobuf.message.Message):
         protocol_max: builtins.int = ...,
         version: builtins.str = ...,
         engine_id: builtins.str = ...,
+        staging: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "staging", b"staging", "version", b"version"]) -> None: ...
 
 Global___HandshakeRequest: typing_extensions.TypeAlias = HandshakeRequest
 
@@ -371,6 +375,27 @@ class Reader(google.protobuf.message.Message):
 Global___Reader: typing_extensions.TypeAlias = Reader
 
 @typing.final
+class Trace(google.protobuf.message.Message):
+    """By which the lines and spans of a request are found on both sides: as its router gave them, or empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    X_REQUEST_ID_FIELD_NUMBER: builtins.int
+    traceparent: builtins.str
+    """W3C"""
+    x_request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        traceparent: builtins.str = ...,
+        x_request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["traceparent", b"traceparent", "x_request_id", b"x_request_id"]) -> None: ...
+
+Global___Trace: typing_extensions.TypeAlias = Trace
+
+@typing.final
 class ReadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -437,12 +462,15 @@ class LeaseOpen(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     KNOWN_WORD_FIELD_NUMBER: builtins.int
     KNOWN_VERSION_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
     """the reader's number for it, never used again on this stream"""
     request_id: builtins.str
     known_word: builtins.int
     """of an announcement that the reader goes by: the lease is not sent again if nothing changed"""
     known_version: builtins.int
+    @property
+    def trace(self) -> Global___Trace: ...
     def __init__(
         self,
         *,
@@ -450,8 +478,10 @@ class LeaseOpen(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         known_word: builtins.int = ...,
         known_version: builtins.int = ...,
+        trace: Global___Trace | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["known_version", b"known_version", "known_word", b"known_word", "reading", b"reading", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["known_version", b"known_version", "known_word", b"known_word", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
 
 Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
 
@@ -468,6 +498,7 @@ class LeaseClose(google.protobuf.message.Message):
     COMPLETE_FIELD_NUMBER: builtins.int
     WORD_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
     request_id: builtins.str
     complete: builtins.bool
@@ -476,6 +507,10 @@ class LeaseClose(google.protobuf.message.Message):
     """of the announced lease that was read: no other is meant; 0: whichever there is"""
     nbytes: builtins.int
     """what was read of this lease: the source cannot see what is read directly"""
+    @property
+    def trace(self) -> Global___Trace:
+        """with reading 0"""
+
     def __init__(
         self,
         *,
@@ -484,8 +519,10 @@ class LeaseClose(google.protobuf.message.Message):
         complete: builtins.bool = ...,
         word: builtins.int = ...,
         nbytes: builtins.int = ...,
+        trace: Global___Trace | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "word", b"word"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "trace", b"trace", "word", b"word"]) -> None: ...
 
 Global___LeaseClose: typing_extensions.TypeAlias = LeaseClose
 
@@ -736,6 +773,7 @@ class PackOpen(google.protobuf.message.Message):
     CHUNK_NBYTES_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """opens the lease with the same message, as LeaseOpen does with this word and version"""
@@ -757,6 +795,10 @@ class PackOpen(google.protobuf.message.Message):
     def tables(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___TableShape]:
         """of the destination, by group"""
 
+    @property
+    def trace(self) -> Global___Trace:
+        """with request_id"""
+
     def __init__(
         self,
         *,
@@ -770,10 +812,11 @@ class PackOpen(google.protobuf.message.Message):
         chunk_nbytes: builtins.int = ...,
         chunks: builtins.int = ...,
         nbytes: builtins.int = ...,
+        trace: Global___Trace | None = ...,
         last: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "version", b"version", "word", b"word"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tokens", b"tokens", "trace", b"trace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 
@@ -850,6 +893,7 @@ class OrderRequest(google.protobuf.message.Message):
     WAY_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     COUNTED_FIELD_NUMBER: builtins.int
+    X_REQUEST_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
@@ -865,6 +909,7 @@ class OrderRequest(google.protobuf.message.Message):
     """counts the attempts at this request from 1; only the newest goes on"""
     counted: builtins.bool
     """the daemon of `rank` counted it: it may have seen fewer attempts than others"""
+    x_request_id: builtins.str
     key: builtins.bytes
     """of the roster: orders come from ranks of the same engine only"""
     @property
@@ -890,10 +935,11 @@ class OrderRequest(google.protobuf.message.Message):
         way: builtins.str = ...,
         attempt: builtins.int = ...,
         counted: builtins.bool = ...,
+        x_request_id: builtins.str = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 

@@ -45,6 +45,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         version = protocol(request.protocol_min, request.protocol_max)
         engine = self._ferry.registry.get(request.engine_id)
         await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
+        if request.staging:
+            await engine.need_arena()
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         readable = {} if self._ferry.config.strict else engine.session.regions
         return peer_pb2.HandshakeReply(
@@ -135,7 +137,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             why, remedy = f"only ranks of engine {engine.engine_id} hand on its orders", "POST /v1/transfers"
             raise Forbidden("not_a_rank", why, field="key", remedy=remedy)
         check_request_id(request.request_id)
-        order = order_from_proto(request, ferry.config.allow_peers, request.traceparent)
+        order = order_from_proto(request, ferry.config.allow_peers, logs.Trace.of(request))
+        logs.begin(request_id=request.request_id, **order.trace.about)
         own = reservation_from_proto(request, engine.manifest) if request.HasField("tables") else None
         brought = {engine.rank: own} if own is not None else {}
         transfer, _ = ferry.jobs.order(

@@ -117,7 +117,7 @@ async def _one(way: str, prefill: DaemonService, decode: DaemonService, run_nbyt
 
 
 def main() -> int:
-    """Print the table. There is no budget: `paths.DIRECT_FROM` is set by it."""
+    """Print the table. There is no budget: `plan.crossover` is set by it."""
     print("| run | request | direct reading ms | staged reading ms | direct GB/s | staged GB/s | staged is |")
     print("|---|---|---|---|---|---|---|")
     rows = asyncio.run(measure())

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from kvferry.errors import Conflict, KvferryError, Unavailable
@@ -48,6 +48,8 @@ class Engine:
     notes: tuple[str, ...]
     members: dict[int, str]
     """The daemons of the engine's ranks, as far as they are known."""
+    make_arena: MakeArena | None
+    """How to have an arena once one is needed; None where there is one, or must be none."""
     pairings: Pairings = field(default_factory=Pairings)
     roster_key: bytes = b""
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
@@ -56,6 +58,12 @@ class Engine:
     unseeded: str = ""
     """Why the seed of its roster does not answer; empty while it does."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _arena_task: asyncio.Task[None] | None = None
+
+    @property
+    def kind(self) -> str:
+        """host or cuda."""
+        return next(iter(self.session.regions.values())).span.kind
 
     @property
     def addresses(self) -> dict[int, int]:
@@ -90,8 +98,32 @@ class Engine:
     def missing_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.members]
 
+    async def need_arena(self) -> None:
+        """Make the staging arena if there may be one: runs between this engine and a peer are too short to be read one
+        by one. Without room for it the engine goes on without, with a note."""
+        if self.make_arena is not None:
+            self._arena_task = asyncio.create_task(self._have_arena(self.make_arena()))
+            self.make_arena = None
+        if self._arena_task is not None:
+            await asyncio.shield(self._arena_task)
+
+    async def _have_arena(self, making: Coroutine[None, None, Arena]) -> None:
+        arena = None
+        try:
+            arena = await making
+            await self.agent.register(arena.span)
+            self.agent_metadata = await self.agent.metadata()
+            self.arena = arena
+        except KvferryError as error:
+            self.notes += (f"no staged transfers: {error}",)
+            if arena is not None:
+                await arena.close()
+
     async def close(self) -> bool:
         """Whether the agent has stopped: until it has, memory may still be written."""
+        self.make_arena = None
+        if self._arena_task is not None:
+            await asyncio.wait([self._arena_task])
         return await _close(self.runner, self.agent, self.arena)
 
 
@@ -121,6 +153,7 @@ def check(session: Session, manifest: Manifest) -> None:
             )  # fmt: skip
 
 
+MakeArena = Callable[[], Coroutine[None, None, Arena]]
 OnLeaseEnd = Callable[[Engine, Lease], None]
 
 
@@ -135,7 +168,8 @@ async def make(
     on_gpu = [region.span.device for region in session.regions.values() if region.span.kind == "cuda"]
     gpu = cuda.device(f"cuda:{on_gpu[0]}") if on_gpu else None
     must_stage = config.way == "staged" or config.strict
-    may_stage = must_stage or (config.device != "cpu" and config.way == "auto")  # where it costs no host memory
+    may_stage = config.arena_mb > 0 and (must_stage or config.way == "auto")
+    at_once = must_stage or config.device != "cpu"  # it costs host memory: then only when a peer needs it
     leases = Leases(
         manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases, on_served
     )
@@ -152,7 +186,7 @@ async def make(
             except KvferryError as error:  # it can still be read and filled directly
                 unmapped = str(error)
                 notes.append(f"no mapped transfers: {error}")
-        if config.arena_mb and may_stage:
+        if may_stage and at_once:
             try:
                 arena = await _made_arena(config, memory, runner, unmapped)
             except KvferryError as error:
@@ -175,6 +209,7 @@ async def make(
     engine = Engine(
         *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
         tuple(notes), {manifest.rank: config.advertise},
+        None if at_once or not may_stage else lambda: _made_arena(config, memory, None, unmapped),
     )  # fmt: skip
     return engine
 

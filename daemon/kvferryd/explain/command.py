@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 from kvferry.errors import KvferryError, Malformed, Refusal
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.tables import tables_from_json
+from kvferryd.config import resolve
 from kvferryd.explain.summary import Bindings, explain_json, source_tables_from_json
 from kvferryd.explain.words import explain_text, refusal_text, refused_json
 
@@ -22,8 +23,10 @@ DESCRIPTION = """\
 Says who would read what from whom when one destination rank receives from a source engine, and in which runs of
 bytes. Needs no daemon. Exits 0 when the two can be paired, 2 when they are refused or a file is not what it should be.
 
-With --transfer it asks the reader's daemon instead: which ways a transfer had, what each was expected to take, which
-was taken, and what that took.
+It says what every way is expected to take, and warns when the one that is set (`way`, from --config or KVFERRY_WAY) is
+far from the best.
+
+With --transfer it asks the reader's daemon instead: which ways a transfer had, which was taken, and what that took.
 """
 EXAMPLES = """\
 examples:
@@ -107,7 +110,8 @@ def explain_command(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(explain_json(sources, destination, tables)))
         else:
-            _print(explain_text(sources, destination, tables))
+            way = resolve({"config": args.config}, only={"way"})[0].way
+            _print(explain_text(sources, destination, tables, way))
     except _InvalidManifest as invalid:
         return _say_refused(invalid.error, [invalid.refusal], as_json=args.json)
     except KvferryError as error:

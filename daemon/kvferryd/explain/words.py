@@ -10,6 +10,8 @@ from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest, TokenShard
 from kvferryd.explain.parts import parts
 from kvferryd.explain.summary import Bindings, plan_distinct, run_rows, summarise
+from kvferryd.explain.ways import chosen as chosen_way
+from kvferryd.explain.ways import ways_text
 from kvferryd.plan import Plan, bind
 
 MEANING = {
@@ -27,8 +29,9 @@ SIZES_SHOWN = 8
 """Run sizes that are listed; the rest are counted together."""
 
 
-def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None) -> str:
-    """Who reads what from whom, with the runs of a request (tables) or of a typical one. Raises as `explain_json`."""
+def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None, way: str = "auto") -> str:
+    """Who reads what from whom, with the runs of a request (tables) or of a typical one, and what every way would take.
+    way: the setting. Raises as `explain_json`."""
     chosen = plan_distinct(sources, destination)
     summary = summarise(chosen)
     head = f"{_name(destination)} reads from {len(chosen.reads_from)} of {len(sources)} source ranks"
@@ -38,23 +41,28 @@ def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bin
             rows.append([str(rank), chosen.sources[rank].engine_id, layers, components, share, "", ""])
         rows[-1][-2:] = [_number(summary.bytes_per_token[rank]), _number(summary.state_nbytes[rank])]
     lines = [head, "", *table(rows, right=(0, 5, 6)), ""]
+    sizes = summary.run_nbytes.tolist() if tables is None else [run[-1] for run in run_rows(bind(chosen, *tables))]
+    kind = next(iter(destination.regions)).kind
+    taken = chosen_way(way, kind, len(sizes), sum(sizes))
     if tables is None:
         nbytes = _number(sum(summary.bytes_per_token.values()))
         lines += [
             f"a long request in scattered blocks: {nbytes} bytes and {summary.descriptors_per_token:.4g} runs a token,",
-            f"half of the bytes in runs of {_number(summary.run_bytes)} bytes or more; way: direct",
+            f"half of the bytes in runs of {_number(summary.run_bytes)} bytes or more; way: {taken}",
             "",
-            *_sizes(summary.run_nbytes.tolist()),
+            *_sizes(sizes),
         ]
     else:
-        runs = run_rows(bind(chosen, *tables))
         first, last = tables[2]
         lines += [
-            f"tokens {first} to {last} (excluded): {_number(sum(run[-1] for run in runs))} bytes"
-            f" in {_number(len(runs))} runs; way: direct",
+            f"tokens {first} to {last} (excluded): {_number(sum(sizes))} bytes"
+            f" in {_number(len(sizes))} runs; way: {taken}",
             "",
-            *_sizes([run[-1] for run in runs]),
+            *_sizes(sizes),
         ]
+    if sizes:
+        what = "these tokens" if tables else f"the {_number(sum(sizes))} bytes above"
+        lines += ["", *ways_text(way, kind, len(sizes), sum(sizes), what)]
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 

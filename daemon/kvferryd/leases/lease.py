@@ -18,6 +18,7 @@ from kvferry.schemas import LeaseReader, LeaseRecord, LeaseState
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferryd.leases.words import Word
+from kvferryd.logs import UNTRACED
 from kvferryd.states import LEASE, Machine
 
 MAX_READERS = 4096
@@ -157,9 +158,12 @@ class Lease:
         self.awaited = False
         """Whether readers waited for the first publish."""
         self.machine: Machine[LeaseState] = Machine(LEASE, LeaseState.PUBLISHING)
+        self.created_at = time.time()
         self.version = 0
         self.versions = Versions()
         self.reason = ""
+        self.trace = UNTRACED
+        """Of the reader that came last."""
         self.problem: KvferryError | None = None
         """Why it was revoked, where nobody asked for that."""
         self.fenced: deque[tuple[Publication, asyncio.Future[None] | None]] = deque()

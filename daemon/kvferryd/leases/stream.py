@@ -20,6 +20,7 @@ from kvferryd.check import check_request_id
 from kvferryd.leases.gather import Gather, Gatherer
 from kvferryd.leases.lease import Lease, Opened, ReaderId, announced_as
 from kvferryd.leases.leases import Leases
+from kvferryd.logs import Trace
 
 ENDED_S = 1.0
 """How long readers may take to receive the end of their leases, when all of them end."""
@@ -63,9 +64,12 @@ class Turns:
 class _Reading:
     """One lease as this reader follows it, until it is closed."""
 
-    def __init__(self, stream: ServedStream, number: int, request_id: str, known: tuple[int, int]) -> None:
+    def __init__(
+        self, stream: ServedStream, number: int, request_id: str, known: tuple[int, int], trace: Trace
+    ) -> None:
         """known: word and version of an announcement that the reader goes by."""
         self._stream, self._number, self._request_id, self._known = stream, number, request_id, known
+        self._trace = trace
         self.opened: Opened | None = None
         self._lease: Lease | None = None
         """Set once the reader has its present version, from an update or an announcement."""
@@ -87,6 +91,7 @@ class _Reading:
                 lease = await self._stream.leases.find(self._request_id, self._stream.who)
                 self._unpublished = False
             with lease.reading(self._stream.who) as self.opened:
+                lease.trace = self._trace
                 async for _ in lease.follow():
                     if not self._knows(lease):
                         self._update = lease
@@ -219,23 +224,24 @@ class ServedStream:
                 case "pack":
                     said, also = request.pack, request.pack.open
                     if also.request_id:
-                        self._open(said.reading, also.request_id, (also.word, also.version))
+                        self._open(said.reading, also.request_id, (also.word, also.version), also.trace)
                     if (reading := self.readings.get(said.reading)) is not None:
                         reading.pack(said)
                 case "open":
                     asked = request.open
-                    self._open(asked.reading, asked.request_id, (asked.known_word, asked.known_version))
+                    known = asked.known_word, asked.known_version
+                    self._open(asked.reading, asked.request_id, known, asked.trace)
                 case "close":
                     self._close(request.close)
                 case kind:
                     raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
-    def _open(self, number: int, request_id: str, known: tuple[int, int]) -> None:
+    def _open(self, number: int, request_id: str, known: tuple[int, int], trace: peer_pb2.Trace) -> None:
         if number in self.readings or len(self.readings) >= self.leases.limit:
             why = f"it is open already, or {len(self.readings)} readings are too many"
             remedy = "number readings from 1, and close those that are over"
             raise Malformed("malformed_read", why, field="open.reading", value=number, remedy=remedy)
-        self.readings[number] = _Reading(self, number, request_id, known)
+        self.readings[number] = _Reading(self, number, request_id, known, Trace.of(trace))
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
         """Not answered. A reading that is over, or was refused, needs no closing."""
@@ -246,6 +252,8 @@ class ServedStream:
             lease = self.leases.get(asked.request_id)
             meant = not asked.word or (lease is not None and lease.word.value == asked.word)
             if asked.complete and meant:
+                if lease is not None and not lease.state.ended:
+                    lease.trace = Trace.of(asked.trace)
                 with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
                     self.leases.finished(asked.request_id, self.who, asked.nbytes)
         elif (reading := self.readings.pop(asked.reading, None)) is not None:

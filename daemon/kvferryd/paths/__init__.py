@@ -10,15 +10,12 @@ from kvferryd.paths.move import Flight, Move, Moved, Path, PathName, packed_whol
 from kvferryd.paths.staged import Staged
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
+from kvferryd.plan.crossover import direct_is_best
 
 __all__ = ["Flight", "Move", "Moved", "PathName", "choose", "packed_whole", "refusals"]
 
 PATHS: dict[PathName, Path] = {path.name: path for path in (Mapped(), Staged(), Direct())}
 """In the order in which `auto` prefers them."""
-DIRECT_FROM = {"host": 4 << 10, "cuda": 1 << 20}
-"""Mean bytes of a run from which direct beats staged, by kind of the destination's memory (docs/benchmarks.md): over
-cuda_ipc a descriptor costs 4 to 8 us, in which staging moves about a megabyte; on host memory 4 KiB runs take the same
-time both ways, 1 KiB runs take four times as long direct."""
 
 
 def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
@@ -29,8 +26,8 @@ def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
 def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
     """The path for these bytes. `way`: auto, or the path to take.
 
-    auto: mapped where it can be had; otherwise staged for short runs, and from memory that is slow to read directly,
-    and direct for long ones. A forced staged falls back to the others where the pair cannot stage and nothing is
+    auto: mapped where it can be had; otherwise staged for many short runs, and from memory that is slow to read
+    directly, and direct for others. A forced staged falls back to the others where the pair cannot stage and nothing is
     strict. Raises KvferryError: `way_unavailable`; `cannot_stage` where one side is strict and the pair cannot stage.
     """
     why = {name: path.refusal(engine, peer) for name, path in PATHS.items()}
@@ -46,18 +43,16 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         message = f"strict requires staging ({why[PathName.DIRECT]}), but {reason}"
         remedy = "set way = staged (or strict) on both sides, or strict on neither"
         raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
-    if able == [PathName.STAGED, PathName.DIRECT]:
-        kind = next(iter(engine.session.regions.values())).span.kind
-        slow = any(peer.ranks[rank].slow for rank in peer.plan.reads_from)
-        if not slow and _mean_run(bound) >= DIRECT_FROM[kind]:
-            return PATHS[PathName.DIRECT]
+    if able == [PathName.STAGED, PathName.DIRECT] and not any(peer.ranks[rank].slow for rank in peer.plan.reads_from):
+        best = direct_is_best(engine.kind, _runs(bound), bound.nbytes)
+        return PATHS[PathName.DIRECT if best else PathName.STAGED]
     return PATHS[able[0]]
 
 
-def _mean_run(bound: Bound) -> float:
-    """Bytes of a run, as if all segments were as long as the longest."""
+def _runs(bound: Bound) -> int:
+    """How many, as if all segments were as long as the longest."""
     runs = 0
     for copy, segments in bound.pairs:
         if number := len(segments.tokens):
             runs += number * sum(len(each.source_offsets) for each in copy.patterns(int(segments.tokens.max())))
-    return bound.nbytes / max(1, runs)
+    return runs

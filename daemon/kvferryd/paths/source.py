@@ -12,6 +12,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.copy import Chunk
+from kvferryd.logs import UNTRACED, Trace
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.transport import Agent
@@ -30,11 +31,13 @@ class SourceReader:
     """
 
     def __init__(
-        self, source: PeerRank, request_id: str, digest: bytes, on_unpublished: Callable[[], None] = lambda: None
-    ) -> None:
+        self, source: PeerRank, request_id: str, digest: bytes, trace: Trace = UNTRACED,
+        on_unpublished: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """digest: what the lease must have been published with; empty is not checked. on_unpublished: called when the
         source answers that the lease is still to come."""
         self.source, self.request_id, self._digest = source, request_id, digest
+        self._trace = peer_pb2.Trace(traceparent=trace.traceparent, x_request_id=trace.x_request_id)
         self._on_unpublished = on_unpublished
         self.nbytes = 0
         """Read of it so far."""
@@ -81,7 +84,7 @@ class SourceReader:
         """The source answers unless it holds the very lease that was announced."""
         stream, word, version = self._follow(), self.lease.word, self.lease.version
         opening = peer_pb2.LeaseOpen(
-            reading=self.number, request_id=self.request_id, known_word=word, known_version=version
+            reading=self.number, request_id=self.request_id, known_word=word, known_version=version, trace=self._trace
         )
         stream.send(peer_pb2.ReadRequest(open=opening))
 
@@ -118,6 +121,7 @@ class SourceReader:
         if self._opening is not None:
             self._follow()
             opening.request_id = self.request_id
+            opening.trace.CopyFrom(self._trace)
         assert self._stream is not None
         self._stream.check()
         self._chunks = chunks
@@ -154,16 +158,19 @@ class SourceReader:
         if self._stream is not None:
             self._stream.close_reading(self.request_id, complete=complete, nbytes=self.nbytes, number=self.number)
         elif complete:
-            word, nbytes = self.lease.word, self.nbytes
-            self.source.stream.close_reading(self.request_id, complete=True, nbytes=nbytes, word=word)
+            self.source.stream.close_reading(
+                self.request_id, complete=True, nbytes=self.nbytes, word=self.lease.word, trace=self._trace
+            )
 
 
 def readers_of(
-    peer: PeerEngine, request_id: str, digest: bytes, on_unpublished: Callable[[], None]
+    peer: PeerEngine, request_id: str, digest: bytes, trace: Trace, on_unpublished: Callable[[], None]
 ) -> tuple[list[SourceReader], list[SourceReader]]:
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
-    every = {rank: SourceReader(peer.ranks[rank], request_id, digest, on_unpublished) for rank in sorted(peer.ranks)}
+    every = {
+        rank: SourceReader(peer.ranks[rank], request_id, digest, trace, on_unpublished) for rank in sorted(peer.ranks)
+    }
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cachetools import LRUCache
 
@@ -27,6 +27,7 @@ from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import asking
 from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
+from kvferryd.plan.crossover import DIRECT_FROM
 from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport import Span
 from kvferryd.transport.metadata import Screen, parse
@@ -112,6 +113,7 @@ class Peers:
             raise
         finally:
             self._metrics.handshake(outcome, time.monotonic() - began)
+        self._metrics.known(engine_id)
         before = self._known.get((engine, engine_id))
         self._known[engine, engine_id] = peer
         self._homes[engine, engine_id] = peer.home
@@ -145,15 +147,8 @@ class Peers:
                 await first.close()
             whole = sorted(told) == list(range(len(told))) and len(told) == first.manifest.world_size
             others = [rank for rank in told if first not in asked or rank != first.rank] if whole else []
-            # All of them to the end: one that answers after another has failed is closed with the rest.
-            answers = await asyncio.gather(
-                *(self._ask(engine, engine_id, told[rank]) for rank in others), return_exceptions=True
-            )
-            asked += [answer[0] for answer in answers if not isinstance(answer, BaseException)]
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
-                whole = whole and answer[1] == told
+            for _, members in await self._ask_all(engine, engine_id, [told[rank] for rank in others], asked):
+                whole = whole and members == told
             ranks = {rank.rank: rank for rank in sorted(asked, key=lambda rank: rank.rank)}
             epochs = {rank.manifest.epoch for rank in asked}
             if not whole or len(epochs) > 1 or set(ranks) != set(told):
@@ -167,6 +162,8 @@ class Peers:
             home = Home(epochs.pop(), tuple(rank.address for rank in ranks.values()))
             await self._check_home(engine, engine_id, home)
             planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
+            if self._wants_staging(engine, planned):
+                await self._have_arenas(engine, engine_id, planned, ranks, asked)
             addresses = {address, *(rank.address for rank in asked)}
             peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
             await self._ready(peer)
@@ -176,6 +173,28 @@ class Peers:
             await asyncio.gather(*(rank.close() for rank in asked))
             raise
         return peer
+
+    def _wants_staging(self, engine: Engine, planned: Plan) -> bool:
+        """On host memory, where an arena is made when it is needed: whether most runs are short."""
+        able = self._config.way == "auto" and (engine.arena is not None or engine.make_arena is not None)
+        return able and engine.kind == "host" and planned.mean_run < DIRECT_FROM["host"]
+
+    async def _have_arenas(
+        self, engine: Engine, engine_id: str, planned: Plan, ranks: dict[int, PeerRank], asked: list[PeerRank]
+    ) -> None:
+        """Let both sides have one, if the ranks that are read may. Those that made one are another PeerRank."""
+        before = [ranks[number] for number in planned.reads_from if ranks[number].staging is None]
+        addresses = [rank.address for rank in before]
+        answers = await self._ask_all(engine, engine_id, addresses, asked, staging=True)
+        for old, (new, _) in zip(before, answers, strict=True):
+            if new.manifest != old.manifest:
+                why, remedy = f"engine {engine_id} started anew", "prefill the request again"
+                raise Conflict("stale_epoch", why, field="source.epoch", value=new.manifest.epoch, remedy=remedy)
+            ranks[new.rank] = new
+            asked.remove(old)
+            await old.close()
+        if all(ranks[number].staging for number in planned.reads_from):
+            await engine.need_arena()
 
     async def _check_home(self, engine: Engine, engine_id: str, home: Home) -> None:
         """The engine id is this one's: nobody else had it, or that engine is over. In one epoch an engine never moves.
@@ -250,11 +269,27 @@ class Peers:
             log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
             self.forget(peer)
 
-    async def _ask(self, engine: Engine, engine_id: str, address: str) -> tuple[PeerRank, dict[int, str]]:
-        """The rank that answers at this address, and where the engine's ranks are, as it says."""
+    async def _ask_all(
+        self, engine: Engine, engine_id: str, addresses: Sequence[str], asked: list[PeerRank], *, staging: bool = False
+    ) -> list[tuple[PeerRank, dict[int, str]]]:
+        """All of them to the end: one that answers after another has failed is in `asked` as well, to be closed."""
+        asking_all = (self._ask(engine, engine_id, address, staging=staging) for address in addresses)
+        answers = await asyncio.gather(*asking_all, return_exceptions=True)
+        asked += [answer[0] for answer in answers if not isinstance(answer, BaseException)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _ask(
+        self, engine: Engine, engine_id: str, address: str, *, staging: bool = False
+    ) -> tuple[PeerRank, dict[int, str]]:
+        """The rank that answers at this address, and where the engine's ranks are, as it says. staging: it should have
+        an arena."""
         request = peer_pb2.HandshakeRequest(
-            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id
-        )
+            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id,
+            staging=staging,
+        )  # fmt: skip
         channel = self.channels.open(address)
         try:
             async with asking(channel.contact):

@@ -81,13 +81,14 @@ class ReaderStream:
         self._pending.put_nowait(message)
 
     def close_reading(
-        self, request_id: str, *, complete: bool, nbytes: int = 0, number: int = 0, word: int = 0
-    ) -> None:
+        self, request_id: str, *, complete: bool, nbytes: int = 0, number: int = 0, word: int = 0,
+        trace: peer_pb2.Trace | None = None,
+    ) -> None:  # fmt: skip
         """nbytes: read of it. number: 0 for a lease that was never opened. word: of the announcement that such a lease
         was read by, or 0. A source that does not get this has its time to live."""
         self._listeners.pop(number, None)
         closing = peer_pb2.LeaseClose(
-            reading=number, request_id=request_id, complete=complete, word=word, nbytes=nbytes
+            reading=number, request_id=request_id, complete=complete, word=word, nbytes=nbytes, trace=trace
         )
         self.send(peer_pb2.ReadRequest(close=closing))
 

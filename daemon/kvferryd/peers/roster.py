@@ -20,6 +20,7 @@ from kvferry.v1 import peer_pb2
 from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.peers import allow
 from kvferryd.peers.channels import Channels
 
 log = logs.get(__name__)
@@ -110,6 +111,8 @@ class Roster:
         """Join, and set the engine's members as they change. The event is set when it has joined."""
         joined = asyncio.Event()
         if engine.world_size > 1:
+            if fault := self.fault(engine):
+                log.warning("roster cannot be joined", engine_id=engine.engine_id, rank=engine.rank, why=fault)
             self._tasks[engine] = asyncio.create_task(self._follow(engine, joined), name=f"roster-{engine.engine_id}")
         return joined
 
@@ -124,6 +127,20 @@ class Roster:
                 await joined.wait()
         before.cancel()
         await asyncio.wait([before])
+
+    def fault(self, engine: Engine) -> str:
+        """What is wrong with the setting where ranks are missing, and what to do; empty where nothing is."""
+        seed = self._config.roster
+        if not engine.missing_ranks() or (engine.rank == 0 and seed in (None, self._config.advertise)):
+            return ""
+        if seed in (None, self._config.advertise):
+            what = "is not set" if seed is None else "is this daemon's own address"
+            return f"roster {what}, and rank {engine.rank} finds no other: set it to the peer address of rank 0"
+        try:
+            allow.check(seed, self._config.allow_peers)
+        except KvferryError as error:
+            return f"roster: {error}"
+        return ""
 
     async def _follow(self, engine: Engine, joined: asyncio.Event) -> None:
         pause = RETRY_S[0]

@@ -97,6 +97,19 @@ class Plan:
         """Source ranks that are read, ascending."""
         return tuple(sorted({copy.source_rank for copy in self.copies}))
 
+    @cached_property
+    def mean_run(self) -> float:
+        """Bytes of a run of what is paged by tokens, where no two blocks of a request follow one another."""
+        runs, nbytes = 0.0, 0
+        for copy in self.copies:
+            source, own = copy.source_group, copy.destination_group
+            if own.kind == "paged":
+                shares = (each.token_shard.interleave for each in (source, own) if each.token_shard.size > 1)
+                tokens = min(source.block_size, own.block_size, copy.source.grain, copy.destination.grain, *shares)
+                runs += sum(len(each.source_offsets) for each in copy.patterns(tokens)) / tokens
+                nbytes += copy.bytes_per_token
+        return nbytes / runs if runs else float("inf")
+
 
 def plan(sources: Sequence[Manifest], destination: Manifest) -> Plan:
     """Choose source ranks that cover every destination component exactly once, and factor the copy.

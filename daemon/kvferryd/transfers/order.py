@@ -12,6 +12,7 @@ from kvferry.tables import Tables, tables_from_json
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import tables_from_proto
 from kvferryd.check import check_destination, check_seconds, check_way
+from kvferryd.logs import UNTRACED, Trace
 from kvferryd.peers import allow
 
 
@@ -29,7 +30,7 @@ class Order:
     priority: int = 0
     deadline_s: float | None = None
     way: str = ""
-    traceparent: str = field(default="", compare=False)
+    trace: Trace = field(default=UNTRACED, compare=False)
 
     @property
     def source(self) -> SourceBody:
@@ -54,10 +55,10 @@ class Reservation:
             raise Malformed("malformed_tables", why, field="token_range", value=self.tokens, remedy=remedy)
 
 
-def order_of(body: OrderBody, traceparent: str) -> Order:
+def order_of(body: OrderBody, trace: Trace) -> Order:
     source, deadline_s = body.source, body.deadline_ms / 1e3 if body.deadline_ms else None
     epoch, way = source.epoch or "", body.way or ""
-    return Order(source.engine_id, source.address, epoch, body.priority, deadline_s, way, traceparent)
+    return Order(source.engine_id, source.address, epoch, body.priority, deadline_s, way, trace)
 
 
 def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int, Reservation]:
@@ -78,7 +79,7 @@ def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int
 
 
 def order_from_proto(
-    request: engine_pb2.ReceiveRequest | peer_pb2.OrderRequest, allowed: Sequence[str], traceparent: str = ""
+    request: engine_pb2.ReceiveRequest | peer_pb2.OrderRequest, allowed: Sequence[str], trace: Trace = UNTRACED
 ) -> Order:
     """Checked. Raises KvferryError."""
     source = request.source
@@ -86,7 +87,7 @@ def order_from_proto(
     check_seconds("deadline_s", request.deadline_s)
     check_way(request.way)
     deadline_s = request.deadline_s or None
-    return Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way, traceparent)
+    return Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way, trace)
 
 
 def reservation_from_proto(

@@ -139,6 +139,10 @@ class Transfer:
         return self.machine.state
 
     @property
+    def trace(self) -> logs.Trace:
+        return self.order.trace if self.order else logs.UNTRACED
+
+    @property
     def waits_for(self) -> Awaited | None:
         """What this rank's part waits for, while nothing moves."""
         if self.state is TransferState.WAITING:
@@ -324,6 +328,8 @@ class Transfer:
 
     async def _transfer(self) -> None:
         assert self.order is not None
+        # The reservation may have come first, from a call that knew nothing of the router's.
+        logs.begin(request_id=self.request_id, transfer_id=self.transfer_id, **self.trace.about)
         self._move(TransferState.CONNECTING)
         peer, readers, others = await self._open(self.order)
         through: list[SourceReader] = []
@@ -349,7 +355,9 @@ class Transfer:
         assert self.reservation is not None
         for again in (True, False):
             peer = await peers.get(self.engine, order.engine_id, order.address, order.epoch)
-            readers, others = readers_of(peer, self.request_id, self.reservation.digest, self._on_unpublished)
+            readers, others = readers_of(
+                peer, self.request_id, self.reservation.digest, self.trace, self._on_unpublished
+            )
             self._readers = readers
             peer.users += 1
             try:

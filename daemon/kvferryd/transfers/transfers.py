@@ -21,6 +21,7 @@ from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
 from kvferryd.peers.peers import Peers
+from kvferryd.spans import Spans
 from kvferryd.transfers.claims import Claim, Claims
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks
@@ -41,8 +42,8 @@ class Transfers:
     What an attempt of the past brought never answers for a later one.
     """
 
-    def __init__(self, config: Config, peers: Peers, metrics: Metrics) -> None:
-        self._config, self._metrics = config, metrics
+    def __init__(self, config: Config, peers: Peers, metrics: Metrics, spans: Spans | None = None) -> None:
+        self._config, self._metrics, self._spans = config, metrics, spans
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
         self._around = Surroundings(
@@ -257,6 +258,9 @@ class Transfers:
         source = transfer.order.engine_id if transfer.order else ""
         share = transfer.share()
         self._metrics.transfer_ended(share, source)
+        if self._spans is not None:
+            about = {"transfer_id": transfer.transfer_id, "engine_id": transfer.engine.engine_id, "source": source}
+            self._spans.transfer(share, transfer.request_id, transfer.created_at, transfer.trace, **about)
         write = log.info if transfer.problem is None else log.warning
         write(
             "transfer ended",
@@ -267,7 +271,8 @@ class Transfers:
             source=source,
             **share.model_dump(mode="json", exclude={"error"}),
             announced=transfer.announced,
-            traceparent=transfer.order.traceparent if transfer.order else "",
+            traceparent=transfer.trace.traceparent,
+            **transfer.trace.about,
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),
         )
         self._forget_oldest()

@@ -50,7 +50,7 @@ def create_app(ferry: Ferry) -> FastAPI:
     app.add_exception_handler(RequestValidationError, validation_problem)
     app.add_exception_handler(HTTPException, http_problem)
     app.add_exception_handler(routes.ClientGone, _client_gone)
-    app.add_middleware(Gate, tokens=TokenFile(token_file) if token_file else None)
+    app.add_middleware(Gate, tokens=TokenFile(token_file) if token_file else None, metrics=ferry.metrics)
     return app
 
 

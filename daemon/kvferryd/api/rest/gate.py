@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import time
 import uuid
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvferry.errors import Forbidden, Internal, KvferryError, Malformed, Unautho
 from kvferryd import logs
 from kvferryd.api.rest import page
 from kvferryd.api.rest.problems import problem
+from kvferryd.metrics import Metrics
 
 log = logs.get(__name__)
 
@@ -26,21 +26,20 @@ MAX_BODY = 4 << 20
 BODY_TIMEOUT_S = 30.0
 OPEN = frozenset({"/healthz", "/readyz", *page.FILES})
 """Asked for without a token: probes have none, and a browser sends none for the page, which holds no data."""
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Gate:
     """Names the request (X-Request-Id, traceparent), logs it at debug, refuses what may not enter, and answers
     an unexpected exception with 500."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
-        self._app, self._tokens = app, tokens
+    def __init__(self, app: ASGIApp, tokens: TokenFile | None, metrics: Metrics) -> None:
+        self._app, self._tokens, self._metrics = app, tokens, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        name = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
-        trace = TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+        name = given if logs.REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        trace = logs.TRACEPARENT.fullmatch(headers.get("traceparent", ""))
         started, status = time.perf_counter(), 0
 
         async def named(message: Message) -> None:
@@ -66,7 +65,11 @@ class Gate:
                 unexpected = Internal("internal", "the daemon failed", remedy=f"its log has the reason, under {name}")
                 await problem(unexpected)(scope, receive, named)
             finally:
-                took_ms = round((time.perf_counter() - started) * 1000, 1)
+                took_s = time.perf_counter() - started
+                if route := getattr(scope.get("route"), "path", ""):  # the template: ids are no labels
+                    waited = "?wait" if b"wait=" in scope["query_string"] else ""
+                    self._metrics.rest(scope["method"], route + waited, status, took_s)
+                took_ms = round(took_s * 1000, 1)
                 log.debug("request", method=scope["method"], path=scope["path"], status=status, took_ms=took_ms)
 
     async def _enter(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:

@@ -13,7 +13,6 @@ from pydantic import AfterValidator
 from kvferry import schemas
 from kvferry.errors import Malformed
 from kvferryd import logs
-from kvferryd.api.rest.gate import TRACEPARENT
 from kvferryd.api.rest.openapi import DRAIN, ORDERS, PREWARM, problems
 from kvferryd.ferry import Ferry
 
@@ -73,7 +72,7 @@ def transfers(ferry: Ferry) -> APIRouter:
         traceparent: Annotated[str, Header(description="W3C trace context, joined by the daemon's span")] = "",
     ) -> schemas.Ordered:
         """Order a transfer. Idempotent: the same order again answers 200 with the same transfer."""
-        trace = traceparent if TRACEPARENT.fullmatch(traceparent) else ""
+        trace = logs.Trace(traceparent if logs.TRACEPARENT.fullmatch(traceparent) else "", logs.asked())
         with logs.bound(request_id=body.request_id):
             ordered, created = await ferry.order(body, trace)
         response.status_code = 202 if created else 200
@@ -193,7 +192,12 @@ def daemon(ferry: Ferry) -> APIRouter:
 
         A client that leaves ends the wait, not the drain.
         """
-        return await while_connected(request, ferry.drain(body.wait_s if body else 0.0))
+        return await while_connected(request, ferry.drain(body.wait_s if body else 0.0, _who(request)))
+
+    @router.delete("/v1/drain", responses=problems(409))
+    async def cancel(request: Request) -> schemas.DrainStatus:
+        """Take new transfers again. Idempotent; too late once the daemon was told to stop."""
+        return ferry.cancel_drain(_who(request))
 
     @router.get("/healthz")
     async def healthz() -> schemas.Health:
@@ -224,3 +228,9 @@ def daemon(ferry: Ferry) -> APIRouter:
         return Response(body, headers={"content-type": kind})
 
     return router
+
+
+def _who(request: Request) -> str:
+    """Who asks, for the log: address and program, of which the second is its own word."""
+    host = request.client.host if request.client else "an unknown address"
+    return f"{host} ({request.headers.get('user-agent', 'unnamed')[:80]})"

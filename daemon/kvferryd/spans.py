@@ -1,0 +1,109 @@
+"""OpenTelemetry spans of transfers and leases, under the router's traceparent. Made from their records after the end.
+
+They are made where OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set and the extra `otel` is installed; else
+nothing of its SDK is imported. All other OTEL_* variables hold: sampling, headers, batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvferry.schemas import RankTransfer
+from kvferryd import logs
+from kvferryd.leases.lease import Lease
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import SpanContext
+    from opentelemetry.util.types import AttributeValue
+
+log = logs.get(__name__)
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+PHASES = ("waiting", "connecting", "reading", "verifying")
+"""One after the other, from the transfer's beginning."""
+FLUSH_MS = 2000
+
+
+def made(instance: str) -> Spans | None:
+    """None where nobody asked for spans, or the packages are missing, which is logged."""
+    if not any(os.environ.get(name) for name in ENDPOINTS):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        log.warning(
+            "no spans", why=str(error), remedy="pip install 'kvferry[otel]', or unset OTEL_EXPORTER_OTLP_ENDPOINT"
+        )
+        return None
+    about = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "kvferry"), "service.instance.id": instance}
+    provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Spans(provider)
+
+
+class Spans:
+    """Owns the provider, whose thread sends them. `close` it."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("kvferry")
+
+    def transfer(
+        self, share: RankTransfer, request_id: str, began: float, trace: logs.Trace, **about: AttributeValue
+    ) -> None:
+        """This rank's share, and its phases below it. began: Unix time."""
+        about |= {"path": share.path, "bytes": share.bytes, "descriptors": share.descriptors, "rank": share.rank}
+        error = share.error.code if share.error else ""
+        total_ms = share.phases_ms.get("total", 0.0)
+        phases = {name: share.phases_ms.get(name, 0.0) for name in PHASES}
+        self._add("kvferry.transfer", request_id, trace, began, total_ms, about, phases, error)
+
+    def lease(self, lease: Lease, ended: float) -> None:
+        """ended: Unix time."""
+        about = {"engine_id": lease.engine_id, "state": lease.state.value, "tokens": lease.num_tokens}
+        took_ms = 1e3 * (ended - lease.created_at)
+        self._add("kvferry.lease", lease.request_id, lease.trace, lease.created_at, took_ms, about, {}, "")
+
+    def _add(
+        self, name: str, request_id: str, trace: logs.Trace, began: float, took_ms: float,
+        about: Mapping[str, AttributeValue], phases: Mapping[str, float], error: str,
+    ) -> None:  # fmt: skip
+        from opentelemetry import trace as otel
+
+        named = {f"kvferry.{key}": value for key, value in {"request_id": request_id, **about}.items()}
+        start, end = int(1e9 * began), int(1e9 * began + 1e6 * took_ms)
+        above = otel.set_span_in_context(otel.NonRecordingSpan(_parent(trace, request_id)))
+        span = self._tracer.start_span(name, above, start_time=start, attributes=named)
+        below, at = otel.set_span_in_context(span), start
+        for phase, ms in phases.items():
+            if ms > 0:
+                part = self._tracer.start_span(f"kvferry.{phase}", below, start_time=at)
+                at = min(end, at + int(1e6 * ms))
+                part.end(at)
+        if error:
+            span.set_status(otel.Status(otel.StatusCode.ERROR, error))
+        span.end(end)
+
+    def close(self) -> None:
+        """Send what is left, for FLUSH_MS at most."""
+        self._provider.force_flush(FLUSH_MS)
+        self._provider.shutdown()
+
+
+def _parent(trace: logs.Trace, request_id: str) -> SpanContext:
+    """The router's span; without one a name that both sides make of the request's, so that theirs are one trace."""
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    if trace.traceparent:
+        _, trace_id, span_id, flags = trace.traceparent.split("-")
+    else:
+        digest = hashlib.sha256(request_id.encode()).hexdigest()
+        trace_id, span_id, flags = digest[:32], digest[32:48], "01"
+    sampled = TraceFlags(int(flags, 16))
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=sampled)

@@ -1,0 +1,122 @@
+"""Spans of a transfer and of its lease arrive under the router's span, from both sides."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from fleet import Daemons, until
+from lives import engine_on, published
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from kvferry.engine import TransferFailed
+from kvferry.schemas import OrderBody
+
+pytestmark = pytest.mark.anyio
+
+
+class Collector(ThreadingHTTPServer):
+    """What OpenTelemetry's collector would get."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.spans: list[Span] = []
+
+    def of(self, trace_id: str) -> dict[str, Span]:
+        return {span.name: span for span in list(self.spans) if span.trace_id.hex() == trace_id}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        told = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+        for resource in told.resource_spans:
+            for scope in resource.scope_spans:
+                self.server.spans.extend(scope.spans)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    with Collector() as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        serving.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        yield server
+        server.shutdown()
+        serving.join()
+
+
+async def test_both_sides_of_a_request_are_below_the_routers_span(
+    collector: Collector, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (source,), (reader,) = await daemons.start("span-p"), await daemons.start("span-d")
+    prefill, _ = await engine_on(stack, "span-prefill", source)
+    decode, router = await engine_on(stack, "span-decode", reader)
+    kv, _ = await published(prefill, request_id)
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    order = OrderBody(request_id=request_id, source=prefill.source())
+    await router.order(order, traceparent=f"00-{trace_id}-{span_id}-01")
+    await decode.receive(request_id, decode.take(kv.tokens))
+
+    wanted = {"kvferry.transfer", "kvferry.connecting", "kvferry.reading", "kvferry.lease"}
+
+    async def arrived() -> bool:
+        return wanted <= collector.of(trace_id).keys()
+
+    await until(arrived, "both sides send their spans")
+    told = collector.of(trace_id)
+    transfer, reading = told["kvferry.transfer"], told["kvferry.reading"]
+    assert transfer.parent_span_id.hex() == told["kvferry.lease"].parent_span_id.hex() == span_id
+    assert reading.parent_span_id == transfer.span_id
+    assert transfer.start_time_unix_nano <= reading.start_time_unix_nano <= reading.end_time_unix_nano
+    assert reading.end_time_unix_nano <= transfer.end_time_unix_nano
+    about = {each.key: each.value for each in transfer.attributes}
+    assert about["kvferry.request_id"].string_value == request_id
+    assert about["kvferry.source"].string_value == "span-prefill"
+
+
+async def test_a_failed_transfer_is_a_span_with_an_error_and_a_trace_of_its_own(
+    collector: Collector, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("span-late")
+    engine, _ = await engine_on(stack, "span-late", daemon)
+    (outcome,) = await engine.outcomes(request_id, engine.take(1), deadline_s=0.05)
+    assert isinstance(outcome, TransferFailed)
+
+    async def arrived() -> bool:
+        return any(span.status.message == "deadline" for span in list(collector.spans))
+
+    await until(arrived, "the failure is sent")
+
+
+def test_without_an_endpoint_no_sdk_is_imported() -> None:
+    script = (
+        "import sys; from kvferryd import serve, spans; assert spans.made('x') is None;"
+        "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=None)
+    assert done.stdout.strip() == "[]"
+
+
+def test_missing_packages_are_told_and_the_daemon_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    script = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None;from kvferryd import spans; assert spans.made('x') is None"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pip install 'kvferry[otel]'" in done.stdout + done.stderr
