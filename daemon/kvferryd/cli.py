@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 from kvferry import __version__
 from kvferry.errors import KvferryError, Malformed, Unavailable
@@ -36,16 +35,14 @@ class Forwarded:
 
     module: str
     help: str
-    extra: str
+    extra: str = "daemon"
 
 
 FORWARDED = {
     "demo": Forwarded("kvferryd.demo", "two engines of different shape, their daemons and a proxy", "daemon,reference"),
-    "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "daemon"),
-    "explain": Forwarded(
-        "kvferryd.explain", "what a transfer between two manifests would do, or what one did", "daemon"
-    ),
-    "proxy": Forwarded("kvferry.proxy", "the reference routing proxy, OpenAI-compatible", "reference"),
+    "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "bench"),
+    "explain": Forwarded("kvferryd.explain", "what a transfer between two manifests would do, or what one did"),
+    "proxy": Forwarded("kvferry.proxy", "the reference routing proxy, OpenAI-compatible", "proxy"),
 }
 
 
@@ -54,13 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in FORWARDED:
-            forwarded = FORWARDED[arguments[0]]
-            return int(_needs(forwarded.module, forwarded.extra, arguments[0]).main(arguments[1:]))
+            return int(importlib.import_module(FORWARDED[arguments[0]].module).main(arguments[1:]))
         parsed = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = parsed.command
         return command(parsed)
     except KvferryError as error:
         print(f"kvferry: {error}", file=sys.stderr)
+        return FAILED
+    except ModuleNotFoundError as error:
+        print(f"kvferry: {_not_installed(error, arguments[0])}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -69,17 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
 
-def _needs(module: str, extra: str, command: str) -> ModuleType:
-    """Import a module of ours; raises KvferryError naming the pip extra when what it builds on is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.partition(".")[0] in ("kvferry", "kvferryd"):
-            why, remedy = f"kvferry {command} is not part of this installation", "install kvferry from a release"
-            raise Malformed("not_in_this_build", why, field="module", value=missing, remedy=remedy) from error
-        why = f"kvferry {command} needs the package {missing}, which is not installed"
-        raise Unavailable("missing_extra", why, remedy=f"pip install 'kvferry[{extra}]'") from error
+def _not_installed(error: ModuleNotFoundError, command: str) -> KvferryError:
+    """What to install, when a package is missing that a command builds on."""
+    missing = (error.name or "").partition(".")[0]
+    if missing in ("kvferry", "kvferryd"):
+        why, remedy = f"kvferry {command} is not part of this installation", "install kvferry from a release"
+        return Malformed("not_in_this_build", why, field="module", value=error.name, remedy=remedy)
+    extra = FORWARDED[command].extra if command in FORWARDED else "daemon"
+    if missing == "torch" and command == "bench":
+        extra = "cuda13"
+    why = f"kvferry {command} needs the package {missing}, which is not installed"
+    return Unavailable("missing_extra", why, remedy=f"pip install 'kvferry[{extra}]'")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -201,7 +200,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         for warning in config.warnings():
             print(f"note: {warning}")
         return OK
-    logs, serve = (_needs(f"kvferryd.{module}", "daemon", "serve") for module in ("logs", "serve"))
+    from kvferryd import logs, serve
+
     logs.configure(config)
     for variable, meant in misspelt():
         logs.get(__name__).warning("nothing reads this variable", variable=variable, did_you_mean=meant)
