@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvferry.errors import CLASSES, Kind, KvferryError, Malformed, Refusal, shorten
 from kvferry.manifest import Manifest, ManifestError
+from kvferry.schemas import LeaseState, TransferState
 from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import layout_pb2 as pb
 
@@ -23,6 +24,10 @@ LIMIT = 1000
 """Characters of one field of a problem."""
 
 _KINDS = {kind: pb.ProblemKind.Value(f"PROBLEM_KIND_{kind.name}") for kind in Kind}
+TRANSFER_STATES = {state: pb.TransferState.Value(f"TRANSFER_STATE_{state.name}") for state in TransferState}
+LEASE_STATES = {state: pb.LeaseState.Value(f"LEASE_STATE_{state.name}") for state in LeaseState}
+PATHS = {name.removeprefix("PATH_").lower(): value for name, value in pb.Path.items()}
+"""By the word that records have; `unspecified` where they have none."""
 _MEMORY_KIND, _GROUP_KIND = "MEMORY_KIND_", "GROUP_KIND_"
 
 

@@ -909,12 +909,16 @@ class RankTransfer(google.protobuf.message.Message):
     TRANSPORT_FIELD_NUMBER: builtins.int
     PHASES_MS_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    TRANSFER_STATE_FIELD_NUMBER: builtins.int
+    PATH_TAKEN_FIELD_NUMBER: builtins.int
     rank: builtins.int
     state: builtins.str
     nbytes: builtins.int
     descriptors: builtins.int
     path: builtins.str
     transport: builtins.str
+    transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType
+    path_taken: kvferry.v1.layout_pb2.Path.ValueType
     @property
     def phases_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
@@ -930,9 +934,11 @@ class RankTransfer(google.protobuf.message.Message):
         transport: builtins.str = ...,
         phases_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
+        path_taken: kvferry.v1.layout_pb2.Path.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transport", b"transport"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_state", b"transfer_state", "transport", b"transport"]) -> None: ...
 
 Global___RankTransfer: typing_extensions.TypeAlias = RankTransfer
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from kvferry import __version__
 from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto
+from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, manifest_to_proto, problem_to_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.check import check_request_id
@@ -224,6 +224,7 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
     share = transfer.share()
     return peer_pb2.RankTransfer(
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
-        transport=share.transport, phases_ms=share.phases_ms,
+        transport=share.transport, phases_ms=share.phases_ms, transfer_state=TRANSFER_STATES[share.state],
+        path_taken=PATHS[share.path or "unspecified"],
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
     )  # fmt: skip
