@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter
 
 from kvferry.errors import Full, KvferryError, Malformed
 from kvferry.manifest import Manifest
 from kvferry.schemas import ExplainRequest, ExplainTables
 from kvferry.tables import Tables, tables_from_json
-from kvferryd.api.rest.openapi import EXPLAIN, problems
+from kvferryd.api.rest.openapi import problems
 
 AT_ONCE = 2
 """Explanations in work: they take whole seconds of a core where manifests are large."""
@@ -25,7 +25,7 @@ def routes() -> APIRouter:
     places = asyncio.Semaphore(AT_ONCE)
 
     @router.post("", responses=problems(413, 415, 429))
-    async def explain(body: Annotated[ExplainRequest, Body(openapi_examples=EXPLAIN)]) -> dict[str, Any]:
+    async def explain(body: ExplainRequest) -> dict[str, Any]:
         """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
         if places.locked():
             raise Full("full", f"{AT_ONCE} explanations are in work", remedy="ask again")
