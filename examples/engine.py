@@ -16,7 +16,7 @@ import uuid
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import BlockTable, EngineClient, ManifestBuilder, ModelInfo, Shard, SharedRegion
+from kvferry import BlockTable, EngineClient, KvferryError, ManifestBuilder, ModelInfo, Shard, SharedRegion
 
 LAYERS, HEADS, DIM, TOKENS, BLOCKS = 2, 4, 64, 41, 64
 REQUEST = "req-1"
@@ -27,7 +27,7 @@ Cache = npt.NDArray[np.float32]
 async def start(socket: str, engine_id: str, block_size: int, axes: tuple[str, ...]) -> tuple[EngineClient, Cache]:
     """Open a session with the daemon, get memory from it, and say what lies where in that memory."""
     epoch = uuid.uuid4().hex  # of this start of the engine; the same on all of its ranks
-    client = await EngineClient.connect(socket, engine_id=engine_id, epoch=epoch)
+    client = await EngineClient.connect(socket, engine_id=engine_id, epoch=epoch, timeout_s=120)
     sizes = {"block": BLOCKS, "slot": block_size, "head": HEADS, "dim": DIM}
     shape = (LAYERS, 2, *(sizes[axis] for axis in axes))
 
@@ -68,7 +68,8 @@ async def decode(socket: str) -> None:
     client, cache = await start(socket, "decode", 24, ("block", "head", "slot", "dim"))
 
     tables = {"full": BlockTable.of([12, 5])}  # free blocks, reserved for this request
-    received = await client.receive(REQUEST, tables, tokens=(0, TOKENS))  # returns when the KV is here, and whole
+    # Without source= it waits for a router's order. It returns when the KV is here, and whole.
+    received = await client.receive(REQUEST, tables, tokens=(0, TOKENS), deadline_s=120)
 
     expected = computed()
     for token in range(TOKENS):
@@ -80,4 +81,7 @@ async def decode(socket: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in ("prefill", "decode"):
         sys.exit(__doc__)
-    asyncio.run({"prefill": prefill, "decode": decode}[sys.argv[1]](sys.argv[2]))
+    try:
+        asyncio.run({"prefill": prefill, "decode": decode}[sys.argv[1]](sys.argv[2]))
+    except KvferryError as error:
+        sys.exit(f"{error.code}: {error}")

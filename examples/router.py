@@ -17,8 +17,8 @@ from kvferry import DaemonError, OrderBody, RouterClient, SourceBody
 async def main(decode: str, prefill: str, token: str = "") -> None:
     async with RouterClient(decode, token=token) as daemon:
         source = SourceBody(engine_id="prefill", address=prefill)
-        ordered = await daemon.order(OrderBody(request_id="req-1", source=source, deadline_ms=30_000))
-        record = await daemon.wait(ordered.transfer_id, timeout_s=30)
+        ordered = await daemon.order(OrderBody(request_id="req-1", source=source, deadline_ms=60_000))
+        record = await daemon.wait(ordered.transfer_id, timeout_s=60)
 
     print(f"{record.request_id} is {record.state}: {record.bytes} bytes, {record.path}")
     if record.error is not None:

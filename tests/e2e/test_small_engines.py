@@ -13,7 +13,7 @@ from kvferryd.demo.fleet import Fleet
 
 pytestmark = pytest.mark.anyio
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 async def run(program: str, *arguments: str) -> tuple[int, str, str]:
