@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import Few, Metrics, markdown_table
+from kvferryd.metrics import Few, Metrics
 
 pytestmark = pytest.mark.anyio
 
@@ -69,8 +67,3 @@ def test_two_daemons_fit_into_one_process() -> None:
 def test_a_label_takes_only_so_many_values() -> None:
     few = Few(2)
     assert [few(value) for value in ("a", "b", "c", "", "a")] == ["a", "b", "other", "none", "a"]
-
-
-def test_the_manual_lists_every_metric() -> None:
-    manual = Path(__file__).parents[2] / "docs" / "operations.md"
-    assert markdown_table() in manual.read_text(), "paste kvferryd.metrics.markdown_table()"
