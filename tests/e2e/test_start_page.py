@@ -32,7 +32,7 @@ def steps(page: Path) -> list[tuple[str, str | None]]:
 
 def pattern(said: str) -> str:
     """What the page says, with `...` for what differs from run to run."""
-    return r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*?") for word in said.split())
+    return ".*?".join(r"\s+".join(map(re.escape, part.split())) for part in said.split("..."))
 
 
 def follow(page: Path, folder: Path) -> None:
