@@ -83,7 +83,7 @@ def _kind(enum: Any, prefix: str, number: int, field: str) -> str:
 
 
 def tables_to_proto(tables: Tables) -> pb.Tables:
-    """Raises KvferryError (`malformed_tables`) where a group's name is no text."""
+    """Raises KvferryError (`malformed_tables`) where a table is none, or a group's name is no text."""
     try:
         return pb.Tables(
             groups={
@@ -91,6 +91,9 @@ def tables_to_proto(tables: Tables) -> pb.Tables:
                 for name, table in tables.items()
             }
         )
+    except AttributeError:
+        message, remedy = "these are no block tables", 'for example {"full": BlockTable.of([7, 3, 9])}'
+        raise Malformed("malformed_tables", message, field="tables", value=tables, remedy=remedy) from None
     except UnicodeEncodeError as error:  # a lone surrogate, as a JSON body may hold
         message = "a group's name is not text"
         remedy = "name groups as the manifest does"
