@@ -26,7 +26,7 @@ examples:
   kvferry transfers --watch                   what is moving
   kvferry drain --wait 300                    take no more work, return when all leases are read
 
-`kvferry COMMAND --help` has examples of each. docs/operations.md has every setting, metric and route."""
+`kvferry COMMAND --help` has examples of each. docs/reference has every setting, metric, error and route."""
 
 
 @dataclass(frozen=True, slots=True)
