@@ -33,6 +33,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
 COPY pyproject.toml README.md LICENSE ./
 COPY clients clients
 COPY daemon daemon
+COPY proto proto
 RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM build AS build-cpu

@@ -11,7 +11,7 @@ BESIDE        ?= --numprocesses 2 --dist loadfile
 export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-all engines-venv test-engines bench-vllm lint format proto bench clean
+.PHONY: help setup demo test test-all engines-venv test-engines bench-vllm lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ format: $(READY) ## format and fix what can be fixed
 
 proto: $(READY) ## generate clients/kvferry/v1 from proto/
 	@$(BIN)/python tests/generate_stubs.py clients
+
+reference: $(READY) ## generate docs/reference from the sources
+	@$(BIN)/python tests/generate_reference.py docs/reference
 
 bench: $(READY) ## the benchmarks of docs/benchmarks.md
 	@$(BIN)/kvferry bench

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvferry.errors import CLASSES, Kind, KvferryError, Malformed, Refusal, shorten
 from kvferry.manifest import Manifest, ManifestError
+from kvferry.schemas import LeaseState, TransferState
 from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import layout_pb2 as pb
 
@@ -23,6 +24,10 @@ LIMIT = 1000
 """Characters of one field of a problem."""
 
 _KINDS = {kind: pb.ProblemKind.Value(f"PROBLEM_KIND_{kind.name}") for kind in Kind}
+TRANSFER_STATES = {state: pb.TransferState.Value(f"TRANSFER_STATE_{state.name}") for state in TransferState}
+LEASE_STATES = {state: pb.LeaseState.Value(f"LEASE_STATE_{state.name}") for state in LeaseState}
+PATHS = {name.removeprefix("PATH_").lower(): value for name, value in pb.Path.items()}
+"""By the word that records have; `unspecified` where they have none."""
 _MEMORY_KIND, _GROUP_KIND = "MEMORY_KIND_", "GROUP_KIND_"
 
 
@@ -78,7 +83,7 @@ def _kind(enum: Any, prefix: str, number: int, field: str) -> str:
 
 
 def tables_to_proto(tables: Tables) -> pb.Tables:
-    """Raises KvferryError (`malformed_tables`) where a group's name is no text."""
+    """Raises KvferryError (`malformed_tables`) where a table is none, or a group's name is no text."""
     try:
         return pb.Tables(
             groups={
@@ -86,6 +91,9 @@ def tables_to_proto(tables: Tables) -> pb.Tables:
                 for name, table in tables.items()
             }
         )
+    except AttributeError:
+        message, remedy = "these are no block tables", 'for example {"full": BlockTable.of([7, 3, 9])}'
+        raise Malformed("malformed_tables", message, field="tables", value=tables, remedy=remedy) from None
     except UnicodeEncodeError as error:  # a lone surrogate, as a JSON body may hold
         message = "a group's name is not text"
         remedy = "name groups as the manifest does"

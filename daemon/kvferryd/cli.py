@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 from kvferry import __version__
 from kvferry.errors import KvferryError, Malformed, Unavailable
@@ -29,7 +28,7 @@ examples:
   kvferry transfers --watch                   what is moving
   kvferry drain --wait 300                    take no more work, return when all leases are read
 
-`kvferry COMMAND --help` has examples of each. docs/operations.md has every setting, metric and route."""
+`kvferry COMMAND --help` has examples of each. docs/reference has every setting, metric, error and route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Forwarded:
 
     module: str
     help: str
-    extra: str
+    extra: str = "daemon"
 
 
 FORWARDED = {
@@ -46,11 +45,9 @@ FORWARDED = {
         "kvferryd.keeper", "run the daemon, and start it again when it dies; holds its GPU memory", "daemon"
     ),
     "demo": Forwarded("kvferryd.demo", "two engines of different shape, their daemons and a proxy", "daemon,reference"),
-    "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "daemon"),
-    "explain": Forwarded(
-        "kvferryd.explain", "what a transfer between two manifests would do, or what one did", "daemon"
-    ),
-    "proxy": Forwarded("kvferry.proxy", "the reference routing proxy, OpenAI-compatible", "reference"),
+    "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "bench"),
+    "explain": Forwarded("kvferryd.explain", "what a transfer between two manifests would do, or what one did"),
+    "proxy": Forwarded("kvferry.proxy", "the reference routing proxy, OpenAI-compatible", "proxy"),
 }
 
 
@@ -59,18 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
-            _needs("argcomplete", "serve", "completion").autocomplete(_parser())
+            importlib.import_module("argcomplete").autocomplete(_parser())
         if not arguments:
             _parser().print_help()
             return OK
         if arguments[0] in FORWARDED:
-            forwarded = FORWARDED[arguments[0]]
-            return int(_needs(forwarded.module, forwarded.extra, arguments[0]).main(arguments[1:]))
+            return int(importlib.import_module(FORWARDED[arguments[0]].module).main(arguments[1:]))
         parsed = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = parsed.command
         return command(parsed)
     except KvferryError as error:
         print(f"kvferry: {error}", file=sys.stderr)
+        return FAILED
+    except ModuleNotFoundError as error:
+        print(f"kvferry: {_not_installed(error, arguments[0] if arguments else 'completion')}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -79,17 +78,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
 
-def _needs(module: str, extra: str, command: str) -> ModuleType:
-    """Import a module of ours; raises KvferryError naming the pip extra when what it builds on is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.partition(".")[0] in ("kvferry", "kvferryd"):
-            why, remedy = f"kvferry {command} is not part of this installation", "install kvferry from a release"
-            raise Malformed("not_in_this_build", why, field="module", value=missing, remedy=remedy) from error
-        why = f"kvferry {command} needs the package {missing}, which is not installed"
-        raise Unavailable("missing_extra", why, remedy=f"pip install 'kvferry[{extra}]'") from error
+def _not_installed(error: ModuleNotFoundError, command: str) -> KvferryError:
+    """What to install, when a package is missing that a command builds on."""
+    missing = (error.name or "").partition(".")[0]
+    if missing in ("kvferry", "kvferryd"):
+        why, remedy = f"kvferry {command} is not part of this installation", "install kvferry from a release"
+        return Malformed("not_in_this_build", why, field="module", value=error.name, remedy=remedy)
+    extra = FORWARDED[command].extra if command in FORWARDED else "daemon"
+    if missing == "torch" and command == "bench":
+        extra = "cuda13"
+    why = f"kvferry {command} needs the package {missing}, which is not installed"
+    return Unavailable("missing_extra", why, remedy=f"pip install 'kvferry[{extra}]'")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -238,7 +237,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             elif found.level is Level.NOTE:
                 print(f"note: {found.what}")
         return FAILED if bad else OK
-    logs, serve = (_needs(f"kvferryd.{module}", "daemon", "serve") for module in ("logs", "serve"))
+    from kvferryd import logs, serve
+
     if config.log_format == "json":
         from kvferryd.foreign import wrap  # before anything else can write
 

@@ -46,14 +46,14 @@ class Config(BaseModel):
     )
     arena_mb: Whole = _about(
         512,
-        "staging arena of an engine, MiB; on a GPU made unless way is direct or mapped, on host memory where staging "
-        "is forced, or with way = auto when a peer's runs are short; 0: none",
+        "staging buffer per engine, MiB. Made on GPUs by default; on host memory with way=staged or strict=true, "
+        "and with way=auto when a peer's runs are short. 0 disables it",
         ge=0,
     )
     way: Way = _about("auto", "how to move runs; auto: mapped if possible, else staged for short runs, direct for long")
     programs: Whole = _about(
         16,
-        "SMs that a mapped copy may take on the GPU; a staging slot's takes twice as many, for 0.1 ms",
+        "SMs a mapped copy may use. Unpacking a staging slot uses twice that, for about 0.1 ms a slot",
         ge=1,
         le=1024,
     )
@@ -275,7 +275,7 @@ def misspelt(environment: Mapping[str, str] | None = None) -> Iterator[tuple[str
 
 
 def markdown_table() -> str:
-    """The table of docs/operations.md."""
+    """The table of docs/reference."""
     rows = ["| setting | form | default | what |", "|---|---|---|---|"]
     for name, field in OPTIONS.items():
         default = "that of peer" if name == "advertise" else written(field.default) or "none"

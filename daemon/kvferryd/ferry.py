@@ -16,7 +16,7 @@ from kvferry import __version__, schemas
 from kvferry.errors import Conflict, KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
-from kvferry.wire import problem_to_proto
+from kvferry.wire import LEASE_STATES, problem_to_proto
 from kvferryd import logs, spans
 from kvferryd.certificates import CertificateFiles, Certificates
 from kvferryd.check import check_destination, check_request_id
@@ -416,7 +416,9 @@ class Ferry:
 
     def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
         problem = problem_to_proto(lease.problem) if lease.problem else None
-        ended = engine_pb2.LeaseEnded(request_id=lease.request_id, state=lease.state.value, problem=problem)
+        ended = engine_pb2.LeaseEnded(
+            request_id=lease.request_id, state=lease.state.value, lease_state=LEASE_STATES[lease.state], problem=problem
+        )
         engine.session.tell(engine_pb2.Event(lease_ended=ended))
         asyncio.get_running_loop().call_soon(self._note_lease_end, lease)  # the engine first
 

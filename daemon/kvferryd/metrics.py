@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics. Every name starts with kvferry_; docs/operations.md has the table.
+"""What Prometheus reads at /metrics. Every name starts with kvferry_; docs/reference/metrics.md has the table.
 
 Counters and histograms count things as they end; gauges are set by the core before each scrape.
 """
@@ -200,7 +200,7 @@ def total(counter: Counter) -> int:
 
 
 def markdown_table() -> str:
-    """The table of docs/operations.md."""
+    """The table of docs/reference."""
     rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
     for metric in vars(Metrics()).values():
         if isinstance(metric, MetricWrapperBase):

@@ -38,8 +38,9 @@ def load() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    value, remedy = ", ".join(BUILDS), 'pip install "kvferry[daemon]"'
-    raise Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=value, remedy=remedy)
+    cuda = "12" if older else "13"
+    remedy = f"pip install --no-deps nixl-cu{cuda}, or beside a GPU, with torch, pip install 'kvferry[cuda{cuda}]'"
+    raise Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=", ".join(BUILDS), remedy=remedy)
 
 
 def make_agent(name: str, *, threads: int) -> Any:

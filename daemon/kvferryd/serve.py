@@ -17,13 +17,15 @@ from pathlib import Path
 
 import grpc
 import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
-from kvferryd import logs, ucx
+from kvferryd import logs, nixl, ucx
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
@@ -34,8 +36,6 @@ from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.memory.kept import Keeper
 from kvferryd.metrics import Metrics
-from kvferryd.nixl import keep_no_mappings
-from kvferryd.nixl import load as load_nixl
 from kvferryd.settings import DESCRIPTORS
 
 log = logs.get(__name__)
@@ -65,15 +65,14 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
         with contextlib.suppress(KvferryError):  # engines get a note when they register, and read directly
             load()
             if config.way != "direct":  # then UCX opens and closes what it reads for every run, which is slow even so
-                keep_no_mappings()
+                nixl.keep_no_mappings()
+    listening = ucx.set_up(config)
+    nixl.load()  # an engine would miss it only when it registers
     # A full collection walks through every object of every module and stops the process meanwhile: 113 ms with torch
     # imported. So what is alive now is taken out of later ones; what of it dies in a cycle stays.
     gc.collect()
     gc.freeze()
-    listening = ucx.set_up(config)  # before NIXL is loaded
     if keeper is not None:
-        with contextlib.suppress(KvferryError):  # the first engine is told
-            load_nixl()
         try:
             before = keeper.turn()
         except EOFError:
@@ -176,6 +175,7 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
     callers = Callers(config.allow_peers, ferry.proof)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers), server)
+    await _describe(server, "kvferry.v1.Peer", reflected=bool(ferry.proof))
     try:
         if ferry.proof:
             server.add_secure_port(config.peer, ferry.proof.server_credentials())
@@ -203,6 +203,7 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     handovers = Handovers(ferry.registry.introduce)
     server = grpc.aio.server(options=MESSAGE_OPTIONS)
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
+    await _describe(server, "kvferry.v1.Engine", reflected=True)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider
     try:
         server.add_insecure_port(f"unix:{path}")
@@ -215,6 +216,16 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     finally:
         await server.stop(GRACE_S)
         path.unlink(missing_ok=True)
+
+
+async def _describe(server: grpc.aio.Server, service: str, *, reflected: bool) -> None:
+    """Add what grpcurl and probes ask for: grpc.health.v1, which says that the process answers, as /healthz does, and
+    reflection: the protos, and no data. Who is not proven gets none."""
+    answering = health.aio.HealthServicer()
+    await answering.set(service, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(answering, server)
+    if reflected:
+        reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
 
 
 def _claim(path: Path) -> None:

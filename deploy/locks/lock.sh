@@ -9,7 +9,7 @@ lock() { # NAME SOURCE OPTIONS...
     uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
         --custom-compile-command deploy/locks/lock.sh --output-file "deploy/locks/$name.txt" "$@" "$source"
 }
-lock cpu pyproject.toml --extra cpu --excludes deploy/locks/not-on-cpu.txt "$@"
+lock cpu pyproject.toml --extra daemon --excludes deploy/locks/not-on-cpu.txt "$@" deploy/locks/cpu.in
 lock cuda12 pyproject.toml --extra cuda12 "$@"
 # The torch that the tests run with; that of CUDA 12 is the last one that PyPI has for it.
 lock cuda13 pyproject.toml --extra cuda13 --constraints deploy/locks/tested.in "$@"

@@ -17,7 +17,7 @@ from ranks import HND, Shape, TestEngine
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import TransferState
-from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 
 pytestmark = pytest.mark.anyio
 KEY: list[bytes] = []
@@ -160,7 +160,8 @@ async def test_a_rank_whose_first_order_comes_after_the_end_hears_of_it(
     pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
 ) -> None:
     await aborted_at_rank_0(pair, request_id)
-    assert (await rank_0.Order(ordered(pair, request_id, 1)).read()).state == "aborted"
+    share = await rank_0.Order(ordered(pair, request_id, 1)).read()
+    assert (share.state, share.transfer_state) == ("aborted", layout_pb2.TRANSFER_STATE_ABORTED)
 
 
 async def aborted_at_rank_0(pair: Pair, request_id: str) -> None:

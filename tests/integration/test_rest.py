@@ -251,28 +251,3 @@ def test_a_page_of_another_origin_cannot_change_anything() -> None:
     problem(asked(lambda client: client.post("/v1/drain", headers=origin)), 403, "cross_origin")
     own = {"origin": "http://daemon"}
     assert asked(lambda client: client.post("/v1/drain", headers=own)).status_code == 200
-
-
-def test_openapi_documents_every_error_as_a_problem() -> None:
-    document = asked(lambda client: client.get("/openapi.json")).json()
-    assert "HTTPValidationError" not in document["components"]["schemas"]
-    assert "RefusalBody" in document["components"]["schemas"]
-    order = document["paths"]["/v1/transfers"]["post"]
-    assert set(order["responses"]) == {"200", "202", "403", "404", "409", "413", "415", "422", "429", "503"}
-    assert order["requestBody"]["content"]["application/json"]["examples"]
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            assert operation["tags"], (method, path)
-            assert operation["description"], (method, path)
-            for status, response in operation["responses"].items():
-                if status >= "400" and path != "/readyz":
-                    assert list(response["content"]) == ["application/problem+json"], (method, path, status)
-
-
-def test_openapi_asks_for_the_token_where_the_daemon_does(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("t")
-    headers = {"authorization": "Bearer t"}
-    document = asked(lambda client: client.get("/openapi.json", headers=headers), token_file=tmp_path / "token").json()
-    assert document["security"] == [{"token": []}]
-    assert document["paths"]["/healthz"]["get"]["security"] == []
-    assert "401" in document["paths"]["/v1/info"]["get"]["responses"]

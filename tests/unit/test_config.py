@@ -256,8 +256,3 @@ def test_every_setting_has_a_flag_in_both_spellings() -> None:
     config = load(vars(parsed), {})
     assert (config.arena_mb, config.lease_ttl_s, config.strict, config.ucx) == (1, 2.0, False, {"A": "1", "B": "2"})
     assert set(configuration.OPTIONS) <= set(vars(parsed))
-
-
-def test_the_manual_lists_every_setting() -> None:
-    manual = Path(__file__).parents[2] / "docs" / "operations.md"
-    assert configuration.markdown_table() in manual.read_text(), "paste kvferryd.config.markdown_table()"

@@ -240,6 +240,17 @@ def test_the_builder_describes_slices_of_a_larger_array() -> None:
     assert_describes(manifest, memory, value, AXES)
 
 
+def test_the_builder_refuses_an_array_that_lies_elsewhere() -> None:
+    both = np.zeros((2, 3, 4, 2, 5), dtype=np.int16)
+    for here, there, code in ((0, 1, "out_of_region"), (1, 0, "malformed_manifest")):
+        made = builder(both[here]).group("full", num_blocks=3, block_size=4)
+        with pytest.raises(ManifestError) as caught:
+            made.component("full", layer=0, name="k", array=both[there], axes=AXES)
+        error = caught.value
+        assert (error.code, error.field) == (code, "components[0.k].array")
+        assert "not a copy" in error.remedy
+
+
 def test_the_builder_describes_torch_tensors_as_it_does_arrays() -> None:
     memory = torch.arange(3 * 4 * 2 * 6, dtype=torch.int16).reshape(3, 2, 6, 4)
     view = memory.permute(0, 3, 1, 2)[..., ::2]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import FAILURES, REFUSALS, WAYS, Few, Metrics, markdown_table
+from kvferryd.metrics import FAILURES, REFUSALS, WAYS, Few, Metrics
 from kvferryd.paths import PathName
 
 pytestmark = pytest.mark.anyio
@@ -101,8 +99,3 @@ def test_a_peers_latency_has_no_wait_for_the_router() -> None:
 def test_a_label_takes_only_so_many_values() -> None:
     few = Few(2)
     assert [few(value) for value in ("a", "b", "c", "", "a")] == ["a", "b", "other", "none", "a"]
-
-
-def test_the_manual_lists_every_metric() -> None:
-    manual = Path(__file__).parents[2] / "docs" / "operations.md"
-    assert markdown_table() in manual.read_text(), "paste kvferryd.metrics.markdown_table()"

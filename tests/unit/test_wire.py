@@ -154,3 +154,11 @@ def test_very_many_refusals_still_fit_into_metadata() -> None:
     assert sent.ByteSize() <= MAX_PROBLEM_BYTES
     assert len(sent.refusals) > 100
     assert problem_from_proto(sent).refusals == many[: len(sent.refusals)]
+
+
+@pytest.mark.parametrize("given", [{"full": [7, 3, 9]}, [7, 3, 9]])
+def test_a_list_for_a_table_is_refused_with_what_to_write(given: object) -> None:
+    with pytest.raises(KvferryError) as caught:
+        tables_to_proto(given)  # type: ignore[arg-type]
+    assert (caught.value.code, caught.value.field) == ("malformed_tables", "tables")
+    assert "BlockTable.of([7, 3, 9])" in caught.value.remedy

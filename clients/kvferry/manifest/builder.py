@@ -54,7 +54,8 @@ class ManifestBuilder:
         self._regions: list[dict[str, object]] = []
         self._groups: list[dict[str, object]] = []
         self._components: list[dict[str, object]] = []
-        self._addresses: dict[int, int] = {}
+        self._places: dict[int, range] = {}
+        """Where each region lies in this process."""
         self._manifest = {
             "engine_id": engine_id,
             "epoch": epoch,
@@ -70,7 +71,7 @@ class ManifestBuilder:
     def region(self, id: int, kind: str, *, nbytes: int, address: int) -> ManifestBuilder:
         """`address`: where the region begins in this process; offsets are measured from it."""
         self._regions.append({"id": id, "kind": kind, "nbytes": nbytes})
-        self._addresses[id] = address
+        self._places[id] = range(address, address + nbytes)
         return self
 
     def group(
@@ -105,9 +106,15 @@ class ManifestBuilder:
             message = f"{len(axes)} axis names for an array of {len(shape)} dimensions"
             remedy = f"name every dimension of the shape {shape}"
             raise breach("axes", message, field="axes", value=tuple(axes), remedy=remedy)
-        if region not in self._addresses:
+        if region not in self._places:
             message = f"region {region} was not described"
             raise breach("unknown_region", message, field="region", value=region, remedy="call region() first")
+        place = self._places[region]
+        if address not in place:
+            message = f"the array begins at {address:#x}, outside of region {region} at {place.start:#x}"
+            remedy = "give a view of the region's own memory: region.array(), not a copy of it"
+            code = "malformed_manifest" if address < place.start else "out_of_region"
+            raise breach(code, message, field="array", value=shape, remedy=remedy)
         self._components.append(
             {
                 "group": group,
@@ -115,7 +122,7 @@ class ManifestBuilder:
                 "name": name,
                 "dtype": dtype,
                 "region": region,
-                "offset": address - self._addresses[region],
+                "offset": address - place.start,
                 "axes": [{"name": n, "extent": e, "stride": s} for n, e, s in zip(axes, shape, strides, strict=True)],
                 "shard": shard,
             }

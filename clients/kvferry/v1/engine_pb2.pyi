@@ -691,15 +691,18 @@ class ReceiveReply(google.protobuf.message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    TRANSFER_STATE_FIELD_NUMBER: builtins.int
     transfer_id: builtins.str
     state: builtins.str
+    transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType
     def __init__(
         self,
         *,
         transfer_id: builtins.str = ...,
         state: builtins.str = ...,
+        transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["state", b"state", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["state", b"state", "transfer_id", b"transfer_id", "transfer_state", b"transfer_state"]) -> None: ...
 
 Global___ReceiveReply: typing_extensions.TypeAlias = ReceiveReply
 
@@ -747,6 +750,7 @@ class TransferEnded(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    TRANSFER_STATE_FIELD_NUMBER: builtins.int
     BLOCKS_SAFE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     transfer_id: builtins.str
@@ -754,6 +758,7 @@ class TransferEnded(google.protobuf.message.Message):
     """done, failed or aborted"""
     nbytes: builtins.int
     metadata: builtins.bytes
+    transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType
     blocks_safe: builtins.bool
     """false: a read may still write; wait for blocks_safe before reusing the blocks"""
     @property
@@ -772,10 +777,11 @@ class TransferEnded(google.protobuf.message.Message):
         tokens: kvferry.v1.layout_pb2.TokenRange | None = ...,
         metadata: builtins.bytes = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
         blocks_safe: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks_safe", b"blocks_safe", "metadata", b"metadata", "nbytes", b"nbytes", "problem", b"problem", "request_id", b"request_id", "state", b"state", "tokens", b"tokens", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_safe", b"blocks_safe", "metadata", b"metadata", "nbytes", b"nbytes", "problem", b"problem", "request_id", b"request_id", "state", b"state", "tokens", b"tokens", "transfer_id", b"transfer_id", "transfer_state", b"transfer_state"]) -> None: ...
 
 Global___TransferEnded: typing_extensions.TypeAlias = TransferEnded
 
@@ -803,10 +809,12 @@ class LeaseEnded(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    LEASE_STATE_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: builtins.str
     """released, expired or revoked"""
+    lease_state: kvferry.v1.layout_pb2.LeaseState.ValueType
     @property
     def problem(self) -> kvferry.v1.layout_pb2.Problem:
         """why the daemon revoked it, where it was not told to: fence_timeout"""
@@ -816,10 +824,11 @@ class LeaseEnded(google.protobuf.message.Message):
         *,
         request_id: builtins.str = ...,
         state: builtins.str = ...,
+        lease_state: kvferry.v1.layout_pb2.LeaseState.ValueType = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["problem", b"problem", "request_id", b"request_id", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_state", b"lease_state", "problem", b"problem", "request_id", b"request_id", "state", b"state"]) -> None: ...
 
 Global___LeaseEnded: typing_extensions.TypeAlias = LeaseEnded
 

@@ -59,6 +59,95 @@ GROUP_KIND_STATE: GroupKind.ValueType  # 2
 """one block holds the whole state of one request (SSM, convolution)"""
 Global___GroupKind: typing_extensions.TypeAlias = GroupKind
 
+class _TransferState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TransferStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TransferState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TRANSFER_STATE_UNSPECIFIED: _TransferState.ValueType  # 0
+    TRANSFER_STATE_WAITING: _TransferState.ValueType  # 1
+    """for an order, a reservation, or a publish"""
+    TRANSFER_STATE_CONNECTING: _TransferState.ValueType  # 2
+    TRANSFER_STATE_READING: _TransferState.ValueType  # 3
+    TRANSFER_STATE_VERIFYING: _TransferState.ValueType  # 4
+    TRANSFER_STATE_DONE: _TransferState.ValueType  # 5
+    TRANSFER_STATE_FAILED: _TransferState.ValueType  # 6
+    TRANSFER_STATE_ABORTED: _TransferState.ValueType  # 7
+
+class TransferState(_TransferState, metaclass=_TransferStateEnumTypeWrapper):
+    """The states of a transfer, in the order in which it passes through them. Messages have each state twice: as a word, and as
+    this enum in a field named *_state. A daemon that does not know the enum leaves it unspecified.
+    """
+
+TRANSFER_STATE_UNSPECIFIED: TransferState.ValueType  # 0
+TRANSFER_STATE_WAITING: TransferState.ValueType  # 1
+"""for an order, a reservation, or a publish"""
+TRANSFER_STATE_CONNECTING: TransferState.ValueType  # 2
+TRANSFER_STATE_READING: TransferState.ValueType  # 3
+TRANSFER_STATE_VERIFYING: TransferState.ValueType  # 4
+TRANSFER_STATE_DONE: TransferState.ValueType  # 5
+TRANSFER_STATE_FAILED: TransferState.ValueType  # 6
+TRANSFER_STATE_ABORTED: TransferState.ValueType  # 7
+Global___TransferState: typing_extensions.TypeAlias = TransferState
+
+class _LeaseState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LeaseStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LeaseState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LEASE_STATE_UNSPECIFIED: _LeaseState.ValueType  # 0
+    LEASE_STATE_PUBLISHING: _LeaseState.ValueType  # 1
+    """more tokens follow"""
+    LEASE_STATE_PUBLISHED: _LeaseState.ValueType  # 2
+    LEASE_STATE_RELEASED: _LeaseState.ValueType  # 3
+    """all readers have finished"""
+    LEASE_STATE_EXPIRED: _LeaseState.ValueType  # 4
+    """no reader came in time"""
+    LEASE_STATE_REVOKED: _LeaseState.ValueType  # 5
+
+class LeaseState(_LeaseState, metaclass=_LeaseStateEnumTypeWrapper): ...
+
+LEASE_STATE_UNSPECIFIED: LeaseState.ValueType  # 0
+LEASE_STATE_PUBLISHING: LeaseState.ValueType  # 1
+"""more tokens follow"""
+LEASE_STATE_PUBLISHED: LeaseState.ValueType  # 2
+LEASE_STATE_RELEASED: LeaseState.ValueType  # 3
+"""all readers have finished"""
+LEASE_STATE_EXPIRED: LeaseState.ValueType  # 4
+"""no reader came in time"""
+LEASE_STATE_REVOKED: LeaseState.ValueType  # 5
+Global___LeaseState: typing_extensions.TypeAlias = LeaseState
+
+class _Path:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PathEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Path.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PATH_UNSPECIFIED: _Path.ValueType  # 0
+    """none was chosen yet"""
+    PATH_DIRECT: _Path.ValueType  # 1
+    """NIXL reads the blocks themselves"""
+    PATH_STAGED: _Path.ValueType  # 2
+    """the source packs them into slots, NIXL reads whole slots"""
+    PATH_MAPPED: _Path.ValueType  # 3
+    """a kernel of the reader copies them out of the source's mapped memory"""
+
+class Path(_Path, metaclass=_PathEnumTypeWrapper):
+    """How bytes were moved."""
+
+PATH_UNSPECIFIED: Path.ValueType  # 0
+"""none was chosen yet"""
+PATH_DIRECT: Path.ValueType  # 1
+"""NIXL reads the blocks themselves"""
+PATH_STAGED: Path.ValueType  # 2
+"""the source packs them into slots, NIXL reads whole slots"""
+PATH_MAPPED: Path.ValueType  # 3
+"""a kernel of the reader copies them out of the source's mapped memory"""
+Global___Path: typing_extensions.TypeAlias = Path
+
 class _ProblemKind:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -80,9 +169,7 @@ class _ProblemKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     PROBLEM_KIND_DEADLINE: _ProblemKind.ValueType  # 10
 
 class ProblemKind(_ProblemKind, metaclass=_ProblemKindEnumTypeWrapper):
-    """Travels in the trailing metadata "kvferry-problem-bin" of every failed call.
-    What sort of error a problem is; it decides the status with which it is answered.
-    """
+    """What sort of error a problem is; it decides the status with which it is answered."""
 
 PROBLEM_KIND_UNSPECIFIED: ProblemKind.ValueType  # 0
 PROBLEM_KIND_MALFORMED: ProblemKind.ValueType  # 1
@@ -448,6 +535,8 @@ Global___Refusal: typing_extensions.TypeAlias = Refusal
 
 @typing.final
 class Problem(google.protobuf.message.Message):
+    """Travels in the trailing metadata "kvferry-problem-bin" of every failed call."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KIND_FIELD_NUMBER: builtins.int

@@ -971,6 +971,8 @@ class RankTransfer(google.protobuf.message.Message):
     TRANSPORT_FIELD_NUMBER: builtins.int
     PHASES_MS_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    TRANSFER_STATE_FIELD_NUMBER: builtins.int
+    PATH_TAKEN_FIELD_NUMBER: builtins.int
     WAITS_FOR_FIELD_NUMBER: builtins.int
     rank: builtins.int
     state: builtins.str
@@ -978,6 +980,8 @@ class RankTransfer(google.protobuf.message.Message):
     descriptors: builtins.int
     path: builtins.str
     transport: builtins.str
+    transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType
+    path_taken: kvferry.v1.layout_pb2.Path.ValueType
     waits_for: builtins.str
     """see Awaited in clients/kvferry/schemas.py; empty: for nothing"""
     @property
@@ -995,10 +999,12 @@ class RankTransfer(google.protobuf.message.Message):
         transport: builtins.str = ...,
         phases_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
+        path_taken: kvferry.v1.layout_pb2.Path.ValueType = ...,
         waits_for: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_state", b"transfer_state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
 
 Global___RankTransfer: typing_extensions.TypeAlias = RankTransfer
 

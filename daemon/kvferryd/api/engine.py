@@ -10,7 +10,7 @@ from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
-from kvferry.wire import manifest_from_proto, problem_to_proto, tables_from_proto
+from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
@@ -152,7 +152,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_way(request.way)
         deadline_s, attempt = request.deadline_s or None, request.attempt
         transfer = self._ferry.jobs.receive(engine, request.request_id, reserved, order, deadline_s, attempt=attempt)
-        return engine_pb2.ReceiveReply(transfer_id=transfer.transfer_id, state=transfer.state.value)
+        state = TRANSFER_STATES[transfer.state]
+        return engine_pb2.ReceiveReply(
+            transfer_id=transfer.transfer_id, state=transfer.state.value, transfer_state=state
+        )
 
     def _abort(self, session: Session, request: engine_pb2.EngineAbortRequest) -> engine_pb2.EngineAbortReply:
         if session.engine is None:

@@ -11,7 +11,7 @@ from kvferry import __version__
 from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
 from kvferry.manifest import Manifest
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferry.wire import manifest_from_proto, manifest_to_proto, problem_to_proto
+from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, manifest_to_proto, problem_to_proto
 from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.api.callers import Callers, host_of
@@ -233,5 +233,6 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
     return peer_pb2.RankTransfer(
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
         transport=share.transport, phases_ms=share.phases_ms, waits_for=share.waits_for or "",
+        transfer_state=TRANSFER_STATES[share.state], path_taken=PATHS[share.path or "unspecified"],
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import os
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ def flags(way: str, arena_mb: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def main(options: Options) -> int:
     """Print the table; 0 when every row was measured and every byte arrived."""
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError(name="torch")  # rather than in every row
     gpus = cuda.devices() if options.device == "cuda" else ()
     table = Table(options.json)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError
 from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2
-from kvferry.wire import problem_to_proto
+from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import logs, paths
 from kvferryd.aio import together
 from kvferryd.engine import Engine
@@ -262,6 +262,7 @@ class Transfer:
             request_id=self.request_id,
             transfer_id=self.transfer_id,
             state=self.state.value,
+            transfer_state=TRANSFER_STATES[self.state],
             nbytes=self.nbytes,
             tokens=layout_pb2.TokenRange(start=start, stop=stop),
             metadata=self.metadata,

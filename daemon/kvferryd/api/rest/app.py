@@ -25,7 +25,7 @@ class RestApp(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            self.openapi_schema = document(super().openapi(), authenticated=self.state.authenticated)
+            self.openapi_schema = document(super().openapi(), **self.state.asks)
         return self.openapi_schema
 
 
@@ -41,7 +41,7 @@ def create_app(ferry: Ferry) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.authenticated = token_file is not None
+    app.state.asks = {"token": token_file is not None, "certificate": ferry.config.rest_tls}
     routers = (routes.transfers(ferry), routes.held(ferry), explain.routes(ferry), routes.daemon(ferry), page.routes())
     for router in routers:
         app.include_router(router)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter
 
 from kvferry.errors import Full, KvferryError, Malformed
 from kvferry.manifest import Manifest
 from kvferry.schemas import ExplainRequest, ExplainTables, PlanRecord
 from kvferry.tables import Tables, tables_from_json
-from kvferryd.api.rest.openapi import EXPLAIN, problems
+from kvferryd.api.rest.openapi import problems
 from kvferryd.api.rest.routes import Name
 from kvferryd.ferry import Ferry
 from kvferryd.peers.peer import PeerEngine
@@ -34,7 +34,7 @@ def routes(ferry: Ferry) -> APIRouter:
         return places
 
     @router.post("/explain", responses=problems(413, 415, 429))
-    async def explain(body: Annotated[ExplainRequest, Body(openapi_examples=EXPLAIN)]) -> dict[str, Any]:
+    async def explain(body: ExplainRequest) -> dict[str, Any]:
         """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
         async with place():
             return await asyncio.to_thread(_explain, body)

@@ -1,11 +1,12 @@
-"""What /openapi.json has beyond the schemas: tags, examples, and errors as problem+json."""
+"""What /openapi.json has beyond the schemas: tags, security, errors as problem+json; from examples.json the names of
+operations, which generated clients take for their methods, and an example of every body and good answer."""
 
 from __future__ import annotations
 
+import json
 from http import HTTPStatus
+from importlib import resources
 from typing import Any
-
-from fastapi.openapi.models import Example
 
 from kvferry.schemas import Problem
 from kvferryd.api.rest.problems import MEDIA_TYPE
@@ -28,55 +29,17 @@ WHEN = {
     415: ("unsupported_media_type", "the body is not application/json"),
     422: ("malformed_request", "the request is malformed, or cannot be done"),
     429: ("full", "no more can be taken now; Retry-After says when to ask again"),
+    500: ("internal", "the daemon failed, or refused the request for a reason that is not listed: look at `code`"),
     502: ("peer_unreachable", "the other daemon does not answer"),
     503: ("draining", "the daemon takes no more work"),
     504: ("deadline", "the other daemon did not answer in time"),
 }
-
-ORDERS: dict[str, Example] = {
-    "reserved": {
-        "summary": "the engine reserves its blocks itself",
-        "value": {"request_id": "cmpl-1", "source": {"engine_id": "prefill-0", "address": "10.0.0.7:7411"}},
-    },
-    "with tables": {
-        "summary": "the order names the blocks",
-        "value": {
-            "request_id": "cmpl-2",
-            "source": {"engine_id": "prefill-0", "address": "10.0.0.7:7411", "epoch": "5f0c"},
-            "destination": {"tables": {"full": {"block_ids": [4, 7, 9], "first_token": 0}}, "token_range": [0, 41]},
-            "priority": 1,
-            "deadline_ms": 5000,
-        },
-    },
+SECURITY = {
+    "token": {"type": "http", "scheme": "bearer", "description": "a line of the daemon's `token_file`"},
+    "certificate": {"type": "mutualTLS", "description": "with `rest_tls`: a certificate that `tls_ca` has signed"},
 }
-PREWARM: dict[str, Example] = {"prewarm": {"value": {"engine_id": "prefill-0", "address": "10.0.0.7:7411"}}}
-DRAIN: dict[str, Example] = {"hold the answer": {"value": {"wait_s": 60}}}
-
-
-def _cache(engine_id: str, block_size: int) -> dict[str, object]:
-    """One layer's keys, four heads of eight bfloat16: a small manifest."""
-    token, blocks = 4 * 8 * 2, 64 // block_size
-    axes = [("block", blocks, block_size * token), ("slot", block_size, token), ("head", 4, 16), ("dim", 8, 2)]
-    return {
-        "engine_id": engine_id,
-        "epoch": "5f0c",
-        "model": {"name": "tiny", "fingerprint": "tiny-1"},
-        "regions": [{"id": 0, "kind": "host", "nbytes": 64 * token}],
-        "groups": [{"name": "full", "block_size": block_size, "num_blocks": blocks}],
-        "components": [{
-            "group": "full", "layer": 0, "name": "k", "dtype": "bfloat16", "region": 0, "offset": 0,
-            "axes": [{"name": name, "extent": extent, "stride": stride} for name, extent, stride in axes],
-        }],
-    }  # fmt: skip
-
-
-def _table(*block_ids: int) -> dict[str, object]:
-    return {"full": {"block_ids": list(block_ids), "first_token": 0}}
-
-
-_PAIR = {"sources": [_cache("prefill-0", 4)], "destination": _cache("decode-0", 8)}
-_TABLES = {"source": _table(5, 2), "destination": _table(3), "tokens": [0, 8]}
-EXPLAIN: dict[str, Example] = {"summary": {"value": _PAIR}, "every run": {"value": {**_PAIR, "tables": _TABLES}}}
+UNASKED = ("/healthz", "/readyz")
+"""Routes that ask for no token."""
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -91,18 +54,31 @@ def _response(status: int) -> dict[str, Any]:
     return {"description": f"`{code}`: {when}", "content": {MEDIA_TYPE: content}}
 
 
-def document(generated: dict[str, Any], *, authenticated: bool) -> dict[str, Any]:
-    """The document FastAPI generates, with Problem among its schemas and, where asked for, the bearer token."""
+def document(generated: dict[str, Any], *, token: bool, certificate: bool) -> dict[str, Any]:
+    """The document FastAPI generates, with names, examples, Problem among its schemas, and what the daemon asks for."""
+    told = json.loads(resources.files(__package__).joinpath("examples.json").read_text(encoding="utf-8"))
     components = generated["components"]
     schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     components["schemas"] |= {**schema.pop("$defs"), "Problem": schema}
-    if authenticated:
-        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        generated["security"] = [{"token": []}]
-        for path, operations in generated["paths"].items():
-            for operation in operations.values():
-                if path in ("/healthz", "/readyz"):
-                    operation["security"] = []
-                else:
-                    operation["responses"]["401"] = _response(401)
+    components["securitySchemes"] = SECURITY
+    tls: dict[str, list[str]] = {"certificate": []} if certificate else {}
+    generated["security"] = _one(tls | ({"token": []} if token else {}))
+    for path, operations in generated["paths"].items():
+        for method, operation in operations.items():
+            of = told[f"{method.upper()} {path}"]
+            operation["operationId"], responses = of["operation"], operation["responses"]
+            if "bodies" in of:
+                operation["requestBody"]["content"]["application/json"]["examples"] = of["bodies"]
+            for status, answers in of["answers"].items():
+                for content in responses[status]["content"].values():
+                    content["examples"] = answers
+            if path in UNASKED:
+                operation["security"] = _one(tls)
+            elif token:
+                responses["401"] = _response(401)
+            responses["default"] = _response(500)
     return generated
+
+
+def _one(schemes: dict[str, list[str]]) -> list[dict[str, list[str]]]:
+    return [schemes] if schemes else []

@@ -7,13 +7,13 @@ import json
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Body, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import AfterValidator
 
 from kvferry import schemas
 from kvferry.errors import Malformed
 from kvferryd import logs
-from kvferryd.api.rest.openapi import DRAIN, ORDERS, PREWARM, problems
+from kvferryd.api.rest.openapi import problems
 from kvferryd.ferry import Ferry
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def transfers(ferry: Ferry) -> APIRouter:
     @router.post("", status_code=202, responses={**same, **problems(403, 404, 409, 413, 415, 429, 503)})
     async def order(
         response: Response,
-        body: Annotated[schemas.OrderBody, Body(openapi_examples=ORDERS)],
+        body: schemas.OrderBody,
         traceparent: Annotated[str, Header(description="W3C trace context, joined by the daemon's span")] = "",
     ) -> schemas.Ordered:
         """Order a transfer. Idempotent: the same order again answers 200 with the same transfer."""
@@ -151,9 +151,7 @@ def held(ferry: Ferry) -> APIRouter:
         return ferry.peers()
 
     @router.post("/peers", tags=["peers"], responses=problems(403, 404, 413, 415, 502, 503, 504))
-    async def prewarm(
-        request: Request, body: Annotated[schemas.PeerRequest, Body(openapi_examples=PREWARM)]
-    ) -> schemas.PeerList:
+    async def prewarm(request: Request, body: schemas.PeerRequest) -> schemas.PeerList:
         """Shake hands with every rank of an engine now, so that the first transfer need not."""
         return schemas.PeerList(peers=await while_connected(request, ferry.prewarm(body)))
 
@@ -183,9 +181,7 @@ def daemon(ferry: Ferry) -> APIRouter:
         return ferry.drain_status()
 
     @router.post("/v1/drain", responses=problems(413, 415))
-    async def drain(
-        request: Request, body: Annotated[schemas.DrainRequest | None, Body(openapi_examples=DRAIN)] = None
-    ) -> schemas.DrainStatus:
+    async def drain(request: Request, body: schemas.DrainRequest | None = None) -> schemas.DrainStatus:
         """Take no new transfers; prefills under way may still publish.
 
         With `wait_s`, answers when nothing is left or that time has passed.

@@ -1,0 +1,86 @@
+"""What a stranger with grpcurl is told: whether the process answers, and the protos where the caller is proven."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+from fleet import TIMEOUT_S, Daemons
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from lives import engine_on, published, receives
+from ranks import TestEngine
+from test_peer_secret import NAME, OURS, secret_file
+
+from kvferry.engine import EngineClient
+from kvferry.schemas import SourceBody
+from kvferry.v1 import engine_pb2, layout_pb2
+from kvferryd.peers.secret import PeerSecret
+
+pytestmark = pytest.mark.anyio
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+async def healthy(channel: grpc.aio.Channel, service: str) -> bool:
+    asked = health_pb2.HealthCheckRequest(service=service)
+    return (await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=TIMEOUT_S)).status == SERVING
+
+
+async def listed(channel: grpc.aio.Channel) -> set[str]:
+    """The services that reflection tells of."""
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]), timeout=TIMEOUT_S)
+    return {service.name async for answer in call for service in answer.list_services_response.service}
+
+
+async def test_both_doors_say_that_the_process_answers(daemons: Daemons) -> None:
+    (daemon,) = await daemons.start("doors")
+    for target, service in ((f"unix:{daemon.socket}", "kvferry.v1.Engine"), (daemon.peer, "kvferry.v1.Peer")):
+        async with grpc.aio.insecure_channel(target) as channel:
+            assert await healthy(channel, "")
+            assert await healthy(channel, service)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await healthy(channel, "kvferry.v2.Engine")
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_engine_and_a_proven_peer_are_told_the_protos_and_a_stranger_is_not(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    (open_door,) = await daemons.start("open")
+    async with grpc.aio.insecure_channel(f"unix:{open_door.socket}") as channel:
+        assert "kvferry.v1.Engine" in await listed(channel)
+    async with grpc.aio.insecure_channel(open_door.peer) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await listed(channel)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    secret = secret_file(tmp_path / "secret", OURS)
+    (proven,) = await daemons.start("proven", 1, "--peer-secret-file", str(secret))
+    credentials = PeerSecret(secret).current().for_dialling()
+    options = [("grpc.ssl_target_name_override", NAME)]
+    async with grpc.aio.secure_channel(proven.peer, credentials, options=options) as channel:
+        assert "kvferry.v1.Peer" in await listed(channel)
+    async with grpc.aio.insecure_channel(proven.peer) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await healthy(channel, "")
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_ends_come_with_an_enum_beside_the_word(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, request_id: str
+) -> None:
+    heard: list[engine_pb2.Event] = []
+    hear = EngineClient._hear
+    monkeypatch.setattr(EngineClient, "_hear", lambda self, event: (heard.append(event), hear(self, event)))
+    (from_daemon,), (to_daemon,) = await daemons.start("from"), await daemons.start("to")
+    (prefill, _), (decode, _) = await engine_on(stack, "p", from_daemon), await engine_on(stack, "d", to_daemon)
+    assert isinstance(prefill, TestEngine)
+    kv, leases = await published(prefill, request_id)
+    await receives(decode, request_id, kv, SourceBody(engine_id="p", address=from_daemon.peer))
+    await leases[0].ended()
+    (transfer,) = (event.transfer_ended for event in heard if event.HasField("transfer_ended"))
+    (lease,) = (event.lease_ended for event in heard if event.HasField("lease_ended"))
+    assert (transfer.state, transfer.transfer_state) == ("done", layout_pb2.TRANSFER_STATE_DONE)
+    assert (lease.state, lease.lease_state) == ("released", layout_pb2.LEASE_STATE_RELEASED)

@@ -1,0 +1,150 @@
+"""The documentation: links lead somewhere, code blocks are what they say, the reference is that of the sources."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from kvferryd import cli
+from kvferryd.config import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+ELSEWHERE = ("https://", "http://", "mailto:")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tokens(page: Path) -> list[Token]:
+    return MARKDOWN.parse(page.read_text())
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """(language, code) of every code block; of an indented one the language is not known."""
+    for token in tokens(page):
+        if token.type in ("fence", "code_block"):
+            yield token.info.partition(" ")[0], token.content
+
+
+def links(page: Path) -> Iterator[str]:
+    for token in tokens(page):
+        for child in token.children or ():
+            for attribute in ("href", "src"):
+                if child.attrGet(attribute):
+                    yield str(child.attrGet(attribute))
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings, and those that are named."""
+    found = set(re.findall(r'<a id="([^"]+)">', page.read_text()))
+    inside = False
+    for token in tokens(page):
+        if inside:
+            plain = "".join(child.content for child in token.children or () if child.type in ("text", "code_inline"))
+            found.add(re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-"))
+        inside = token.type == "heading_open"
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_of_ours_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in links(page):
+        if not link.startswith(ELSEWHERE):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{link}: no such file"
+            if anchor:
+                assert anchor in anchors(target), f"{link}: {name(target)} has no such heading"
+
+
+def test_a_broken_link_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Here it is\n[a](#here-it-is) [b](#not-here) ![c](gone.svg)\n")
+    assert list(links(page)) == ["#here-it-is", "#not-here", "gone.svg"]
+    assert anchors(page) == {"here-it-is"}
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / link).resolve() for link in links(index) if not link.startswith(ELSEWHERE)}
+    assert [name(page) for page in PAGES if page not in listed | {index, ROOT / "README.md"}] == []
+
+
+def test_pages_that_sources_speak_of_exist() -> None:
+    for folder in ("clients", "daemon", "deploy", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".html", ".yaml", ".sh") and path != Path(__file__):
+                for page in re.findall(r"\bdocs/[a-z_/]+\.md", path.read_text()):
+                    assert (ROOT / page).exists(), f"{name(path)} speaks of {page}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_code_block_is_what_it_says(page: Path) -> None:
+    for language, code in blocks(page):
+        match language:
+            case "python":
+                compile(code, name(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            case "json":
+                json.loads(code)
+            case "yaml":
+                assert list(yaml.safe_load_all(code))
+            case "toml":
+                assert tomllib.loads(code).keys() <= OPTIONS.keys()
+            case _:
+                assert language in ("", "sh", "text", "mermaid"), language
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_have_the_flags_that_they_are_shown_with(page: Path) -> None:
+    for language, code in blocks(page):
+        if language in ("", "sh"):
+            for line in code.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True) if line.strip().startswith("kvferry ") else []
+                command = words[1 : next((i for i, word in enumerate(words) if word in ("&", ">", "|")), None)]
+                if command and command[0] not in cli.FORWARDED:
+                    cli._parser().parse_args(command)
+
+
+def test_the_readmes_code_is_that_of_the_examples() -> None:
+    examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    found = [code for language, code in blocks(ROOT / "README.md") if language == "python"]
+    assert found
+    for code in found:
+        indented = (textwrap.indent(code, " " * depth) for depth in (0, 4, 8))
+        assert any(each in example for each in indented for example in examples), code
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name)
+def test_a_picture_can_be_read_in_the_dark_and_loads_nothing(picture: Path) -> None:
+    text = picture.read_text()
+    root = ET.fromstring(text)
+    assert root.get("viewBox")
+    assert root.find("{http://www.w3.org/2000/svg}title") is not None
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"href|url\(|@import|<script|<image", text)
+
+
+def test_the_reference_is_that_of_the_sources(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "tests" / "generate_reference.py", tmp_path]
+    subprocess.run(command, check=True, timeout=120)
+    committed = ROOT / "docs" / "reference"
+    assert {path.name for path in committed.iterdir()} == {path.name for path in tmp_path.iterdir()}
+    for path in tmp_path.iterdir():
+        assert (committed / path.name).read_text() == path.read_text(), f"{path.name} is out of date: make reference"

@@ -1,0 +1,46 @@
+"""The protos: what `buf` says of them, and the enums beside the words that they had first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.schemas import LeaseState, TransferState
+from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
+from kvferry.wire import LEASE_STATES, PATHS, TRANSFER_STATES
+from kvferryd.paths.move import PathName
+
+PROTO = Path(__file__).parents[2] / "proto"
+BUF = Path(sys.executable).with_name("buf")
+
+
+def lint(folder: Path) -> str:
+    return subprocess.run([BUF, "lint", str(folder)], capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.skipif(not BUF.exists(), reason="buf is not installed (pip install buf-bin)")
+def test_buf_has_no_complaint(tmp_path: Path) -> None:
+    assert lint(PROTO) == ""
+    for path in PROTO.rglob("*.*"):
+        copy = tmp_path / path.relative_to(PROTO)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text().replace("PATH_STAGED", "STAGED"))
+    assert 'should be prefixed with "PATH_"' in lint(tmp_path)
+
+
+@pytest.mark.parametrize("file", [engine_pb2, layout_pb2, peer_pb2])
+def test_every_file_says_where_its_go_code_belongs(file: object) -> None:
+    package = file.DESCRIPTOR.GetOptions().go_package  # type: ignore[attr-defined]
+    assert package == "github.com/kvferry/kvferry/gen/go/kvferry/v1;kvferryv1"
+
+
+def test_every_state_and_path_has_its_enum_and_no_enum_has_more() -> None:
+    assert sorted(TRANSFER_STATES.values()) == sorted(layout_pb2.TransferState.values())[1:]
+    assert sorted(LEASE_STATES.values()) == sorted(layout_pb2.LeaseState.values())[1:]
+    assert set(PATHS) == {*PathName, "unspecified"}
+    assert TRANSFER_STATES[TransferState.DONE] == layout_pb2.TRANSFER_STATE_DONE
+    assert LEASE_STATES[LeaseState.EXPIRED] == layout_pb2.LEASE_STATE_EXPIRED
+    assert PATHS["mapped"] == layout_pb2.PATH_MAPPED
