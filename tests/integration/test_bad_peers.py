@@ -80,7 +80,7 @@ async def test_a_reader_that_makes_no_sense_is_told_so(victim: Victim, request_i
         reader = reader_of(victim, stub)
         for _ in range(2):
             await reader.say(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id))
-        assert (await refusal(reader.call.read())).code == "malformed_read"
+        assert (await refusal(reader.heard())).code == "malformed_read"
         silent = stub.Read()
         await silent.write(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id)))
         assert (await refusal(silent.read())).code == "malformed_stream"
