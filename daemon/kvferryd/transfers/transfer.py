@@ -477,7 +477,7 @@ class Transfer:
             if self._unpublished_since is not None:
                 self._was_published()
         self._move(state)
-        self.phases_ms["total"] = 1e3 * (time.monotonic() - self._began)
+        self.phases_ms["total"] = 1e3 * (self._phase_began - self._began)
         self.problem = problem
         if all(flight.quiet.done() for flight in self._flights):
             self._be_quiet()
