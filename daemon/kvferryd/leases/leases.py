@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 
 from cachetools import LRUCache
 
@@ -33,6 +34,8 @@ class Leases:
         """Readers that wait for a publish."""
         self._early: LRUCache[str, frozenset[ReaderId]] = LRUCache(TOMBSTONES, getsizeof=len)
         """Ranks with nothing to read here, which finished before this rank published."""
+        self._lost = set[str]()
+        """Leases of the session before, which went with its daemon."""
         self._closed = ""
 
     def __iter__(self) -> Iterator[Lease]:
@@ -70,6 +73,7 @@ class Leases:
             for who in self._early.pop(request_id, ()):
                 lease.finished(who)
             self._ended.pop(request_id, None)
+            self._lost.discard(request_id)
         if not lease.publish(said, after):
             return lease
         lease.restart_ttl()
@@ -80,6 +84,10 @@ class Leases:
             after.add_done_callback(lambda _: self._show(lease))
         self._show(lease)
         return lease
+
+    def lost(self, request_ids: Iterable[str]) -> None:
+        """They had leases in the session before this one."""
+        self._lost.update(itertools.islice(request_ids, self.limit))
 
     def _show(self, lease: Lease) -> None:
         """Let readers see what is published, as far as fences are reached."""
@@ -111,6 +119,8 @@ class Leases:
             raise lease_ended(request_id, self._closed)
         if request_id in self._ended:
             raise self._ended[request_id].over()
+        if request_id in self._lost:
+            raise lease_ended(request_id, "lost: its daemon has died, or its engine has lost its session")
         if request_id not in self._awaited and len(self._awaited) >= self.limit:
             raise Full("full", f"readers wait for {self.limit} publishes already", value=self.limit)
         published: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
