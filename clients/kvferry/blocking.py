@@ -206,7 +206,7 @@ class BlockingEngineClient:
             if self._fences_of is not None:
                 await client.open_fences(self._fences_of)
             if self._manifest is not None:
-                await client.register(self._manifest)
+                await client.register(self._manifest, before.lost)
         except BaseException:
             await client.close()
             raise

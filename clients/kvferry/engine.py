@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -64,6 +65,8 @@ class EngineClient:
         """Once `open_fences` has returned."""
         self.peer_address = ""
         self.device = ""
+        self.lost: tuple[str, ...] = ()
+        """Requests whose leases ended with the session, once it is `over`."""
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -163,9 +166,12 @@ class EngineClient:
         request = engine_pb2.AdoptRequest(session=self.session, memory=memory)
         await self._session.call(self._session.stub.Adopt, request)
 
-    async def register(self, manifest: Manifest) -> tuple[str, ...]:
-        """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError."""
-        request = engine_pb2.RegisterRequest(session=self.session, manifest=manifest_to_proto(manifest))
+    async def register(self, manifest: Manifest, lost: Iterable[str] = ()) -> tuple[str, ...]:
+        """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError.
+
+        lost: that of the client before, whose session has ended: who comes to read those requests is refused at once.
+        """
+        request = engine_pb2.RegisterRequest(session=self.session, manifest=manifest_to_proto(manifest), lost=lost)
         timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
         return tuple((await self._session.call(self._session.stub.Register, request, timeout_s)).notes)
 
@@ -413,6 +419,7 @@ class EngineClient:
         over = unknown or Unavailable("daemon_gone", message, remedy=remedy)
         for lease in self._leases.values():
             refuse(lease._ended, over)
+        self.lost = tuple(self._leases)
         self._leases.clear()
         self._unquiet.clear()
 

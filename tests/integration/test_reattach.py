@@ -14,6 +14,7 @@ from fleet import TIMEOUT_S, Daemons
 from ranks import NHD, Blocks, Kv, Shape, describe
 
 from kvferry.blocking import BlockingEngineClient
+from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.memory import SharedRegion
 from kvferry.schemas import SourceBody
@@ -109,6 +110,22 @@ async def test_memory_that_was_handed_over_again_outlives_its_engine_as_before(
     await asyncio.to_thread(source.client.close)
     await asyncio.to_thread(destination.receive, "left behind", source)
     assert np.array_equal(wanted, destination.region.array())
+
+
+async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
+    daemons: Daemons, both: tuple[Engine, Engine]
+) -> None:
+    source, destination = both
+    await asyncio.to_thread(source.publish, "lost", Kv.random(40))
+    source.daemon.signal(signal.SIGKILL)
+    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
+    source.daemon = daemons.fleet.again(source.daemon)
+    for word in ("has gone", "there again"):
+        assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    with pytest.raises(TransferFailed) as failed:
+        await asyncio.to_thread(destination.receive, "lost", source)
+    assert failed.value.code == "lease_ended"
+    assert await asyncio.to_thread(exchanged, *both, "lost")  # under the same name
 
 
 async def test_an_engine_that_is_refused_says_why_and_tries_again(

@@ -510,17 +510,23 @@ class RegisterRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
     session: builtins.str
     @property
     def manifest(self) -> kvferry.v1.layout_pb2.Manifest: ...
+    @property
+    def lost(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Requests whose leases ended with the session before: who comes for one is refused, and does not wait for a publish."""
+
     def __init__(
         self,
         *,
         session: builtins.str = ...,
         manifest: kvferry.v1.layout_pb2.Manifest | None = ...,
+        lost: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lost", b"lost", "manifest", b"manifest", "session", b"session"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 

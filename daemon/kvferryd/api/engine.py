@@ -121,6 +121,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterReply:
         session, manifest = self._session(request.session), manifest_from_proto(request.manifest)
         engine = await self._ferry.registry.register(session, manifest)
+        engine.leases.lost(request.lost)
         self._ferry.roster.follow(engine)
         nbytes = sum(region.nbytes for region in manifest.regions)
         log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from cachetools import LRUCache
 
@@ -42,6 +43,8 @@ class Leases:
         """How many of them, by where they call from: no place takes all the waits."""
         self._early: LRUCache[str, frozenset[ReaderId]] = LRUCache(TOMBSTONES, getsizeof=len)
         """Ranks with nothing to read here, which finished before this rank published."""
+        self._lost = set[str]()
+        """Leases of the session before, which went with its daemon."""
         self._closed = ""
 
     def __iter__(self) -> Iterator[Lease]:
@@ -92,6 +95,7 @@ class Leases:
             for who in self._early.pop(request_id, ()):
                 lease.finished(who)
             self._ended.pop(request_id, None)  # else its end would keep the place of the one before
+            self._lost.discard(request_id)
         if not lease.publish(said, after):
             return lease
         lease.restart_ttl()
@@ -102,6 +106,10 @@ class Leases:
             after.add_done_callback(lambda _: self._show(lease))
         self._show(lease)
         return lease
+
+    def lost(self, request_ids: Iterable[str]) -> None:
+        """They had leases in the session before this one."""
+        self._lost.update(itertools.islice(request_ids, self.limit))
 
     def _show(self, lease: Lease) -> None:
         """Let readers see what is published, as far as fences are reached."""
@@ -133,6 +141,8 @@ class Leases:
             raise lease_ended(request_id, self._closed)
         if request_id in self._ended:
             raise self._ended[request_id].over()
+        if request_id in self._lost:
+            raise lease_ended(request_id, "lost: its daemon has died, or its engine has lost its session")
         if request_id not in self._awaited and len(self._awaited) >= self.limit:
             raise Full("full", f"readers wait for {self.limit} publishes already", value=self.limit)
         if who.host and self._waiting_at[who.host] >= self.limit // 2:
