@@ -20,10 +20,9 @@ import itertools
 import os
 import re
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -51,6 +50,8 @@ TRIES = 40
 """Of a state that is over in a moment."""
 GRACE_S = 20.0
 """A request's end may come this much after its deadline on a busy machine. Nothing comes near it otherwise."""
+KEPT_FILES, KEPT_THREADS = 24, 4
+"""UCX closes no connection of a peer that is met anew while both live; gRPC starts threads as it needs them."""
 IN_UCX = re.compile(r"ucp|uct_|ucs_|stubs\.c|nixl", re.IGNORECASE)
 GAUGES = ("quarantined_bytes", "staging_used_bytes", "live_readers", "queue_depth")
 """Zero once a daemon has come to rest."""
@@ -94,7 +95,11 @@ class Held:
         return cls(len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")), shared)
 
     def within(self, other: Held) -> bool:
-        return self.files <= other.files and self.threads <= other.threads and self.regions <= other.regions
+        return (
+            self.files <= other.files + KEPT_FILES
+            and self.threads <= other.threads + KEPT_THREADS
+            and self.regions <= other.regions
+        )
 
 
 @dataclass(eq=False)
@@ -155,6 +160,8 @@ class Scene:
     source: Side
     reader: Side
     far: Host | None
+    broken: bool = False
+    """A test has failed on it."""
     killed: set[int] = field(default_factory=set)
     """Processes of daemons, by the test."""
     casualties: list[str] = field(default_factory=list)
@@ -339,11 +346,8 @@ class Scene:
         for rank in self.reader.engines:
             assert await rank.differs(request.blocks, request.tokens, request.seed) == ""
 
-    async def at_rest(self, *, files: bool = False) -> None:
-        """Nothing is under way any more, and processes hold what they held before.
-
-        files: descriptors as well. UCX closes the socket of a peer that has gone when it next looks.
-        """
+    async def at_rest(self) -> None:
+        """Nothing is under way any more, and processes hold what they held before."""
         for side in self.sides:
             for daemon, router in zip(side.daemons, side.routers, strict=True):
                 await until(lambda router=router: idle(router), f"{daemon.name} has come to rest")
@@ -352,8 +356,6 @@ class Scene:
                         lambda name=name, daemon=daemon: _is_zero(daemon, name), f"{name} of {daemon.name} is 0"
                     )
                 held = self._held.setdefault(daemon.process.pid, Held.of(daemon))
-                if not files:
-                    held = replace(held, files=sys.maxsize)
                 await until(lambda daemon=daemon, held=held: _within(daemon, held), f"{daemon.name} holds {held} again")
                 faults = [line for line in daemon.log.read_text().splitlines() if OWN_FAULT.search(line)]
                 assert not faults, faults
@@ -407,7 +409,8 @@ async def scened(daemons: Daemons, setting: Setting, far: Host | None = None) ->
     services: Sequence[list[DaemonService]]
     if setting.apart:
         assert far is not None
-        services = [[each] for each in await daemons_apart(daemons, far, name, *setting.flags)]
+        near, remote_ = await daemons_apart(daemons, far, name, *setting.flags)
+        services = [[remote_], [near]]  # what a test asks while the line is down it asks here
     else:
         services = await asyncio.gather(
             *(
@@ -426,6 +429,5 @@ async def scened(daemons: Daemons, setting: Setting, far: Host | None = None) ->
         await scene.serves()
         await scene.at_rest()
         yield scene
-        await scene.at_rest(files=True)
     finally:
         await asyncio.gather(*(side.close() for side in sides))

@@ -123,6 +123,6 @@ async def test_a_source_that_is_restarted_fifty_times_under_load(
         over.set()
         await asyncio.gather(*readers)
     await scene.serves()
-    await scene.at_rest(files=True)
+    await scene.at_rest()
     said = ", ".join(f"{count} {end}" for end, count in ends.most_common())
     record_property("seen", [f"{RESTARTS} restarts of a source under load", said, "", ""])
