@@ -28,8 +28,9 @@ PEER_OPTIONS = [
     # A server takes pings more often than every 5 minutes for abuse unless it is set, and ends the connection.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 ]
-"""For the network, both ends. An open stream shows that the other end lives: a silent one is noticed after 4.5 s. gRPC's
-threads answer pings, however long Python is busy."""
+"""For the network, both ends. An open stream shows that the other end lives: a silent one is noticed after 4.5 s.
+
+Pings are answered by gRPC's own threads, however long Python is busy."""
 
 UNREACHABLE, SILENT = "unreachable", "deadline"
 """Codes of a call whose other side is not there, or did not answer in time."""

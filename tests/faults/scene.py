@@ -57,6 +57,9 @@ GAUGES = ("quarantined_bytes", "staging_used_bytes", "live_readers", "queue_dept
 """Zero once a daemon has come to rest."""
 
 
+_scenes = itertools.count(1)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a scene is played on. `heads`: of the source's and the reader's ranks. `apart`: on two hosts."""
@@ -405,7 +408,7 @@ async def gauge_of(daemon: DaemonService, name: str) -> float:
 @asynccontextmanager
 async def scened(daemons: Daemons, setting: Setting, far: Host | None = None) -> AsyncIterator[Scene]:
     """Both engines are there, and have moved something."""
-    name = setting.name.replace(" ", "-")
+    name = f"{setting.name.replace(' ', '-')}-{next(_scenes)}"
     services: Sequence[list[DaemonService]]
     if setting.apart:
         assert far is not None

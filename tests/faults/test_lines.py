@@ -61,6 +61,22 @@ async def test_a_read_that_is_too_slow_ends_by_its_deadline_and_its_blocks_later
     record_property("seen", row)
 
 
+async def test_a_host_that_vanishes_in_the_middle_of_a_read_is_missed_long_before_the_deadline(
+    scene: Scene, far: Host, record_property: Callable[[str, object], None]
+) -> None:
+    async with scene.brought("reading", 60.0) as request:
+        far.vanish()
+        await request.goes_on()
+        began = time.monotonic()
+        await scene.ended(request)
+        noticed = time.monotonic()
+        far.come_back()
+    assert set(request.ends) <= {"peer_lost", "peer_unreachable"}, request.ends
+    await scene.holds(request)
+    row = ["a host vanishes in the middle of a read", request.ends[0]]
+    record_property("seen", [*row, f"{noticed - began:.2f}", f"{time.monotonic() - noticed:.2f}"])
+
+
 async def test_a_reader_that_stands_still_past_the_ttl_is_not_read_into_what_the_source_has_reused(
     scene: Scene, far: Host
 ) -> None:

@@ -19,7 +19,7 @@ from fleet import Daemons
 from hosts import Host, host
 from scene import APART, DIRECT, RANKS, STAGED, STATES, Scene, Setting, scened
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 LONG_S, SHORT_S = 20.0, 2.0
 """Deadlines: where an end is to come without it, and where nothing else ends the request."""
 VICTIMS = ("source daemon", "source engine", "reader daemon", "reader engine")

@@ -4,7 +4,7 @@ that the source gathers of it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvferry.errors import Conflict, KvferryError
@@ -29,9 +29,12 @@ class SourceReader:
     holds something else by now.
     """
 
-    def __init__(self, source: PeerRank, request_id: str, digest: bytes) -> None:
-        """digest: what the lease must have been published with; empty is not checked."""
-        self.source, self.request_id, self._digest = source, request_id, digest
+    def __init__(
+        self, source: PeerRank, request_id: str, digest: bytes, tell_lost: Callable[[KvferryError], None]
+    ) -> None:
+        """digest: what the lease must have been published with; empty is not checked. tell_lost: called when the stream
+        is over while the lease is open."""
+        self.source, self.request_id, self._digest, self._tell_lost = source, request_id, digest, tell_lost
         self.lease = peer_pb2.LeaseUpdate(more=True)
         """The source's last update."""
         self.tables: Tables = {}
@@ -122,13 +125,17 @@ class SourceReader:
         if reply.HasField("update"):
             self._updates.put_nowait(reply.update)
         elif reply.HasField("problem"):
-            self.on_lost(problem_from_proto(reply.problem))
+            self._fail(problem_from_proto(reply.problem))
         elif self._chunks is not None:
             if not reply.pack.HasField("problem"):
                 self.announced = False  # the source gathers, so it still has the announced version
             self._chunks.on_reply(reply.pack)
 
     def on_lost(self, why: KvferryError) -> None:
+        self._fail(why)
+        self._tell_lost(why)
+
+    def _fail(self, why: KvferryError) -> None:
         self._updates.put_nowait(why)
         if self._chunks is not None:
             self._chunks.fail(why)
@@ -149,10 +156,12 @@ class SourceReader:
             self.source.stream.close_reading(self.request_id, complete=True, word=self.lease.word)
 
 
-def readers_of(peer: PeerEngine, request_id: str, digest: bytes) -> tuple[list[SourceReader], list[SourceReader]]:
+def readers_of(
+    peer: PeerEngine, request_id: str, digest: bytes, tell_lost: Callable[[KvferryError], None]
+) -> tuple[list[SourceReader], list[SourceReader]]:
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
-    every = {rank: SourceReader(peer.ranks[rank], request_id, digest) for rank in sorted(peer.ranks)}
+    every = {rank: SourceReader(peer.ranks[rank], request_id, digest, tell_lost) for rank in sorted(peer.ranks)}
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]
 
 
