@@ -76,8 +76,6 @@ class Setting:
 UCX = (TCP[0], f"{TCP[1]} KEEPALIVE_INTERVAL=2s")
 DIRECT = Setting("direct", (*UCX, "--way", "direct"))
 STAGED = Setting("staged", (*UCX, "--way", "staged"))
-RANKS = Setting("two ranks", (*UCX, "--way", "direct"), (((0, 3), (3, 6)), ((0, 2), (2, 6))))
-"""The reader's rank 1 reads from both ranks of the source, its rank 0 from one."""
 APART = Setting("two hosts", ("--way", "direct"), apart=True)
 
 

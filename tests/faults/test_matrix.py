@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import pytest
 from blows import ASKED, SUDDEN
 from fleet import Daemons
-from hosts import Host, host
-from scene import APART, DIRECT, RANKS, STAGED, STATES, Scene, Setting, scened
+from scene import DIRECT, STAGED, STATES, Scene, Setting, scened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 LONG_S, SHORT_S = 20.0, 2.0
@@ -56,11 +55,6 @@ def rows() -> Iterator[Row]:
             yield from (Row(blow, victim, state) for state in states)
     for blow, victim in (*itertools.product(("kill", "stop"), DAEMONS), ("withdraw", "lease")):
         yield Row(blow, victim, "reading", STAGED)
-    for blow, victim in (*itertools.product(["kill"], VICTIMS), *itertools.product(["stop"], DAEMONS)):
-        yield Row(blow, victim, "reading", RANKS)
-    yield from (Row("vanish", "line", state, APART) for state in STATES)
-    for blow, state in itertools.product(("deafen", "unplug"), ("connecting", "reading")):
-        yield Row(blow, "line", state, APART)
 
 
 QUICK = (
@@ -84,8 +78,7 @@ async def scenes(daemons: Daemons) -> AsyncIterator[Callable[[Setting], object]]
             if setting.name not in open_ or open_[setting.name].broken:
                 await stack.aclose()
                 open_.clear()
-                far: Host | None = stack.enter_context(host()) if setting.apart else None
-                open_[setting.name] = await stack.enter_async_context(scened(daemons, setting, far))
+                open_[setting.name] = await stack.enter_async_context(scened(daemons, setting))
             return open_[setting.name]
 
         yield scene
