@@ -1,5 +1,8 @@
 """What the tests of faults share. Each module is named after what must hold, and starts daemons of its own.
 
+A test may say what it has seen, `record_property("seen", [scenario, end, seconds to notice, seconds to recover])`: the
+table is printed at the end.
+
 Helpers: `stopping.stopped` and `stopping.slowed` (a process stands still, or nearly), `wire.tcp_pair` (a read that is
 really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of its own),
 and those of tests/integration (fleet, ranks, lives, ...).
@@ -32,3 +35,12 @@ def far() -> Iterator[Host]:
     """Another host: skips, saying so, where this process may not make network namespaces."""
     with host() as far:
         yield far
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    passed = terminalreporter.getreports("passed")
+    seen = [value for report in passed for name, value in report.user_properties if name == "seen"]
+    if seen:
+        terminalreporter.section("what was seen")
+        for row in [("scenario", "end", "noticed after, s", "recovered after, s"), ("---",) * 4, *seen]:
+            terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")

@@ -1,4 +1,4 @@
-"""An engine of one rank in a process of its own, which a test commands, stops, and kills.
+"""An engine's rank in a process of its own, which a test commands, stops, and kills.
 
     async with remote(daemon, "decode", BIG) as engine:
         await engine.publish("r", blocks, tokens=50, seed=1)          # Kv.random(50, seed=1)
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from fleet import TIMEOUT_S
 from ranks import Blocks, Kv, Rank, Shape, start_rank
 
-from kvferry.engine import Lease, TransferFailed
+from kvferry.engine import Lease, ReceiveCancelled, TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.schemas import SourceBody
 from kvferryd.demo.fleet import DaemonService
@@ -76,6 +76,10 @@ class Remote:
         """Wait until the blocks of the last receive that failed are safe to reuse."""
         await self._ask("quiesced", request_id=request_id)
 
+    async def withdraw(self, request_id: str, blocks: Blocks, tokens: int, seed: int) -> None:
+        """As a preempted prefill: abort the request and, as soon as its lease has ended, write other KV there."""
+        await self._ask("withdraw", request_id=request_id, blocks=asdict(blocks), tokens=tokens, seed=seed)
+
     async def differs(self, blocks: Blocks, tokens: int, seed: int) -> str:
         """Where the blocks hold anything but the KV; empty if nowhere."""
         return str((await self._ask("differs", blocks=asdict(blocks), tokens=tokens, seed=seed))["where"])
@@ -105,11 +109,19 @@ class Remote:
             waiting.set_result(answer)
 
 
+def started(daemon: DaemonService, engine_id: str, shape: Shape, epoch: str, rank: int = 0) -> list[str]:
+    """The command of its process."""
+    told = json.dumps([str(daemon.socket), engine_id, epoch, asdict(shape), rank])
+    return [sys.executable, __file__, told]
+
+
 @asynccontextmanager
-async def remote(daemon: DaemonService, engine_id: str, shape: Shape, epoch: str = "1") -> AsyncIterator[Remote]:
+async def remote(
+    daemon: DaemonService, engine_id: str, shape: Shape, epoch: str = "1", rank: int = 0
+) -> AsyncIterator[Remote]:
     """Its process ends with the block, stopped or not."""
-    told = json.dumps([str(daemon.socket), engine_id, epoch, asdict(shape)])
-    process = await asyncio.create_subprocess_exec(sys.executable, __file__, told, stdin=-1, stdout=-1)
+    command = started(daemon, engine_id, shape, epoch, rank)
+    process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
     engine = Remote(engine_id, epoch, daemon, process)
     listening = asyncio.create_task(engine._listen())
     try:
@@ -125,10 +137,10 @@ async def remote(daemon: DaemonService, engine_id: str, shape: Shape, epoch: str
 class Engine:
     """The engine's side."""
 
-    def __init__(self, rank: Rank, shape: Shape) -> None:
-        self.rank, self.shape = rank, shape
+    def __init__(self, rank: Rank, shape: Shape, number: int) -> None:
+        self.rank, self.shape, self.number = rank, shape, number
         self.receiving: dict[str, asyncio.Task[Any]] = {}
-        self.failed: dict[str, TransferFailed] = {}
+        self.failed: dict[str, TransferFailed | ReceiveCancelled] = {}
         self.leases: dict[str, Lease] = {}
 
     async def start(self) -> Answer:
@@ -154,7 +166,9 @@ class Engine:
         try:
             await asyncio.wait([task])
             return {"nbytes": task.result().nbytes}
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
+            if isinstance(cancelled, ReceiveCancelled):
+                self.failed[request_id] = cancelled
             return {"code": "cancelled", "message": "the receive was cancelled"}
         except TransferFailed as failed:
             self.failed[request_id] = failed
@@ -166,8 +180,14 @@ class Engine:
         return {}
 
     async def quiesced(self, request_id: str) -> Answer:
-        await self.failed[request_id].quiesced()
+        if (failed := self.failed.pop(request_id, None)) is not None:  # one that was refused had no blocks
+            await failed.quiesced()
         return {}
+
+    async def withdraw(self, request_id: str, blocks: Blocks, tokens: int, seed: int) -> Answer:
+        await self.rank.client.abort(request_id)
+        await self.leases[request_id].ended()
+        return await self.write(blocks, tokens, seed)
 
     async def differs(self, blocks: Blocks, tokens: int, seed: int) -> Answer:
         expected = self.rank.memory.copy()
@@ -176,7 +196,7 @@ class Engine:
         return {"where": f"{wrong} bytes differ" if wrong else ""}
 
     def _write(self, memory: Any, blocks: Blocks, tokens: int, seed: int) -> None:
-        self.shape.write(0, memory, Kv.random(tokens, seed), blocks, (0, tokens), True)
+        self.shape.write(self.number, memory, Kv.random(tokens, seed), blocks, (0, tokens), True)
 
 
 async def _answered(engine: Engine, number: int, command: str, arguments: dict[str, Any]) -> None:
@@ -189,8 +209,8 @@ async def _answered(engine: Engine, number: int, command: str, arguments: dict[s
     print(json.dumps([number, answer]), flush=True)
 
 
-async def _serve(socket: str, engine_id: str, epoch: str, shape: Shape) -> None:
-    engine = Engine(await start_rank(engine_id, Path(socket), shape, 0, epoch), shape)
+async def _serve(socket: str, engine_id: str, epoch: str, shape: Shape, rank: int) -> None:
+    engine = Engine(await start_rank(engine_id, Path(socket), shape, rank, epoch), shape, rank)
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     async with asyncio.TaskGroup() as commands:
@@ -199,5 +219,5 @@ async def _serve(socket: str, engine_id: str, epoch: str, shape: Shape) -> None:
 
 
 if __name__ == "__main__":
-    socket, engine_id, epoch, shape = json.loads(sys.argv[1])
-    asyncio.run(_serve(socket, engine_id, epoch, Shape(**shape)))
+    socket, engine_id, epoch, shape, rank = json.loads(sys.argv[1])
+    asyncio.run(_serve(socket, engine_id, epoch, Shape(**shape), rank))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
@@ -16,8 +18,8 @@ from kvferry.engine import Lease, TransferFailed
 from kvferry.schemas import LeaseState, PeerRequest, TransferState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-NOTICED_S = 40.0
-"""Twice what the keepalive of the channels amounts to; by gRPC's defaults it is 70 s."""
+NOTICED_S = 15.0
+"""Three times what the keepalive of the channels amounts to; by gRPC's defaults it is 70 s."""
 HALF, ALL = 16, 32
 
 
@@ -40,7 +42,7 @@ async def half_read(
 
 
 async def test_a_silent_reader_holds_no_lease_and_a_silent_source_no_transfer(
-    daemons: Daemons, stack: AsyncExitStack
+    daemons: Daemons, stack: AsyncExitStack, record_property: Callable[[str, object], None]
 ) -> None:
     (_, held, mute, aborted), (deaf, _, _, reading) = await asyncio.gather(
         half_read(daemons, stack, "one"), half_read(daemons, stack, "two")
@@ -48,14 +50,19 @@ async def test_a_silent_reader_holds_no_lease_and_a_silent_source_no_transfer(
     silent = [mute.daemons[0], deaf.daemons[0]]
     for daemon in silent:
         daemon.signal(signal.SIGSTOP)
+    began = time.monotonic()
     try:
         async with asyncio.timeout(NOTICED_S):
-            assert await held.ended() is LeaseState.EXPIRED
             with pytest.raises(TransferFailed) as failed:
                 await reading
+            by_reader_s = time.monotonic() - began
+            assert await held.ended() is LeaseState.EXPIRED
+            by_source_s = time.monotonic() - began
         assert failed.value.code in ("peer_lost", "peer_unreachable")
     finally:
         for daemon in silent:
             daemon.signal(signal.SIGCONT)
     with pytest.raises(TransferFailed):
         await aborted
+    record_property("seen", ["a source's daemon falls silent", failed.value.code, f"{by_reader_s:.2f}", ""])
+    record_property("seen", ["a reader's daemon falls silent", "expired", f"{by_source_s:.2f}", ""])

@@ -97,6 +97,17 @@ class Shape:
         if state and blocks.state is not None:
             states[blocks.state] = kv.state[start:stop]
 
+    def wrong(self, rank: int, memory: Bytes, kv: Kv, blocks: Blocks) -> int:
+        """How many elements of this rank's share are not in the blocks."""
+        start, stop = self.heads[rank]
+        paged, states = self.arrays(rank, memory)
+        lying = np.moveaxis(paged, [2 + self.axes.index(axis) for axis in NHD], [2, 3, 4, 5])
+        at = np.arange(blocks.first_token, kv.tokens) - blocks.first_token
+        ids = np.asarray(blocks.ids, dtype=int)[at // self.block_size]
+        held = lying[:, :, ids, at % self.block_size]
+        wrong = np.count_nonzero(held != kv.paged[:, :, blocks.first_token :, start:stop])
+        return int(wrong + np.count_nonzero(states[blocks.state] != kv.state[start:stop]))
+
 
 @dataclass(frozen=True)
 class Blocks:

@@ -32,13 +32,14 @@ class SourceReader:
 
     def __init__(
         self, source: PeerRank, request_id: str, digest: bytes, trace: Trace = UNTRACED,
-        on_unpublished: Callable[[], None] = lambda: None,
+        on_unpublished: Callable[[], None] = lambda: None, tell_lost: Callable[[KvferryError], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """digest: what the lease must have been published with; empty is not checked. on_unpublished: called when the
-        source answers that the lease is still to come."""
+        source answers that the lease is still to come. tell_lost: called when the stream is over while the lease is
+        open."""
         self.source, self.request_id, self._digest = source, request_id, digest
         self._trace = peer_pb2.Trace(traceparent=trace.traceparent, x_request_id=trace.x_request_id)
-        self._on_unpublished = on_unpublished
+        self._on_unpublished, self._tell_lost = on_unpublished, tell_lost
         self.nbytes = 0
         """Read of it so far."""
         self.lease = peer_pb2.LeaseUpdate(more=True)
@@ -132,7 +133,7 @@ class SourceReader:
         if reply.HasField("update"):
             self._updates.put_nowait(reply.update)
         elif reply.HasField("problem"):
-            self.on_lost(problem_from_proto(reply.problem))
+            self._fail(problem_from_proto(reply.problem))
         elif reply.HasField("unpublished"):
             self._on_unpublished()
         elif self._chunks is not None:
@@ -141,6 +142,10 @@ class SourceReader:
             self._chunks.on_reply(reply.pack)
 
     def on_lost(self, why: KvferryError) -> None:
+        self._fail(why)
+        self._tell_lost(why)
+
+    def _fail(self, why: KvferryError) -> None:
         self._updates.put_nowait(why)
         if self._chunks is not None:
             self._chunks.fail(why)
@@ -164,12 +169,14 @@ class SourceReader:
 
 
 def readers_of(
-    peer: PeerEngine, request_id: str, digest: bytes, trace: Trace, on_unpublished: Callable[[], None]
-) -> tuple[list[SourceReader], list[SourceReader]]:
+    peer: PeerEngine, request_id: str, digest: bytes, trace: Trace, on_unpublished: Callable[[], None],
+    tell_lost: Callable[[KvferryError], None],
+) -> tuple[list[SourceReader], list[SourceReader]]:  # fmt: skip
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
     every = {
-        rank: SourceReader(peer.ranks[rank], request_id, digest, trace, on_unpublished) for rank in sorted(peer.ranks)
+        rank: SourceReader(peer.ranks[rank], request_id, digest, trace, on_unpublished, tell_lost)
+        for rank in sorted(peer.ranks)
     }
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]
 

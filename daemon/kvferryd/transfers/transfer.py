@@ -131,6 +131,11 @@ class Transfer:
             if self._timeout is not None:  # a task cancelled before its first step would never say that it has ended
                 self._task.cancel()
 
+    def _on_lost(self, why: KvferryError) -> None:
+        """The stream to a source rank is over. Of a host that has vanished NIXL says nothing to a read under way."""
+        if any(not flight.quiet.done() for flight in self._flights):
+            self.stop(TransferState.FAILED, why)
+
     # ---- how it stands ----
 
     @property
@@ -345,7 +350,7 @@ class Transfer:
                 await self._read_and_verify(peer, readers)
             through += [*readers, *others]  # ranks with nothing to read count this rank as a reader that has finished
         except BaseException as error:
-            self._give_up(peer, readers, error)
+            self._give_up(peer, readers, self._stop[1] if self._stop is not None else error)
             raise
         finally:
             self._around.spawn(self._settle(peer, through))
@@ -357,7 +362,7 @@ class Transfer:
         for again in (True, False):
             peer = await peers.get(self.engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
-                peer, self.request_id, self.reservation.digest, self.trace, self._on_unpublished
+                peer, self.request_id, self.reservation.digest, self.trace, self._on_unpublished, self._on_lost
             )
             self._readers = readers
             peer.users += 1

@@ -33,6 +33,8 @@ MEMORY_TYPES = (0, 1)
 """NIXL's DRAM and VRAM."""
 UCX_MEMORY_TYPES = 3
 """UCX's host, CUDA and CUDA managed memory."""
+LOADS = 8
+"""Peers that one process loads: UCX closes a connection, at both ends, only when one of their processes ends."""
 LENGTH, DESCRIPTOR, KEY = struct.Struct("<Q"), struct.Struct("<QQQ"), struct.Struct("<QB")
 
 
@@ -125,11 +127,12 @@ def _malformed(why: str) -> TransportError:
 
 
 class Screen:
-    """Owns the process: started when it is first needed, again when it has died, ended by `close`."""
+    """Owns the process: started when it is first needed, again when it has died, ended by `close` and after LOADS."""
 
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._loads = 0
 
     async def check(self, metadata: Metadata, spans: Sequence[Span], timeout_s: float) -> None:
         """Load it and read a byte of each span of host memory.
@@ -141,6 +144,7 @@ class Screen:
             answer = ""
             try:
                 process = self._process or await self._start()
+                self._loads += 1
                 assert process.stdin is not None and process.stdout is not None
                 host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
                 asked = json.dumps([metadata.alias, metadata.blob.hex(), host]).encode() + b"\n"
@@ -152,7 +156,7 @@ class Screen:
             except TimeoutError:
                 raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s) from None
             finally:
-                if answer != FINE:
+                if answer != FINE or self._loads == LOADS:
                     await self.close()  # a failed load may have left anything behind in it
         if not answer:
             raise _malformed("the process that tried it died of it")
@@ -171,7 +175,7 @@ class Screen:
         return process
 
     async def close(self) -> None:
-        process, self._process = self._process, None
+        process, self._process, self._loads = self._process, None, 0
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()

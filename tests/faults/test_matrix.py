@@ -1,0 +1,123 @@
+"""Who dies, stands still or changes its mind, in every state of a request, on both sides, and what holds after it.
+
+One table, one runner, one check (`Scene.holds`). A row is blow, victim, state and setting. How it ended, and the times
+until everybody knew and until the next request was done, are printed at the end, and are in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+from blows import ASKED, SUDDEN
+from fleet import Daemons
+from scene import DIRECT, STAGED, STATES, Scene, Setting, scened
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+LONG_S, SHORT_S = 20.0, 2.0
+"""Deadlines: where an end is to come without it, and where nothing else ends the request."""
+VICTIMS = ("source daemon", "source engine", "reader daemon", "reader engine")
+DAEMONS = ("source daemon", "reader daemon")
+CHANGES = {
+    "lease": {"revoke": ("reading", "verifying", "not quiet"), "withdraw": ("connecting", "reading", "verifying")},
+    "request": {
+        "abort": ("connecting", "reading"), "cancel": ("waiting", "reading"), "retry": ("reading", "not quiet"),
+        "duplicate": ("waiting", "reading"), "twin": ("reading",),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    blow: str
+    victim: str
+    state: str
+    setting: Setting = DIRECT
+
+    def __str__(self) -> str:
+        return f"{self.blow} the {self.victim}, {self.state}, {self.setting.name}"
+
+    @property
+    def deadline_s(self) -> float:
+        return SHORT_S if self.blow in ("stop", "revoke", "withdraw", "retry", "twin") else LONG_S
+
+
+def rows() -> Iterator[Row]:
+    for blow, victim, state in itertools.product(("kill", "stop"), VICTIMS, STATES):
+        yield Row(blow, victim, state)
+    for victim, blows in CHANGES.items():
+        for blow, states in blows.items():
+            yield from (Row(blow, victim, state) for state in states)
+    for blow, victim in (*itertools.product(("kill", "stop"), DAEMONS), ("withdraw", "lease")):
+        yield Row(blow, victim, "reading", STAGED)
+
+
+QUICK = (
+    Row("kill", "source daemon", "reading"),
+    Row("kill", "reader engine", "reading"),
+    Row("stop", "reader daemon", "reading"),
+    Row("withdraw", "lease", "reading"),
+    Row("retry", "request", "reading"),
+)
+"""These run in `make test`; the others in the gate."""
+ALL = sorted(rows(), key=lambda row: row.setting.name)
+
+
+@pytest.fixture(scope="module")
+async def scenes(daemons: Daemons) -> AsyncIterator[Callable[[Setting], object]]:
+    """One at a time, for all rows of a setting: what a row leaves behind the next one meets."""
+    async with AsyncExitStack() as stack:
+        open_: dict[str, Scene] = {}
+
+        async def scene(setting: Setting) -> Scene:
+            if setting.name not in open_ or open_[setting.name].broken:
+                await stack.aclose()
+                open_.clear()
+                open_[setting.name] = await stack.enter_async_context(scened(daemons, setting))
+            return open_[setting.name]
+
+        yield scene
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=str(row), marks=[] if row in QUICK else pytest.mark.slow) for row in ALL]
+)
+async def test_nothing_is_lost_torn_or_left_behind(
+    scenes: Callable[[Setting], AsyncIterator[Scene]], row: Row, record_property: Callable[[str, object], None]
+) -> None:
+    scene: Scene = await scenes(row.setting)  # type: ignore[misc]
+    scene.broken = True  # unless it comes to its end
+    record_property("seen", await played(scene, row))
+    scene.broken = False
+
+
+async def played(scene: Scene, row: Row) -> list[str]:
+    """What was seen: the row, how it ended, and after how many seconds it was noticed and recovered."""
+    async with scene.brought(row.state, row.deadline_s) as request:
+        began = time.monotonic()
+        async with AsyncExitStack() as mending:
+            if row.blow in SUDDEN:
+                await SUDDEN[row.blow](scene, request, row.victim, mending)
+                if (row.blow, row.victim) != ("stop", "source daemon"):
+                    await request.goes_on()
+            else:
+                asked = asyncio.create_task(ASKED[row.blow](scene, request, row.victim, mending))
+                await asyncio.sleep(0)
+                await request.goes_on()
+                await asked
+            if row.state == "waiting":
+                ordering = asyncio.create_task(scene.order(request))
+                mending.push_async_callback(asyncio.wait, [ordering])
+            await scene.noticed(request, row.victim)
+            noticed = time.monotonic()
+        await scene.revived()
+        await scene.ended(request)
+    await scene.holds(request)
+    dead = ", and UCX ended " + " and ".join(scene.casualties) if scene.casualties else ""
+    scene.casualties.clear()
+    return [str(row), ", ".join(request.ends) + dead, f"{noticed - began:.2f}", f"{time.monotonic() - noticed:.2f}"]

@@ -1,0 +1,397 @@
+"""Six daemons on loopback, four engines of different shape, random requests, and everything goes wrong all the time.
+
+`make soak` for ten minutes (SOAK=seconds), a minute in the gate; SOAK_SEED repeats the requests of a run. Every byte of
+every request that is done is compared, at once and again before its blocks are given away. It ends with a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, ended, until
+from ranks import HND, Blocks, Kv, Shape, TestEngine
+from scene import GAUGES, UCX, Held, gauge_of, idle, is_ucx
+from soaking import SECONDS, SEED
+from stopping import stopped
+
+from kvferry.engine import Lease, ReceiveCancelled, Unsettled
+from kvferry.errors import KvferryError
+from kvferry.outcomes import Received
+from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody
+from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(SECONDS + 240)]
+SHAPES = {
+    "two": Shape.tp(2, block_size=16, num_blocks=600),
+    "twins": Shape.tp(2, axes=HND, block_size=24, num_blocks=400),
+    "one": Shape.tp(1, block_size=5, num_blocks=1900),
+    "single": Shape.tp(1, axes=("head", "block", "slot", "dim"), block_size=64, num_blocks=150),
+}
+"""6 daemons in all."""
+AT_ONCE = 12
+LONGEST = 2000
+"""Tokens of a request."""
+DEADLINES_S = (0.2, 5.0, 20.0, 20.0)
+GRACE_S = 40.0
+"""What a client adds to its deadline, and the machine to that. A request that takes longer hangs."""
+WAYS = ("direct", "staged")
+FATES = ("", "", "", "", "", "cancel", "abort", "revoke", "withdraw", "duplicate")
+CALM_S = (1.0, 5.0)
+"""Between two troubles."""
+SPREAD = 16
+"""By how many descriptors or threads daemons of equal work may differ, old and young ones."""
+
+
+@dataclass(eq=False)
+class Life:
+    """One start of an engine: its blocks are given to one request at a time."""
+
+    engine: TestEngine
+    free: set[int]
+    states: set[int]
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @classmethod
+    async def begin(cls, name: str, daemons: Sequence[DaemonService]) -> Life:
+        shape = SHAPES[name]
+        every = range(shape.num_blocks)
+        return cls(await TestEngine.start(name, daemons, shape), set(every), set(every))
+
+    async def take(self, tokens: int, rng: random.Random) -> Blocks:
+        count = -(-tokens // self.engine.shape.block_size)
+        async with self.changed, asyncio.timeout(TIMEOUT_S):
+            await self.changed.wait_for(lambda: len(self.free) >= count and bool(self.states))
+            ids = rng.sample(sorted(self.free), count)
+            self.free.difference_update(ids)
+            return Blocks(tuple(ids), self.states.pop())
+
+    async def give_back(self, blocks: Blocks) -> None:
+        async with self.changed:
+            self.free.update(blocks.ids)
+            assert blocks.state is not None
+            self.states.add(blocks.state)
+            self.changed.notify_all()
+
+    def wrong(self, kv: Kv, blocks: Blocks) -> int:
+        """Elements of the request in these blocks that are not its KV."""
+        shape, ranks = self.engine.shape, self.engine.ranks
+        return sum(shape.wrong(number, rank.memory, kv, blocks) for number, rank in enumerate(ranks))
+
+
+@dataclass
+class Seen:
+    ends: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By way and outcome."""
+    nbytes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    troubles: Counter[str] = field(default_factory=Counter)
+
+    def table(self, elapsed_s: float) -> str:
+        by_way: dict[str, Counter[str]] = defaultdict(Counter)
+        for (way, end), count in self.ends.items():
+            by_way[way][end] += count
+        lines = ["| way | requests | done | GiB | MB/s | ended otherwise |", "|---|---|---|---|---|---|"]
+        for way, ends in sorted(by_way.items()):
+            others = ", ".join(f"{count} {end}" for end, count in ends.most_common() if end != "done")
+            gib, rate = self.nbytes[way] / 2**30, self.nbytes[way] / elapsed_s / 1e6
+            lines.append(f"| {way} | {ends.total()} | {ends['done']} | {gib:.2f} | {rate:.1f} | {others} |")
+        troubles = ", ".join(f"{count} {name}" for name, count in self.troubles.most_common())
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"{elapsed_s:.0f} s, seed {SEED}; wrong: {len(self.wrong)}; hangs: {len(self.hangs)}",
+                troubles,
+            ]
+        )
+
+
+class Soak:
+    def __init__(self, daemons: Daemons) -> None:
+        self.daemons, self.seen = daemons, Seen()
+        self.rng = random.Random(SEED)
+        self.services: dict[str, list[DaemonService]] = {}
+        self.routers: dict[str, RouterClient] = {}
+        self.lives: dict[str, Life] = {}
+        self.killed: set[int] = set()
+        self.over = asyncio.Event()
+        self._numbers = iter(range(1 << 62))
+        self._repairing = {name: asyncio.Lock() for name in SHAPES}
+
+    async def start(self) -> None:
+        names = list(SHAPES)
+        started = await asyncio.gather(
+            *(self.daemons.start(name, len(SHAPES[name].heads), *UCX, "--way", "staged") for name in names)
+        )
+        self.services = dict(zip(names, started, strict=True))
+        for service in self.every():
+            self.routers[service.name] = RouterClient(service.url)
+        lives = await asyncio.gather(*(Life.begin(name, self.services[name]) for name in names))
+        self.lives = dict(zip(names, lives, strict=True))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(life.engine.close() for life in self.lives.values()))
+        await asyncio.gather(*(router.close() for router in self.routers.values()))
+
+    def every(self) -> list[DaemonService]:
+        return [service for services in self.services.values() for service in services]
+
+    def router(self, life: Life) -> RouterClient:
+        return self.routers[life.engine.daemons[0].name]
+
+    # ---- requests ----
+
+    async def requests(self) -> None:
+        """One after another, until it is over."""
+        while not self.over.is_set():
+            source, reader = self.rng.sample(sorted(self.lives), 2)
+            await self.request(source, reader, self.rng.choice(FATES))
+
+    async def request(self, source: str, reader: str, fate: str = "") -> None:
+        """From publish to the last byte, or to whatever else becomes of it."""
+        theirs, ours = self.lives[source], self.lives[reader]
+        number, way, deadline_s = next(self._numbers), self.rng.choice(WAYS), self.rng.choice(DEADLINES_S)
+        name, tokens = f"soak-{number}", 1 + min(LONGEST, int(self.rng.expovariate(1 / 300)))
+        kv = Kv.random(tokens, SEED % (1 << 31) + number)
+        try:
+            published, reserved = await asyncio.gather(theirs.take(tokens, self.rng), ours.take(tokens, self.rng))
+        except TimeoutError:  # what held them has gone with its engine
+            return
+        leases: list[Lease] = []
+        outcomes: list[Received | BaseException] = []
+        try:
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                receiving = asyncio.create_task(
+                    self.receive(theirs, ours, name, reserved, way, deadline_s, self.rng.random() < 0.5)
+                )
+                try:
+                    leases = await self.publish(theirs, name, published, kv)
+                    await self.happens(fate, theirs, ours, name, receiving)
+                except KvferryError as refused:
+                    self.seen.ends[way, f"not published ({refused.code})"] += 1
+                outcomes = await receiving
+        except TimeoutError:
+            self.seen.hangs.append(f"{name} from {source} to {reader}, {way}, {fate}")
+            return
+        self.note(name, way, outcomes)
+        if outcomes and all(isinstance(outcome, Received) for outcome in outcomes):
+            await self.compare(name, ours, kv, reserved)
+        elif any(isinstance(outcome, BaseException) for outcome in outcomes):
+            with contextlib.suppress(KvferryError):  # the orderer gives it up at both ends
+                await self.router(theirs).abort_request(name)
+        await asyncio.gather(
+            self.reader_is_done(ours, reserved, outcomes), self.source_is_done(theirs, published, leases)
+        )
+
+    async def publish(self, life: Life, name: str, blocks: Blocks, kv: Kv) -> list[Lease]:
+        """Some whole, some in two pieces."""
+        half = kv.tokens // 2 if self.rng.random() < 0.3 else 0
+        life.engine.write(kv, blocks, (0, half), state=False)
+        if half:
+            await life.engine.publish(name, blocks, half, more=True, ttl_s=30.0)
+        life.engine.write(kv, blocks, (half, kv.tokens))
+        return await life.engine.publish(name, blocks, kv.tokens, ttl_s=30.0)
+
+    async def receive(
+        self, theirs: Life, ours: Life, name: str, blocks: Blocks, way: str, deadline_s: float, by_router: bool
+    ) -> list[Received | BaseException]:
+        source = theirs.engine.source()
+        if not by_router:
+            return await ours.engine.outcomes(name, blocks, source=source, way=way, deadline_s=deadline_s)
+        body = OrderBody(request_id=name, source=source, way=way, deadline_ms=round(deadline_s * 1e3))  # type: ignore[arg-type]
+        outcomes = asyncio.create_task(ours.engine.outcomes(name, blocks, deadline_s=deadline_s))
+        try:
+            with contextlib.suppress(KvferryError):  # then the reservation ends by its deadline
+                await self.router(ours).order(body)
+            return await outcomes
+        finally:
+            outcomes.cancel()
+
+    async def happens(
+        self, fate: str, theirs: Life, ours: Life, name: str, receiving: asyncio.Task[list[Received | BaseException]]
+    ) -> None:
+        """To a request on its way."""
+        if not fate:
+            return
+        await asyncio.sleep(self.rng.uniform(0, 0.08))
+        with contextlib.suppress(KvferryError):  # it may be over
+            match fate:
+                case "cancel":
+                    await asyncio.gather(*(rank.client.abort(name) for rank in ours.engine.ranks))
+                case "abort":
+                    await self.router(ours).abort_request(name)
+                case "revoke":
+                    await self.router(theirs).revoke_lease(name)
+                case "withdraw":
+                    await asyncio.gather(*(rank.client.abort(name) for rank in theirs.engine.ranks))
+                case _:
+                    await self.router(ours).order(OrderBody(request_id=name, source=theirs.engine.source()))
+
+    def note(self, name: str, way: str, outcomes: list[Received | BaseException]) -> None:
+        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        codes = {each.code if isinstance(each, KvferryError) else type(each).__name__ for each in failed}
+        assert not codes & {"internal", "protocol"}, (name, failed)
+        self.seen.ends[way, "+".join(sorted(codes)) or "done"] += 1
+        if not failed:
+            self.seen.nbytes[way] += sum(each.nbytes for each in outcomes if isinstance(each, Received))
+
+    async def compare(self, name: str, life: Life, kv: Kv, blocks: Blocks) -> None:
+        for when in ("at once", "a little later"):
+            if wrong := life.wrong(kv, blocks):
+                self.seen.wrong.append(f"{name}: {wrong} elements, {when}")
+            await asyncio.sleep(self.rng.uniform(0, 0.05))
+
+    async def reader_is_done(self, life: Life, blocks: Blocks, outcomes: list[Received | BaseException]) -> None:
+        """Its blocks are free when they are quiet on every rank."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                for outcome in outcomes:
+                    if isinstance(outcome, Unsettled | ReceiveCancelled):
+                        await outcome.quiesced()
+        except TimeoutError:
+            self.seen.hangs.append(f"blocks of {life.engine.engine_id} that are never quiet: {outcomes}")
+            return
+        except KvferryError:  # the session has ended: nothing is given to anybody in this life
+            return
+        await life.give_back(blocks)
+
+    async def source_is_done(self, life: Life, blocks: Blocks, leases: list[Lease]) -> None:
+        """Its blocks are free when their lease has ended on every rank; they hold other KV at once."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                for lease in leases:
+                    await lease.ended()
+        except TimeoutError:
+            self.seen.hangs.append(f"a lease of {life.engine.engine_id} that does not end: {leases}")
+            return
+        except KvferryError:
+            return
+        if leases:
+            life.engine.write(Kv.random(len(blocks.ids) * life.engine.shape.block_size), blocks)
+            await life.give_back(blocks)
+
+    # ---- troubles ----
+
+    async def troubles(self) -> None:
+        while not self.over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.over.wait(), self.rng.uniform(*CALM_S))
+            name = self.rng.choice(sorted(self.lives))
+            service = self.rng.choice(self.services[name])
+            match self.rng.choice(("kill", "end", "stop", "stop", "leave")):
+                case "stop":
+                    with stopped(service.process.pid):
+                        await asyncio.sleep(self.rng.uniform(0.1, 3.0))
+                    self.seen.troubles["daemons stopped for a while"] += 1
+                case "leave":
+                    await self.begin_anew(name)
+                    self.seen.troubles["engines restarted"] += 1
+                case how:
+                    self.killed.add(service.process.pid)
+                    await ended(service, signal.SIGKILL if how == "kill" else signal.SIGTERM)
+                    await self.revive(name)
+                    self.seen.troubles["daemons killed" if how == "kill" else "daemons ended"] += 1
+            await self.look_after()
+
+    async def look_after(self) -> None:
+        """UCX may end a daemon whose peer has died."""
+        for name, services in self.services.items():
+            for service in services:
+                if service.process.poll() is not None and service.process.pid not in self.killed:
+                    assert is_ucx(service), service.tail()
+                    self.killed.add(service.process.pid)
+                    self.seen.troubles["daemons that UCX ended with their peer"] += 1
+                    await self.revive(name)
+
+    async def revive(self, name: str) -> None:
+        for index, service in enumerate(self.services[name]):
+            if service.process.poll() is not None:
+                self.services[name][index] = self.daemons.fleet.again(service)
+        try:
+            await self.daemons.fleet.ready(*self.services[name], timeout_s=TIMEOUT_S)
+        except ServiceError as error:
+            if not is_ucx(error.service):
+                raise
+            await self.revive(name)
+            return
+        await self.begin_anew(name)
+
+    async def begin_anew(self, name: str) -> None:
+        old = self.lives[name]
+        with contextlib.suppress(KvferryError):
+            await old.engine.close()
+        self.lives[name] = await Life.begin(name, self.services[name])
+
+    # ---- the end ----
+
+    async def at_rest(self) -> None:
+        for service in self.every():
+            router = self.routers[service.name]
+            await until(lambda router=router: idle(router), f"{service.name} has come to rest")
+            for name in GAUGES:
+
+                async def zero(service: DaemonService = service, name: str = name) -> bool:
+                    return await gauge_of(service, name) == 0
+
+                await until(zero, f"{name} of {service.name} is 0")
+
+    async def roll_call(self) -> None:
+        """Every engine reads from every other: then all daemons have the same connections."""
+        for source in SHAPES:
+            for reader in SHAPES:
+                if source != reader:
+                    await self.request(source, reader)
+
+    def spread(self) -> dict[str, tuple[int, int]]:
+        """Fewest and most of what daemons hold, old ones and young ones."""
+        held = [Held.of(service) for service in self.every()]
+        names = ("files", "threads", "regions")
+        return {
+            name: (min(getattr(each, name) for each in held), max(getattr(each, name) for each in held))
+            for name in names
+        }
+
+
+@asynccontextmanager
+async def soaking(folder: Path) -> AsyncIterator[Soak]:
+    async with Fleet(folder) as fleet, AsyncExitStack() as stack:
+        soak = Soak(Daemons(fleet))
+        stack.push_async_callback(soak.close)
+        await soak.start()
+        yield soak
+
+
+async def test_six_daemons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\nsoaking for {SECONDS:.0f} s, seed {SEED}")
+    async with soaking(tmp_path) as soak:
+        began = time.monotonic()
+        tasks = [asyncio.create_task(soak.requests()) for _ in range(AT_ONCE)]
+        tasks.append(asyncio.create_task(soak.troubles()))
+        await asyncio.wait(tasks, timeout=SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+        soak.over.set()
+        await asyncio.gather(*tasks)
+        elapsed_s = time.monotonic() - began
+        await soak.look_after()
+        await soak.roll_call()
+        await soak.at_rest()
+        spread = soak.spread()
+        with capsys.disabled():
+            print(soak.seen.table(elapsed_s))
+            print("held by each daemon:", ", ".join(f"{low} to {high} {what}" for what, (low, high) in spread.items()))
+        assert not soak.seen.wrong
+        assert not soak.seen.hangs
+        assert all(high - low <= SPREAD for low, high in spread.values()), spread
+        assert sum(count for (_, end), count in soak.seen.ends.items() if end == "done") > 0
