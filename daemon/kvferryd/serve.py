@@ -24,6 +24,7 @@ from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import logs
+from kvferryd.api.answer import Undecoded
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
@@ -153,7 +154,8 @@ def _cannot_listen(field: str, address: str) -> KvferryError:
 @contextlib.asynccontextmanager
 async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     config = ferry.config
-    server = grpc.aio.server(options=[*PEER_OPTIONS, ("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=MAX_RPCS)
+    options = [*PEER_OPTIONS, ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(interceptors=[Undecoded()], options=options, maximum_concurrent_rpcs=MAX_RPCS)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry), server)
     try:
         if ferry.proof:
@@ -176,7 +178,7 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     _claim(path)
     _claim(handing)
     handovers = Handovers(ferry.registry.introduce)
-    server = grpc.aio.server(options=MESSAGE_OPTIONS)
+    server = grpc.aio.server(interceptors=[Undecoded()], options=MESSAGE_OPTIONS)
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider
     try:

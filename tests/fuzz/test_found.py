@@ -1,0 +1,40 @@
+"""What fuzzing has found, each with the very input that found it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from raw import raw_engine, streamed
+from target import Target
+
+from kvferry.rpc import error_of
+from kvferry.v1 import engine_pb2, layout_pb2
+from kvferry.wire import tables_to_proto
+
+pytestmark = pytest.mark.anyio
+METHODS = [("Engine", "Attach"), ("Engine", "End"), ("Peer", "Handshake"), ("Peer", "Map"), ("Peer", "Read")]
+"""One of each kind of call."""
+
+
+@pytest.mark.parametrize(("service", "method"), METHODS)
+async def test_bytes_that_are_no_message_are_refused_by_name(attacked: Target, service: str, method: str) -> None:
+    """UNKNOWN or INTERNAL, and a traceback in the log for anybody who sent two bytes."""
+    where = f"unix:{attacked.daemon.socket}" if service == "Engine" else attacked.daemon.peer
+    with grpc.insecure_channel(where) as door, pytest.raises(grpc.RpcError) as refused:
+        await asyncio.to_thread(streamed, door, service, method, layout_pb2.Problem, [b"\xff\xff"], 1)
+    assert error_of(refused.value, "it").code == "malformed_message"  # type: ignore[arg-type]
+
+
+async def test_a_source_without_a_name_is_refused(attacked: Target) -> None:
+    """It was taken, and then GET /v1/transfers answered 500 for as long as its record was kept."""
+    async with raw_engine(attacked) as raw:
+        tables = tables_to_proto(attacked.engine.take(20).tables())
+        for engine_id, epoch in (("", ""), ("x" * 257, ""), (attacked.friend.engine_id, "x" * 257)):
+            source = engine_pb2.Source(engine_id=engine_id, address=attacked.friend.address, epoch=epoch)
+            received = engine_pb2.ReceiveRequest(request_id="unnamed", tables=tables, source=source)
+            await raw.say(engine_pb2.Command(receive=received))
+        await raw.all_answered()
+    assert attacked.said["malformed_source"] == 3
+    await attacked.router.transfers()
