@@ -28,7 +28,7 @@ class RawEngine:
     """Rank 0, registered. Give it commands of any kind."""
 
     def __init__(self, target: Target, channel: grpc.aio.Channel, ranks: int = 1) -> None:
-        self.target, self.ranks = target, ranks
+        self.target, self.channel, self.ranks = target, channel, ranks
         self.engine_id, self.epoch = f"raw-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)
         self.session, self.key = "", b""
