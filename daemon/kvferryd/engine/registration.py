@@ -13,6 +13,7 @@ from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
 from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
+from kvferryd.copy.sums import Sums
 from kvferryd.engine.session import Session, made
 from kvferryd.leases.lease import Lease
 from kvferryd.leases.leases import Leases
@@ -47,6 +48,7 @@ class Engine:
     members: dict[int, str]
     """The daemons of the engine's ranks, as far as they are known."""
     pairings: Pairings = field(default_factory=Pairings)
+    sums: Sums = field(default_factory=Sums)
     roster_key: bytes = b""
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,6 +84,7 @@ class Engine:
 
     async def close(self) -> bool:
         """Whether the agent has stopped: until it has, memory may still be written."""
+        await self.sums.close()
         return await _close(self.runner, self.agent, self.arena)
 
 

@@ -43,7 +43,9 @@ class Transfers:
         self._config, self._metrics = config, metrics
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
-        self._around = Surroundings(peers, config.way, config.deadline_s, self._on_end, self._after.spawn)
+        self._around = Surroundings(
+            peers, config.way, config.deadline_s, self._on_end, self._after.spawn, config.checksum
+        )
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._current: dict[Key, Transfer] = {}
