@@ -12,6 +12,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.copy import Chunk
+from kvferryd.peers.channels import of_peer
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.transport import Agent
@@ -122,7 +123,7 @@ class SourceReader:
         if reply.HasField("update"):
             self._updates.put_nowait(reply.update)
         elif reply.HasField("problem"):
-            self.on_lost(problem_from_proto(reply.problem))
+            self.on_lost(of_peer(problem_from_proto(reply.problem)))
         elif self._chunks is not None:
             if not reply.pack.HasField("problem"):
                 self.announced = False  # the source gathers, so it still has the announced version
@@ -235,7 +236,7 @@ class ChunkStream:
         if reply.vouched and not self._vouched.done():
             self._vouched.set_result(None)
         if reply.HasField("problem"):
-            self.fail(problem_from_proto(reply.problem))
+            self.fail(of_peer(problem_from_proto(reply.problem)))
 
     def _fail_broken(self, why: str) -> None:
         self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))

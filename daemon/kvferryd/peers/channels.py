@@ -9,7 +9,7 @@ from types import TracebackType
 
 import grpc
 
-from kvferry.errors import Full, KvferryError, PeerFailed
+from kvferry.errors import Full, Kind, KvferryError, PeerFailed
 from kvferry.rpc import PEER_OPTIONS, SILENT, UNREACHABLE, error_of
 from kvferry.v1 import peer_pb2_grpc
 from kvferryd.certificates import Certificates, Identity
@@ -106,6 +106,13 @@ def _dial(address: str, identity: Identity | None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, identity.for_dialling(), options=options)
 
 
+def of_peer(problem: KvferryError) -> KvferryError:
+    """A problem as a peer told it. What went wrong inside the peer, or has no name, is no fault of this daemon's."""
+    if problem.kind is not Kind.INTERNAL:
+        return problem
+    return PeerFailed("peer_failed", f"the peer failed: {problem.message}", remedy="see the log of its daemon")
+
+
 class asking:  # noqa: N801  used like a function
     """Turn what gRPC raises inside into a KvferryError about this peer; `ended` as for `error_of`."""
 
@@ -131,7 +138,7 @@ class asking:  # noqa: N801  used like a function
             return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
         problem = error_of(error, f"peer {address}", self._ended)
         if problem.code not in (UNREACHABLE, SILENT):
-            return problem
+            return of_peer(problem)
         return PeerFailed(
             "peer_unreachable", problem.message, field=problem.field, value=problem.value, remedy=problem.remedy
         )
