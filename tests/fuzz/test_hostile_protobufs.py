@@ -167,6 +167,12 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
             ),
             "Admit": (peer_pb2.AdmitRequest(engine_id=raw.engine_id, epoch=raw.epoch), peer_pb2.AdmitReply),
             "Pair": (peer_pb2.PairRequest(**of_target, sources=[own], destination=other), peer_pb2.PairReply),
+            "Sum": (
+                peer_pb2.SumRequest(
+                    **of_target, wanted=wanting(blocks().tables(), (0, 20), states=True, chunk_nbytes=CHUNK)
+                ),
+                peer_pb2.SumReply,
+            ),
             "Abort": (
                 peer_pb2.AbortRequest(engine_id=raw.engine_id, request_id="r0", key=raw.key), peer_pb2.AbortReply,
             ),
@@ -263,7 +269,7 @@ def read(target: Target, door: grpc.Channel, said: list[peer_pb2.ReadRequest]) -
 
 METHODS = [
     *(("Engine", name) for name in ("Attach", "End", "Allocate", "Adopt", "OpenFences", "Register")),
-    *(("Peer", name) for name in ("Handshake", "Join", "Admit", "Map", "Read", "Pair", "Order", "Abort")),
+    *(("Peer", name) for name in ("Handshake", "Join", "Admit", "Map", "Read", "Pair", "Sum", "Order", "Abort")),
 ]
 
 
