@@ -34,20 +34,23 @@ async def test_bytes_that_are_no_message_are_refused_by_name(attacked: Target, s
 
 
 class Nameless(Impostor):
-    """Everything is right, but that it gives up with a problem that has neither kind nor code."""
+    """Everything is right, but that it gives up with a problem that has no code."""
+
+    problem = layout_pb2.Problem()
 
     async def Read(
         self, requests: AsyncIterator[peer_pb2.ReadRequest], context: object
     ) -> AsyncIterator[peer_pb2.ReadReply]:
         async for request in requests:
             if request.HasField("open"):
-                yield peer_pb2.ReadReply(reading=request.open.reading, problem=layout_pb2.Problem())
+                yield peer_pb2.ReadReply(reading=request.open.reading, problem=self.problem)
 
 
-async def test_a_peer_that_gives_up_without_a_reason_is_no_fault_of_ours(attacked: Target) -> None:
+@pytest.mark.parametrize("kind", [layout_pb2.PROBLEM_KIND_UNSPECIFIED, layout_pb2.PROBLEM_KIND_CONFLICT, 77])
+async def test_a_peer_that_gives_up_without_a_reason_is_no_fault_of_ours(attacked: Target, kind: int) -> None:
     """It was reported as `internal`, with status 500 over REST."""
     service = Nameless(attacked, Hostile(random.Random(1)))
-    service.honest = 1.0
+    service.honest, service.problem = 1.0, layout_pb2.Problem(kind=kind)  # type: ignore[arg-type]
     async with peer_stub(attacked.friend.daemons[0]) as stub, serving(service) as address:
         asked = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=attacked.friend.engine_id)
         service.said = await stub.Handshake(asked)

@@ -108,7 +108,7 @@ def _dial(address: str, identity: Identity | None) -> grpc.aio.Channel:
 
 def of_peer(problem: KvferryError) -> KvferryError:
     """A problem as a peer told it. What went wrong inside the peer, or has no name, is no fault of this daemon's."""
-    if problem.kind is not Kind.INTERNAL:
+    if problem.kind is not Kind.INTERNAL and problem.code != "internal":
         return problem
     return PeerFailed("peer_failed", f"the peer failed: {problem.message}", remedy="see the log of its daemon")
 
