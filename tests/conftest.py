@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -19,6 +20,20 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 fleet.PORTS = fleet.PORTS[WORKER::WORKERS]
 """A port is found free before a daemon takes it: workers beside each other must not find the same one."""
+
+
+FUZZ_SEED = os.environ.setdefault("FUZZ_SEED", str(random.randrange(1 << 32)))
+"""What tests/fuzz makes its cases from. In the environment, so that workers have the same."""
+
+
+def pytest_report_header() -> str:
+    return f"tests/fuzz: FUZZ_SEED={FUZZ_SEED} repeats this run"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """The chance of one test."""
+    return random.Random(f"{FUZZ_SEED} {request.node.name}")
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,17 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+
+def _number(given: object) -> object:
+    if isinstance(given, bool | str):  # pydantic takes true for 1, and "1" too
+        raise ValueError("it is not a number")
+    return given
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Span = tuple[Annotated[Whole, Field(ge=0)], Annotated[Whole, Field(ge=0)]]
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}$", max_length=300)]
 
@@ -108,7 +117,7 @@ class DestinationBody(_Request):
 
     engine_id: RequestId | None = None
     tables: dict[str, Any] | None = None
-    token_range: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = None
+    token_range: Span | None = None
 
 
 class OrderBody(_Request):
@@ -122,10 +131,10 @@ class OrderBody(_Request):
     request_id: RequestId
     source: SourceBody
     destination: DestinationBody | None = None
-    priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    deadline_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    priority: Annotated[Whole, Field(ge=-100, le=100)] = 0
+    deadline_ms: Annotated[Whole, Field(ge=1, le=3_600_000)] | None = None
     way: Way | None = None
-    attempt: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    attempt: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
 
 
 class Ordered(_Answer):
@@ -336,7 +345,7 @@ class ExplainTables(_Request):
 
     source: dict[str, Any]
     destination: dict[str, Any]
-    tokens: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    tokens: Span
 
 
 class ExplainRequest(_Request):
@@ -389,7 +398,7 @@ class DrainStatus(_Answer):
 class DrainRequest(_Request):
     """`wait_s`: hold the answer until nothing is left, at most this long."""
 
-    wait_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    wait_s: Annotated[float, BeforeValidator(_number), Field(ge=0, le=3600)] = 0.0
 
 
 class AbortResult(_Answer):

@@ -26,6 +26,7 @@ from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import logs, nixl, ucx
+from kvferryd.api.answer import Undecoded
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
@@ -172,7 +173,7 @@ def _cannot_listen(field: str, address: str) -> KvferryError:
 async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     config = ferry.config
     options = [*PEER_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(interceptors=[Undecoded()], options=options, maximum_concurrent_rpcs=MAX_CALLS)
     callers = Callers(config.allow_peers, ferry.proof)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers), server)
     await _describe(server, "kvferry.v1.Peer", reflected=bool(ferry.proof))
@@ -201,7 +202,7 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     _claim(path)
     _claim(handing)
     handovers = Handovers(ferry.registry.introduce)
-    server = grpc.aio.server(options=MESSAGE_OPTIONS)
+    server = grpc.aio.server(interceptors=[Undecoded()], options=MESSAGE_OPTIONS)
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
     await _describe(server, "kvferry.v1.Engine", reflected=True)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider

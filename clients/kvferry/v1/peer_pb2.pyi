@@ -878,6 +878,45 @@ class Packed(google.protobuf.message.Message):
 Global___Packed: typing_extensions.TypeAlias = Packed
 
 @typing.final
+class SumRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    epoch: builtins.str
+    @property
+    def wanted(self) -> Global___PackOpen: ...
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        epoch: builtins.str = ...,
+        wanted: Global___PackOpen | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["wanted", b"wanted"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "wanted", b"wanted"]) -> None: ...
+
+Global___SumRequest: typing_extensions.TypeAlias = SumRequest
+
+@typing.final
+class SumReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUMS_FIELD_NUMBER: builtins.int
+    @property
+    def sums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sums: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sums", b"sums"]) -> None: ...
+
+Global___SumReply: typing_extensions.TypeAlias = SumReply
+
+@typing.final
 class OrderRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -64,6 +64,11 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.PairRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.PairReply.FromString,
                 _registered_method=True)
+        self.Sum = channel.unary_unary(
+                '/kvferry.v1.Peer/Sum',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.SumRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.SumReply.FromString,
+                _registered_method=True)
         self.Order = channel.unary_stream(
                 '/kvferry.v1.Peer/Order',
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.OrderRequest.SerializeToString,
@@ -124,6 +129,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sum(self, request, context):
+        """The CRC-32 of each chunk of what a reader has moved, over this side's own blocks, while the lease holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Order(self, request, context):
         """Hands an order to another rank of the same engine; streams that rank's record until it has ended.
         """
@@ -171,6 +183,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Pair,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.PairRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.PairReply.SerializeToString,
+            ),
+            'Sum': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sum,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.SumRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.SumReply.SerializeToString,
             ),
             'Order': grpc.unary_stream_rpc_method_handler(
                     servicer.Order,
@@ -345,6 +362,33 @@ class Peer(object):
             '/kvferry.v1.Peer/Pair',
             kvferry_dot_v1_dot_peer__pb2.PairRequest.SerializeToString,
             kvferry_dot_v1_dot_peer__pb2.PairReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sum(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Peer/Sum',
+            kvferry_dot_v1_dot_peer__pb2.SumRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.SumReply.FromString,
             options,
             channel_credentials,
             insecure,

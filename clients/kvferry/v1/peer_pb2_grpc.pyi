@@ -121,6 +121,22 @@ _PeerPairType = typing_extensions.TypeVar(
     ],
 )
 
+_PeerSumType = typing_extensions.TypeVar(
+    '_PeerSumType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.SumRequest,
+        kvferry.v1.peer_pb2.SumReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.SumRequest,
+        kvferry.v1.peer_pb2.SumReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.SumRequest,
+        kvferry.v1.peer_pb2.SumReply,
+    ],
+)
+
 _PeerOrderType = typing_extensions.TypeVar(
     '_PeerOrderType',
     grpc.UnaryStreamMultiCallable[
@@ -153,7 +169,7 @@ _PeerAbortType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerOrderType, _PeerAbortType]):
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerAbortType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -179,6 +195,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.PairRequest,
             kvferry.v1.peer_pb2.PairReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.SumRequest,
+            kvferry.v1.peer_pb2.SumReply,
         ],
         grpc.UnaryStreamMultiCallable[
             kvferry.v1.peer_pb2.OrderRequest,
@@ -216,6 +236,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
             kvferry.v1.peer_pb2.PairRequest,
             kvferry.v1.peer_pb2.PairReply,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.SumRequest,
+            kvferry.v1.peer_pb2.SumReply,
+        ],
         grpc.aio.UnaryStreamMultiCallable[
             kvferry.v1.peer_pb2.OrderRequest,
             kvferry.v1.peer_pb2.RankTransfer,
@@ -249,6 +273,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     Pair: _PeerPairType
     """Staged transfers: both sides plan the same copy, so that both know what a slot carries. Once for each pair."""
 
+    Sum: _PeerSumType
+    """The CRC-32 of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
+
     Order: _PeerOrderType
     """Hands an order to another rank of the same engine; streams that rank's record until it has ended."""
 
@@ -281,6 +308,10 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.PairRequest,
         kvferry.v1.peer_pb2.PairReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.SumRequest,
+        kvferry.v1.peer_pb2.SumReply,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         kvferry.v1.peer_pb2.OrderRequest,
@@ -345,6 +376,14 @@ class PeerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.peer_pb2.PairReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.PairReply]]:
         """Staged transfers: both sides plan the same copy, so that both know what a slot carries. Once for each pair."""
+
+    @abc.abstractmethod
+    def Sum(
+        self,
+        request: kvferry.v1.peer_pb2.SumRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.peer_pb2.SumReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.SumReply]]:
+        """The CRC-32 of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
 
     @abc.abstractmethod
     def Order(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvferry.errors import Conflict, Internal, KvferryError, Malformed
 from kvferry.rpc import PROBLEM_KEY, PROTOCOL_MAX, PROTOCOL_MIN
@@ -38,6 +39,9 @@ def told(error: Exception, call: str) -> KvferryError:
     """The error that the caller gets: `internal` for one that is none of ours. The daemon lives on."""
     if isinstance(error, KvferryError):
         return error
+    if isinstance(error, DecodeError):
+        why, remedy = f"what came is no message of {call}", "send what proto/kvferry/v1 says"
+        return Malformed("malformed_message", why, remedy=remedy)
     log.error("a call broke", call=call, exc_info=error)
     return Internal("internal", "the daemon failed; its log says how")
 
@@ -51,6 +55,8 @@ def unary(
     async def answer(self: Any, request: Request, context: Context) -> Reply:
         try:
             self.admit(context)
+            if isinstance(request, DecodeError):
+                raise request
             return await method(self, request, context)
         except asyncio.CancelledError:
             if (why := self.sent_away(context)) is None:
@@ -72,6 +78,8 @@ def stream(
         replies = method(self, request, context)
         try:
             self.admit(context)
+            if isinstance(request, DecodeError):
+                raise request
             async for reply in replies:
                 yield reply
         except asyncio.CancelledError:
@@ -84,6 +92,25 @@ def stream(
             await replies.aclose()  # type: ignore[attr-defined]  # an async generator: its clean-up is not left to the collector
 
     return answer
+
+
+class Undecoded(grpc.aio.ServerInterceptor):
+    """Gives a method the error instead of a message that cannot be decoded, so that it is refused like any other. gRPC
+    would answer UNKNOWN, with a traceback in the log for anybody who sends a few bytes."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler  # a stream raises it where it is read
+        decode = handler.request_deserializer
+
+        def decoded(said: bytes) -> Any:
+            try:
+                return decode(said)
+            except DecodeError as error:
+                return error
+
+        return handler._replace(request_deserializer=decoded)
 
 
 async def first_of(requests: AsyncIterator[Request], timeout_s: float) -> Request:

@@ -40,6 +40,10 @@ class Piece:
     def scatter(self, slot: int, region: int) -> Batch:
         return self._batch(self._packed(slot), self._part(self.move.batch.destination, region))
 
+    def collect(self, region: int, slot: int) -> Batch:
+        """What a scatter has written, back into a slot."""
+        return self._batch(self._part(self.move.batch.destination, region), self._packed(slot))
+
     def _batch(self, source: Side, destination: Side) -> Batch:
         return Batch(self.move.batch.nbytes, self.rows, source, destination)
 
@@ -67,6 +71,10 @@ class Chunk:
     def scatter(self, slot: int, destinations: Mapping[int, int]) -> list[Batch]:
         """From the slot at this address into the destination's regions (addresses by region)."""
         return [piece.scatter(slot, destinations[piece.move.destination_region]) for piece in self.pieces]
+
+    def collect(self, destinations: Mapping[int, int], slot: int) -> list[Batch]:
+        """From the destination's regions into a slot: what `gather` has packed, if all has arrived."""
+        return [piece.collect(destinations[piece.move.destination_region], slot) for piece in self.pieces]
 
 
 def cut(wanted: Iterable[Move], chunk_nbytes: int) -> list[Chunk]:

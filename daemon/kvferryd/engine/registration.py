@@ -15,6 +15,7 @@ from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
 from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
+from kvferryd.copy.sums import Sums
 from kvferryd.engine.session import Session, made
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.leases.leases import Leases
@@ -51,6 +52,7 @@ class Engine:
     make_arena: MakeArena | None
     """How to have an arena once one is needed; None where there is one, or must be none."""
     pairings: Pairings = field(default_factory=Pairings)
+    sums: Sums = field(default_factory=Sums)
     roster_key: bytes = b""
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
     _alone: bytes = field(default_factory=lambda: secrets.token_bytes(32))
@@ -124,6 +126,7 @@ class Engine:
         self.make_arena = None
         if self._arena_task is not None:
             await asyncio.wait([self._arena_task])
+        await self.sums.close()
         return await _close(self.runner, self.agent, self.arena)
 
 

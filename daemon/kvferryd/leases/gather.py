@@ -46,21 +46,26 @@ class Gatherer:
     arena: Arena | None
     pairings: Pairings
 
-    def cutting(self, opening: peer_pb2.PackOpen, lease: Lease) -> Callable[[], list[Chunk]]:
-        """Makes the chunks that the reader expects; that may take long, and may be done on any thread.
+    def slot_nbytes(self) -> int:
+        """Of the arena. Raises KvferryError (`no_arena`)."""
+        if self.arena is None:
+            raise Conflict("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
+        return self.arena.slot_nbytes
+
+    def cutting(self, opening: peer_pb2.PackOpen, lease: Lease, most: int) -> Callable[[], list[Chunk]]:
+        """Makes the chunks that the reader expects, of at most so many bytes; that may take long, and may be done on
+        any thread.
 
         Raises KvferryError, as does what is returned, where the reader may not have them.
         """
-        if self.arena is None:
-            raise Conflict("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
         if lease.state.ended:
             raise lease.over()
         if lease.word.value != opening.word:
             why, remedy = f"request {lease.request_id} has another lease by now", "open it, and go by its update"
             raise Conflict("lease_changed", why, field="word", value=opening.word, remedy=remedy)
         share = self.pairings.get(opening.pairing)
-        if not SLOT_ALIGN <= opening.chunk_nbytes <= self.arena.slot_nbytes:
-            why, remedy = "chunks of this size do not fit", f"{SLOT_ALIGN} to {self.arena.slot_nbytes} bytes"
+        if not SLOT_ALIGN <= opening.chunk_nbytes <= most:
+            why, remedy = "chunks of this size do not fit", f"{SLOT_ALIGN} to {most} bytes"
             raise Malformed("malformed_pack", why, field="chunk_nbytes", value=opening.chunk_nbytes, remedy=remedy)
         tokens = opening.tokens
         if tokens.stop > lease.num_tokens or (opening.states and lease.more):
@@ -125,7 +130,7 @@ class Gather:
         if self._opening.last:
             self._on_packed = on_packed
         try:
-            cutting = self._gatherer.cutting(self._opening, lease)
+            cutting = self._gatherer.cutting(self._opening, lease, self._gatherer.slot_nbytes())
             blocks = sum(shape.blocks for shape in self._opening.tables.values())
             when_done(beside(blocks, cutting), self._was_cut)
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others

@@ -64,6 +64,8 @@ class Move:
     deadline: float
     flights: list[Flight]
     before: Sequence[Moved]
+    then_summed: bool = False
+    """The leases are wanted after the move, for their checksums."""
 
     @property
     def ranks(self) -> frozenset[int]:

@@ -13,6 +13,7 @@ from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.copy import Chunk
 from kvferryd.logs import UNTRACED, Trace
+from kvferryd.peers.contact import of_peer
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.transport import Agent
@@ -133,7 +134,7 @@ class SourceReader:
         if reply.HasField("update"):
             self._updates.put_nowait(reply.update)
         elif reply.HasField("problem"):
-            self._fail(problem_from_proto(reply.problem))
+            self._fail(of_peer(problem_from_proto(reply.problem)))
         elif reply.HasField("unpublished"):
             self._on_unpublished()
         elif self._chunks is not None:
@@ -260,7 +261,7 @@ class ChunkStream:
         if reply.vouched and not self._vouched.done():
             self._vouched.set_result(None)
         if reply.HasField("problem"):
-            self.fail(problem_from_proto(reply.problem))
+            self.fail(of_peer(problem_from_proto(reply.problem)))
 
     def _fail_broken(self, why: str) -> None:
         self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))

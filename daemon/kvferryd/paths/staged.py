@@ -98,7 +98,9 @@ async def _move(move: Move) -> Moved:
         opening.nbytes = sum(chunk.nbytes for chunk in chunks)
         # The source may release the lease once all is packed, unless other bytes need its validity word.
         earlier = [one for one in move.before if reader.source.rank in one.ranks]
-        opening.last = move.states and (not earlier or packed_whole(reader.source.rank, earlier))
+        opening.last = (
+            move.states and not move.then_summed and (not earlier or packed_whole(reader.source.rank, earlier))
+        )
         streams.append(ChunkStream(reader, opening, chunks))
     counts = [len(chunks) for chunks in by_rank.values()]
     # Ranks by turns, so that all sources work at once.

@@ -7,7 +7,7 @@ from types import TracebackType
 
 import grpc
 
-from kvferry.errors import KvferryError, PeerFailed
+from kvferry.errors import Kind, KvferryError, PeerFailed
 from kvferry.rpc import SILENT, UNREACHABLE, error_of
 
 LOST = frozenset({"peer_unreachable", "peer_lost"})
@@ -69,7 +69,14 @@ class asking:  # noqa: N801  used like a function
             return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
         problem = error_of(error, f"peer {address}", self._ended)
         if problem.code not in (UNREACHABLE, SILENT):
-            return problem
+            return of_peer(problem)
         return PeerFailed(
             "peer_unreachable", problem.message, field=problem.field, value=problem.value, remedy=problem.remedy
         )
+
+
+def of_peer(problem: KvferryError) -> KvferryError:
+    """A problem as a peer told it. What went wrong inside the peer, or has no name, is no fault of this daemon's."""
+    if problem.kind is not Kind.INTERNAL and problem.code != "internal":
+        return problem
+    return PeerFailed("peer_failed", f"the peer failed: {problem.message}", remedy="see the log of its daemon")

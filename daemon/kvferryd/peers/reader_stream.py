@@ -17,7 +17,7 @@ from kvferry.errors import KvferryError, PeerFailed
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.leases.lease import announced_as
-from kvferryd.peers.contact import Contact, asking
+from kvferryd.peers.contact import Contact, asking, of_peer
 
 CLOSE_S = 1.0
 ANNOUNCED = 1024
@@ -117,7 +117,7 @@ class ReaderStream:
                     elif (listener := self._listeners.get(reply.reading)) is not None:
                         listener.on_reply(reply)
                     elif not reply.reading and reply.HasField("problem"):
-                        raise problem_from_proto(reply.problem)
+                        raise of_peer(problem_from_proto(reply.problem))
         except KvferryError as error:
             why = error
         finally:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.errors import Malformed
+from pydantic import ValidationError
+
+from kvferry.errors import Malformed, first_breach
 from kvferry.manifest import Manifest
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody
 from kvferry.tables import Tables, tables_from_json
@@ -84,6 +86,10 @@ def order_from_proto(
     """Checked. Raises KvferryError."""
     source = request.source
     allow.check(source.address, allowed)
+    try:
+        SourceBody(engine_id=source.engine_id, address=source.address, epoch=source.epoch or None)
+    except ValidationError as error:  # or its record could not be told
+        raise first_breach(error, "source", "malformed_source", "name the engine as it has registered") from None
     check_seconds("deadline_s", request.deadline_s)
     check_way(request.way)
     deadline_s = request.deadline_s or None

@@ -17,6 +17,7 @@ from kvferryd import logs, paths
 from kvferryd.aio import together
 from kvferryd.engine import Engine
 from kvferryd.paths import Flight, Move, Moved, PathName
+from kvferryd.paths.checksums import compare
 from kvferryd.paths.source import SourceReader, close_all, readers_of
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
@@ -43,6 +44,7 @@ class Surroundings:
     on_end: Callable[[Transfer], None]
     on_over: Callable[[Transfer], None]
     spawn: Callable[[Coroutine[None, None, None]], None]
+    checksum: bool = False
 
 
 class Transfer:
@@ -420,6 +422,9 @@ class Transfer:
             self.phases_ms[flight.phase] += 1e3 * flight.seconds
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
         await together(reader.verify(self.engine.agent) for reader in unproven)
+        if self._around.checksum:
+            assert self.reservation is not None and self.tokens is not None
+            await compare(self.engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
 
     async def _read(self, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
@@ -443,7 +448,7 @@ class Transfer:
                     began = time.monotonic()
                     move = Move(
                         bound, own, tokens, last, self.engine, peer, readers, self.order.priority, self.deadline,
-                        self._flights, moves,
+                        self._flights, moves, self._around.checksum,
                     )  # fmt: skip
                     moves.append(await path.move(move))
                     self.phases_ms["moving"] += 1e3 * (time.monotonic() - began)

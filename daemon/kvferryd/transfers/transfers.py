@@ -47,7 +47,7 @@ class Transfers:
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
         self._around = Surroundings(
-            peers, config.way, config.deadline_s, self._on_end, self._on_over, self._after.spawn
+            peers, config.way, config.deadline_s, self._on_end, self._on_over, self._after.spawn, config.checksum
         )
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()

@@ -1,0 +1,69 @@
+"""Checksums end to end: what lies in the destination's blocks is what lies in the source's, while its lease holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from kvferry.errors import Conflict, KvferryError
+from kvferry.tables import Tables
+from kvferry.v1 import peer_pb2
+from kvferryd.aio import together
+from kvferryd.copy import Chunk, cut, moves
+from kvferryd.copy.sums import CHUNK_NBYTES
+from kvferryd.engine import Engine
+from kvferryd.paths.source import SourceReader
+from kvferryd.peers.contact import asking
+from kvferryd.peers.peer import PeerEngine
+from kvferryd.plan import bind
+from kvferryd.staging.share import wanting
+
+
+async def compare(
+    engine: Engine, peer: PeerEngine, readers: Sequence[SourceReader], own: Tables, tokens: tuple[int, int],
+    deadline: float,
+) -> None:  # fmt: skip
+    """Of all that was read of these tokens and of the states. deadline: on the loop's clock.
+
+    Raises KvferryError: `checksum_mismatch`, `no_checksum`, or why the lease no longer holds.
+    """
+    bound = bind(peer.plan, {reader.source.rank: reader.tables for reader in readers}, own, tokens)
+    by_rank: dict[int, list[Chunk]] = defaultdict(list)
+    for chunk in await asyncio.to_thread(lambda: cut(moves(bound), CHUNK_NBYTES)):
+        by_rank[chunk.source_rank].append(chunk)
+
+    async def of_rank(reader: SourceReader) -> None:
+        chunks = by_rank[reader.source.rank]
+        if not chunks:
+            return
+        wanted = wanting(own, tokens, states=True, chunk_nbytes=CHUNK_NBYTES)
+        wanted.request_id, wanted.word, wanted.version = reader.request_id, reader.lease.word, reader.lease.version
+        wanted.chunks, wanted.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
+        theirs = await _theirs(reader, peer, wanted, deadline)
+        ours = await engine.sums.of(lambda: chunks, lambda chunk, at: chunk.collect(engine.addresses, at))
+        if theirs != ours:
+            wrong = sum(one != other for one, other in zip(theirs, ours, strict=False)) or 1
+            why = f"{wrong} of {len(ours)} checksums differ from those of source rank {reader.source.rank}"
+            remedy = "prefill the request again; if it comes again, look at both hosts' memory and network"
+            raise Conflict("checksum_mismatch", why, field="request_id", value=reader.request_id, remedy=remedy)
+
+    await together(of_rank(reader) for reader in readers)
+
+
+async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackOpen, deadline: float) -> list[int]:
+    source = reader.source
+    loop = asyncio.get_running_loop()
+    for again in (True, False):
+        if not source.pairing:
+            await source.pair(peer.plan, max(0.0, deadline - loop.time()))
+        wanted.pairing = source.pairing
+        asked = peer_pb2.SumRequest(engine_id=peer.engine_id, epoch=peer.epoch, wanted=wanted)
+        try:
+            async with asking(source.channel.contact):
+                return list((await source.stub.Sum(asked, timeout=max(0.0, deadline - loop.time()))).sums)
+        except KvferryError as error:
+            if error.code != "unknown_pairing" or not again:
+                raise
+            source.pairing = ""
+    raise AssertionError
