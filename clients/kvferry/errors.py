@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from pydantic import ValidationError
 
 
@@ -91,6 +93,12 @@ class KvferryError(Exception):
         if self.remedy:
             parts.append(f"-> {self.remedy}")
         return " ".join([*parts, *(f"\n  {refusal}" for refusal in self.refusals)])
+
+    def kept(self) -> Self:
+        """This error, for a record that outlives the call: without the frames it was raised through, and what lives in
+        them, such as calls, which hold connections."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
 
 
 class Malformed(KvferryError):

@@ -22,6 +22,7 @@ from kvferry.errors import KvferryError
 from kvferry.memory import memfd_region
 from kvferry.memory.fences import Fence, Fences
 from kvferry.memory.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
+from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
 from kvferry.v1 import engine_pb2
 from kvferryd.api.handover import HELD_S
@@ -278,7 +279,7 @@ async def test_a_fence_that_is_never_reached_fails_the_reader_and_tells_the_engi
 
 async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(daemons: Daemons, request_id: str) -> None:
     (daemon,) = await daemons.start(f"k-{request_id[-8:]}")
-    async with engine(daemons, f"d-{request_id[-8:]}") as destination:
+    async with engine(daemons, f"d-{request_id[-8:]}") as destination, RouterClient(daemon.url) as router:
         before = -1
         for n in range(2):
             name = f"mortal-{n}"
@@ -288,8 +289,13 @@ async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(daemons:
             assert process.stdout
             assert await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S) == b"ready\n"
             source = SourceBody(engine_id=name, address=daemon.peer)
+
+            async def read_by_one(request_id: str = request_id) -> bool:
+                held = await router.leases()
+                return [lease.readers_open for lease in held if lease.request_id == request_id] == [1]
+
             receiving = asyncio.create_task(destination.outcomes(request_id, destination.take(50), source=source))
-            await asyncio.sleep(0.3)
+            await until(read_by_one, "the reader has the lease open")
             process.kill()
             await process.wait()
             async with asyncio.timeout(TIMEOUT_S):

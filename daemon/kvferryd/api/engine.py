@@ -123,6 +123,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         engine = await self._ferry.registry.register(session, manifest)
         engine.leases.lost(request.lost)
         self._ferry.roster.follow(engine)
+        self._ferry.peers_known.expect()
         nbytes = sum(region.nbytes for region in manifest.regions)
         log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)
         return engine_pb2.RegisterReply(notes=engine.notes)

@@ -55,13 +55,17 @@ class Peers:
         self._screen = Screen()
         self._known: dict[tuple[Engine, str], PeerEngine] = {}
         self._shaking: dict[tuple[Engine, str, str], asyncio.Task[PeerEngine]] = {}
-        self._unloading = Tasks()
+        self._preparing, self._unloading = Tasks(), Tasks()
         self._homes: LRUCache[tuple[Engine, str], Home] = LRUCache(HOMES)
         """Whose an engine id is: a stranger may answer to it as well."""
         self._forgotten: LRUCache[tuple[Engine, str], Home] = LRUCache(FORGOTTEN)
 
     def __iter__(self) -> Iterator[PeerEngine]:
         return iter(list(self._known.values()))
+
+    def expect(self) -> None:
+        """An engine is there that may read: do now what its next handshake would wait for."""
+        self._preparing.spawn(self._screen.prepare())
 
     async def get(self, engine: Engine, engine_id: str, address: str, epoch: str = "") -> PeerEngine:
         """The peer engine, from memory or by a handshake that concurrent callers share.
@@ -113,6 +117,7 @@ class Peers:
             raise
         finally:
             self._metrics.handshake(outcome, time.monotonic() - began)
+            self.expect()
         self._metrics.known(engine_id)
         before = self._known.get((engine, engine_id))
         self._known[engine, engine_id] = peer
@@ -389,7 +394,7 @@ class Peers:
         return [peer for (_, known), peer in self._known.items() if known == engine_id]
 
     async def close(self) -> None:
-        for task in list(self._shaking.values()):
+        for task in [*self._shaking.values(), *self._preparing]:
             task.cancel()
         if self._unloading:
             await asyncio.wait(self._unloading, timeout=UNLOAD_S)

@@ -119,7 +119,7 @@ class ReaderStream:
                     elif not reply.reading and reply.HasField("problem"):
                         raise of_peer(problem_from_proto(reply.problem))
         except KvferryError as error:
-            why = error
+            why = error.kept()
         finally:
             self._why = why
             self._writing.cancel()

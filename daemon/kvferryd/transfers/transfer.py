@@ -497,7 +497,7 @@ class Transfer:
                 self._was_published()
         self._move(state)
         self.phases_ms["total"] = 1e3 * (self._phase_began - self._began)
-        self.problem = problem
+        self.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
             self._be_quiet()
         self.engine.session.tell(self.event())  # before anything else that the end brings

@@ -127,12 +127,20 @@ def _malformed(why: str) -> TransportError:
 
 
 class Screen:
-    """Owns the process: started when it is first needed, again when it has died, ended by `close` and after LOADS."""
+    """Owns the process: started by `prepare` or when it is needed, again when it has died, ended by `close` and after
+    LOADS."""
 
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._loads = 0
+
+    async def prepare(self) -> None:
+        """Start it now, so that the next `check` need not wait: half a second. What fails here fails there."""
+        async with self._one_at_a_time:
+            if self._process is None:
+                with contextlib.suppress(TransportError, OSError):
+                    await self._start()
 
     async def check(self, metadata: Metadata, spans: Sequence[Span], timeout_s: float) -> None:
         """Load it and read a byte of each span of host memory.
