@@ -36,7 +36,7 @@ RENEW_DAYS = 14
 CAP_IPC_LOCK = 14
 SHOWN = 8
 """Interfaces that are named."""
-PROBE = "import json, sys; from kvferryd import nixl; nixl.make_agent('doctor', threads=0, ucx=json.loads(sys.argv[1]))"
+PROBE = "from kvferryd import nixl; nixl.make_agent('doctor', threads=0)"
 PROBE_S = 60.0
 
 
@@ -207,9 +207,10 @@ def claim(config: Config) -> Iterator[Finding]:
 
 def transports(config: Config) -> Iterator[Finding]:
     """In another process, as UCX says what it opens in its log alone."""
-    environment = os.environ | {"UCX_LOG_LEVEL": "debug", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {f"UCX_{name}": value for name, value in config.ucx.items()}
+    environment |= {"UCX_LOG_LEVEL": "debug", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", PROBE, json.dumps(dict(config.ucx))],
+        [sys.executable, "-c", PROBE],
         env=environment, capture_output=True, text=True, errors="replace", timeout=PROBE_S, check=False,
     )  # fmt: skip
     found = sorted(set(re.findall(r"using (\w+/\S+) on worker", done.stdout + done.stderr)) - {"self/memory"})

@@ -68,7 +68,7 @@ class Pair:
         return self.source.leases.publish(request_id, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
 
     async def view(self, request_id: str) -> SourceReader:
-        view = SourceReader(self.rank, request_id, b"", lambda _: None)
+        view = SourceReader(self.rank, request_id, b"", tell_lost=lambda _: None)
         async with asyncio.timeout(5):
             await view.advance()
         return view

@@ -89,7 +89,7 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     rank = Rank("decode", "1", 0, 1)
     engine = Engine(
         *rank, Session(rank), a_manifest(), Agent("never started"), b"", Leases("decode", "1", print, 1),
-        strict=False, arena=None, runner=None, unmapped="", notes=(), members={},
+        strict=False, arena=None, runner=None, unmapped="", notes=(), members={}, make_arena=None,
     )  # fmt: skip
     ended: list[Transfer] = []
     around = Surroundings(Peers(config, metrics), "auto", 60.0, ended.append, ended.append, lambda work: work.close())
