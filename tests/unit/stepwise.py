@@ -13,7 +13,7 @@ import ctypes
 import functools
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -368,8 +368,11 @@ def _field(tag: bytes, value: bytes) -> bytes:
 class Screen:
     """The process that tries metadata: NIXL's here takes all that is well-formed."""
 
-    def __init__(self, ucx: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         """Nothing to start."""
+
+    async def prepare(self) -> None:
+        """There is nothing to start."""
 
     async def check(self, metadata: Metadata, spans: Sequence[Span], timeout_s: float) -> None:
         """Fine."""
@@ -405,6 +408,11 @@ class _Context:
 
     def time_remaining(self) -> float | None:
         return None
+
+    def add_done_callback(self, then: Callable[[object], object]) -> None:
+        serving = asyncio.current_task()
+        assert serving is not None
+        serving.add_done_callback(then)
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, bytes]] = ()) -> None:
         raise _Aborted(code, details, trailing)

@@ -45,6 +45,7 @@ from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd import states
+from kvferryd.api.callers import Callers
 from kvferryd.api.peer import PeerService
 from kvferryd.config import Config
 from kvferryd.engine.registration import Engine
@@ -219,7 +220,7 @@ class Done(RuleBasedStateMachine):
         )
         with self.world.within(side.process):
             side.ferry = Ferry(config, METRICS)
-        side.process.service = PeerService(side.ferry)
+        side.process.service = PeerService(side.ferry, Callers(config.allow_peers, None))
 
     # ---- what happens one by one ----
 
