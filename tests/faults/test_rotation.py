@@ -104,11 +104,13 @@ async def test_what_daemons_prove_is_changed_without_a_failed_transfer(
     reader = await TestEngine.start(f"{name}-r", [first, second], Shape.tp(2, num_blocks=16))
     stack.push_async_callback(reader.close)
     router = await stack.enter_async_context(RouterClient(first.url))
-    done = 0
+    done, enough = 0, asyncio.Event()
 
     async def traffic() -> None:
         nonlocal done
-        for number in itertools.count():
+        numbers = itertools.count()
+        while not enough.is_set():
+            number = next(numbers)
             kv, _ = await published(source, f"r{number}")
             blocks = reader.take(kv.tokens)
             expected = reader.snapshot()
@@ -152,6 +154,8 @@ async def test_what_daemons_prove_is_changed_without_a_failed_transfer(
         await until(checked, "what stands is checked")
         now = done
         await until(lambda: moved(now + 5), "transfers go on")
+        enough.set()
+        await running
 
 
 async def test_a_token_is_changed_without_a_failed_order(
@@ -265,7 +269,7 @@ SERVERS = {
     "run out": ("expired", (HERE,), "peer_unreachable"),
     "for another name": ("ours", ("elsewhere.example",), "peer_unreachable"),
     "for another address": ("ours", ("127.0.0.9",), "peer_unreachable"),
-    "right": ("ours", (HERE,), "protocol"),  # let in: what it answers there is nonsense
+    "right": ("ours", (HERE,), "malformed_manifest"),  # let in: what it answers there is nonsense
 }
 
 
