@@ -171,7 +171,8 @@ async def test_what_was_waited_for_is_told_apart(scene: Scene, request_id: str, 
             transfer_id = await scene.order(request_id)
         await received
     record = await scene.routers[0].wait(transfer_id)
-    assert record.phases_ms[f"waiting_{late}"] == record.phases_ms["waiting"] > 0
+    phases_ms = record.ranks[0].phases_ms  # another rank may have got its order before or after
+    assert phases_ms[f"waiting_{late}"] == phases_ms["waiting"] > 0
 
 
 async def test_the_error_at_the_deadline_says_what_did_not_come(scene: Scene, request_id: str) -> None:
@@ -279,7 +280,7 @@ async def test_a_source_shows_what_it_serves_and_has_served(scene: Scene, reques
         LeaseState.REVOKED,
         0,
     )
-    assert [(each.engine_id, each.rank, each.state) for each in read.readers] == [
+    assert sorted((each.engine_id, each.rank, each.state) for each in read.readers) == [
         ("slow-decode", 0, "read"),
         ("slow-decode", 1, "read"),
     ]
