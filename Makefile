@@ -11,7 +11,7 @@ BESIDE        ?= --numprocesses 2 --dist loadfile
 export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-all engines-venv test-engines bench-vllm soak lint format proto reference bench clean
+.PHONY: help setup demo test test-long test-all engines-venv test-engines bench-vllm soak lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,10 @@ demo: $(READY) ## two engines of different shape, their daemons and a proxy; eve
 	@$(BIN)/kvferry demo
 
 test: $(READY) ## the tests, without the slow ones
-	@$(BIN)/python -m pytest $(BESIDE) -m "not slow and not engines"
+	@$(BIN)/python -m pytest $(BESIDE) -m "not slow and not long and not engines"
+
+test-long: $(READY) ## the whole matrix of faults, 50 deaths under load, thousands of hostile messages: half an hour
+	@$(BIN)/python -m pytest -m "long and not engines" tests/faults tests/fuzz
 
 test-all: $(READY) ## every test that this machine can run, but for the real engines
 	@$(BIN)/python -m pytest $(BESIDE) -m "not engines"

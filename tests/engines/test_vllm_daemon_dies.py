@@ -22,7 +22,7 @@ from engines import MODEL, PREFILL_LEG, PYTHON, START_S, Engines, Pair, cache_us
 from engines import eventually as soon
 from kvferryd.demo.fleet import DaemonService
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(2400)]
 KILLS = 50
 WORKERS = 3
 TOKENS = 4

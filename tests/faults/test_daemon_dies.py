@@ -71,7 +71,7 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
 def test_a_daemon_that_is_killed_under_load_costs_failed_requests_only(
     load: Load, pair: list[DaemonService], kills: int, record_property: Seen
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_daemon_that_is_killed_under_load_costs_failed_requests_only(
 
 
 @pytest.mark.parametrize("pair", [TCP], indirect=True)
-@pytest.mark.parametrize("times", [2, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("times", [2, pytest.param(8, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_what_ucx_does_when_a_reader_dies_in_mid_read_costs_the_source_failed_requests_only(
     load: Load, pair: list[DaemonService], times: int, record_property: Seen
 ) -> None:
@@ -173,7 +173,7 @@ def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
     engine.client.close()
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_daemons_are_upgraded_from_the_commit_before_under_load(
     fleet: Fleet, tmp_path: Path, request_id: str, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:

@@ -85,7 +85,7 @@ async def scenes(daemons: Daemons) -> AsyncIterator[Callable[[Setting], object]]
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=[] if row in QUICK else pytest.mark.slow) for row in ALL]
+    "row", [pytest.param(row, id=str(row), marks=[] if row in QUICK else pytest.mark.long) for row in ALL]
 )
 async def test_nothing_is_lost_torn_or_left_behind(
     scenes: Callable[[Setting], AsyncIterator[Scene]], row: Row, record_property: Callable[[str, object], None]

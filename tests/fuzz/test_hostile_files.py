@@ -19,7 +19,7 @@ from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, SUFFIX, framed, se
 from kvferry.v1 import engine_pb2
 
 pytestmark = pytest.mark.anyio
-counts = pytest.mark.parametrize("count", [100, pytest.param(1500, marks=pytest.mark.slow)])
+counts = pytest.mark.parametrize("count", [100, pytest.param(1500, marks=pytest.mark.long)])
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from kvferryd.staging.share import packs, share_of, wanting
 pytestmark = pytest.mark.anyio
 SHORT, LONG = 60, 700
 """Cases for each method; a stream is one case and has up to ten messages."""
-counts = pytest.mark.parametrize("count", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+counts = pytest.mark.parametrize("count", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
 AT_ONCE = 6
 ALLOCATED = [0, 1, 4096, 65536, 1 << 45, (1 << 63) - 1, (1 << 64) - 1]
 """Bytes: nothing between, which anybody may have and which takes time."""

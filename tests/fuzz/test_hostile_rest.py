@@ -18,7 +18,7 @@ from hostile import Hostile
 from target import Target
 
 pytestmark = pytest.mark.anyio
-counts = pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
+counts = pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.long)])
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "negative_data_rejection,unsupported_method,allow_header_conformance"
@@ -49,7 +49,7 @@ async def schemathesis(url: str, *flags: str, addresses: list[str] | None = None
     "flags",
     [
         ("--phases", "examples,fuzzing", "--max-examples", "3"),
-        pytest.param(("--max-examples", "60"), marks=pytest.mark.slow),
+        pytest.param(("--max-examples", "60"), marks=pytest.mark.long),
     ],
     ids=["short", "whole"],
 )

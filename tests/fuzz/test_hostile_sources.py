@@ -20,7 +20,7 @@ from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
 
 pytestmark = pytest.mark.anyio
-counts = pytest.mark.parametrize("count", [25, pytest.param(120, marks=pytest.mark.slow)])
+counts = pytest.mark.parametrize("count", [25, pytest.param(120, marks=pytest.mark.long)])
 KEPT = ("agent_name", "agent_metadata")
 WAYS = ("direct", "staged", "auto")
 

@@ -21,7 +21,7 @@ from kvferry.proxy import legs
 from kvferry.tables import tables_from_json
 from kvferryd.config import OPTIONS, ConfigError, resolve
 
-counts = pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+counts = pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.long)])
 HANDOFF: dict[str, Any] = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "prefill", "remote_request_id": "r",
     "remote_host": "10.0.0.7", "remote_port": 7411, "remote_epoch": "1", "remote_block_ids": [[1, 2], [3]],
