@@ -41,9 +41,7 @@ class Forwarded:
 
 
 FORWARDED = {
-    "keep": Forwarded(
-        "kvferryd.keeper", "run the daemon, and start it again when it dies; holds its GPU memory", "daemon"
-    ),
+    "keep": Forwarded("kvferryd.keeper", "run the daemon, and start it again when it dies; holds its GPU memory"),
     "demo": Forwarded("kvferryd.demo", "two engines of different shape, their daemons and a proxy", "daemon,reference"),
     "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "bench"),
     "explain": Forwarded("kvferryd.explain", "what a transfer between two manifests would do, or what one did"),

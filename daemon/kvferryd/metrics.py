@@ -77,9 +77,6 @@ class Metrics:
             "served_bytes", "bytes that others read here, as they say or as was packed", ["reader_engine"]
         )
         self.leases_ended = counter("leases_ended", "leases by how they ended", ["state"])
-        for state in LeaseState:
-            if state.ended:
-                self.leases_ended.labels(state.value)
         self.handshakes = counter("handshakes", "handshakes with peers by outcome", ["outcome"])
         self.refused = counter("orders_refused", "orders that were not taken, by code", ["code"])
         self.phases = histogram(

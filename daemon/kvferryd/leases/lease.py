@@ -158,7 +158,6 @@ class Lease:
         self.awaited = False
         """Whether readers waited for the first publish."""
         self.machine: Machine[LeaseState] = Machine(LEASE, LeaseState.PUBLISHING)
-        self.created_at = time.time()
         self.version = 0
         self.versions = Versions()
         self.reason = ""
