@@ -6,15 +6,19 @@ themselves: it answers malformed kv_transfer_params with 400 before the engine s
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.errors import KvferryError
 from kvferry.handoff import PARAMS, Handoff, check_one_prompt
 
+T = TypeVar("T")
 MARKS = (PARAMS.encode(), b"\\u", b"\0")
 """A body without any of these has no kv_transfer_params: the name as it is, an escaped letter, UTF-16 or UTF-32."""
 
@@ -38,12 +42,7 @@ class CheckTransferParams:
         except KvferryError as error:
             await JSONResponse(openai_error(error, 400), 400)(scope, receive, send)
             return
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> Message:
-            return whole.pop() if whole else await receive()
-
-        await self._app(scope, again, send)
+        await self._app(scope, replayed(body, receive), send)
 
 
 def check(body: bytes) -> None:
@@ -71,7 +70,36 @@ def openai_error(error: KvferryError, status: int) -> dict[str, dict[str, str | 
     return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
 
 
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` for an application that is to read a body which was read already."""
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return again
+
+
 async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone. Its body has been read: nothing else can come."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client closes the connection; raises ClientDisconnect then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def client_gone(request: Request, error: Exception) -> Response:
+    """What handles ClientDisconnect: no client sees this answer. 499 is nginx's status for it, in logs."""
+    return Response(status_code=499)

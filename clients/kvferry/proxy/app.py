@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from kvferry.asgi import client_gone
 from kvferry.errors import Forbidden, KvferryError, Malformed, Unauthorized
 from kvferry.proxy.answer import HOP_BY_HOP, refusal, whole
 from kvferry.proxy.exchange import Asked, Daemons, Exchange, leg
@@ -158,10 +159,9 @@ async def _content(request: Request, limit: int) -> bytes:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    if isinstance(error, KvferryError):
-        log.info("refused %s: %s", request.url.path, error.code)
-        return refusal(error)
-    return Response(status_code=499)  # ClientDisconnect: its body is incomplete, and no answer can reach it
+    assert isinstance(error, KvferryError)
+    log.info("refused %s: %s", request.url.path, error.code)
+    return refusal(error)
 
 
 def build_app(options: Options) -> FastAPI:
@@ -179,7 +179,7 @@ def build_app(options: Options) -> FastAPI:
 
     app = FastAPI(title="kvferry proxy", lifespan=lifespan, openapi_url=None)
     app.add_exception_handler(KvferryError, _refused)
-    app.add_exception_handler(ClientDisconnect, _refused)
+    app.add_exception_handler(ClientDisconnect, client_gone)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.add_api_route(path, proxy.relay, methods=["POST"])
     app.add_api_route("/v1/models", proxy.models)

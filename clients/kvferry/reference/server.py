@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Header, HTTPException, Response
+from fastapi import FastAPI, Header, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from kvferry.asgi import disconnected, openai_error
+from kvferry.asgi import client_gone, openai_error, while_connected
 from kvferry.digest import prompt_digest
 from kvferry.errors import KvferryError, Malformed
 from kvferry.handoff import Handoff
@@ -25,9 +25,6 @@ from kvferry.reference.engine import Engine
 from kvferry.reference.scheduler import Output, Request
 from kvferry.reference.tokenizer import TextStream, Tokenizer
 
-T = TypeVar("T")
-CLIENT_GONE = 499
-"""nginx's status for a client that closed the connection; no client sees it."""
 Token = Annotated[int, Field(ge=0, strict=True)]
 Prompt = list[Token] | list[list[Token]] | str | list[str]
 MAX_PROMPTS = 64
@@ -153,6 +150,7 @@ def _malformed(field: str, value: object, wanted: str) -> KvferryError:
 
 def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
     app = FastAPI(title="kvferry reference engine", docs_url=None, redoc_url=None)
+    app.add_exception_handler(ClientDisconnect, client_gone)
 
     @app.exception_handler(KvferryError)
     async def refused(_: HttpRequest, error: KvferryError) -> JSONResponse:
@@ -188,9 +186,9 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> FastAPI:
         requests = requests_of(body, prompts, request_id, engine.source.config.eos_token_ids)
         answer = Answer(engine, tokenizer, body, request_id, requests)
         if not body.stream:
-            return await _while_connected(http, answer.whole())
+            return await while_connected(http.receive, answer.whole())
         events = answer.events()
-        first = await _while_connected(http, anext(events))  # so that an early failure still has a status
+        first = await while_connected(http.receive, anext(events))  # so that an early failure still has a status
         return _Stream(first, events)
 
     return app
@@ -244,21 +242,6 @@ class Answer:
         i = self._requests.index(output.request)
         text = self._texts[i].feed(output.tokens, last=output.finish_reason is not None)
         return Choice(index=i, text=text, finish_reason=output.finish_reason)
-
-
-async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result. Cancels the work when the client goes away first."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.create_task(disconnected(http.receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise HTTPException(CLIENT_GONE)
-        return working.result()
-    finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 class _Stream(StreamingResponse):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvferry import __version__
+from kvferry.asgi import client_gone
 from kvferry.errors import KvferryError
 from kvferryd.api.rest import explain, page, routes
 from kvferryd.api.rest.gate import Gate, TokenFile
 from kvferryd.api.rest.openapi import TAGS, document
 from kvferryd.api.rest.problems import http_problem, kvferry_problem, validation_problem
 from kvferryd.ferry import Ferry
-
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left; seen in our own log only."""
 
 
 class RestApp(FastAPI):
@@ -49,10 +48,6 @@ def create_app(ferry: Ferry) -> FastAPI:
     app.add_exception_handler(KvferryError, kvferry_problem)
     app.add_exception_handler(RequestValidationError, validation_problem)
     app.add_exception_handler(HTTPException, http_problem)
-    app.add_exception_handler(routes.ClientGone, _client_gone)
+    app.add_exception_handler(ClientDisconnect, client_gone)
     app.add_middleware(Gate, tokens=TokenFile(token_file) if token_file else None, metrics=ferry.metrics)
     return app
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)

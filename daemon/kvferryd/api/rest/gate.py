@@ -12,8 +12,10 @@ import uuid
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvferry.asgi import replayed
 from kvferry.errors import Forbidden, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd import logs
 from kvferryd.api.rest import page
@@ -56,8 +58,8 @@ class Gate:
             except KvferryError as fault:
                 # The rest of a body that is refused is never read: the connection ends with the answer.
                 await problem(fault, {"connection": "close"})(scope, receive, named)
-            except _Left:
-                pass
+            except ClientDisconnect:
+                pass  # before its request had arrived
             except Exception:
                 log.exception("request failed", method=scope["method"], path=scope["path"])
                 if status:
@@ -95,16 +97,7 @@ class Gate:
         if body and kind != "application/json":
             why, remedy = "the body is not declared as JSON", "send Content-Type: application/json"
             raise Malformed("unsupported_media_type", why, field="content-type", value=kind, remedy=remedy)
-        given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replayed() -> Message:
-            return given.pop() if given else await receive()
-
-        return replayed
-
-
-class _Left(Exception):
-    """The client closed the connection before its request had arrived."""
+        return replayed(body, receive)
 
 
 async def _read(headers: Headers, receive: Receive) -> bytes:
@@ -117,7 +110,7 @@ async def _read(headers: Headers, receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise _Left
+                    raise ClientDisconnect
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY:
                     raise _too_large(f"more than {MAX_BODY} bytes")
