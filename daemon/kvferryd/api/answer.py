@@ -25,8 +25,19 @@ MAX_TEXT, MAX_REFUSALS = 500, 8
 a character."""
 
 
-async def _refuse(context: Context, error: Exception, method: str) -> NoReturn:
-    """End the call with this error, as `told` tells it."""
+def _admit(service: Any, request: object, context: Context) -> None:
+    """Raises KvferryError where the service does not admit the caller, DecodeError for what cannot be read."""
+    service.admit(context)
+    if isinstance(request, DecodeError):
+        raise request
+
+
+async def _refuse(service: Any, context: Context, error: BaseException, method: str) -> NoReturn:
+    """End the call with this error, as `told` tells it; a call that was cancelled with why the service did so."""
+    if isinstance(error, asyncio.CancelledError):
+        if (why := service.sent_away(context)) is None:
+            raise error
+        error = why
     error = told(error, method)
     problem = problem_to_proto(error)
     message = error.message if len(error.message) <= MAX_TEXT else f"{error.message[: MAX_TEXT - 3]}..."
@@ -35,7 +46,7 @@ async def _refuse(context: Context, error: Exception, method: str) -> NoReturn:
     await context.abort(grpc.StatusCode[error.kind.grpc], message, ((PROBLEM_KEY, problem.SerializeToString()),))
 
 
-def told(error: Exception, call: str) -> KvferryError:
+def told(error: BaseException, call: str) -> KvferryError:
     """The error that the caller gets: `internal` for one that is none of ours. The daemon lives on."""
     if isinstance(error, KvferryError):
         return error
@@ -54,16 +65,10 @@ def unary(
     @functools.wraps(method)
     async def answer(self: Any, request: Request, context: Context) -> Reply:
         try:
-            self.admit(context)
-            if isinstance(request, DecodeError):
-                raise request
+            _admit(self, request, context)
             return await method(self, request, context)
-        except asyncio.CancelledError:
-            if (why := self.sent_away(context)) is None:
-                raise
-            await _refuse(context, why, method.__name__)
-        except Exception as error:  # noqa: BLE001  see told
-            await _refuse(context, error, method.__name__)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  see told
+            await _refuse(self, context, error, method.__name__)
 
     return answer
 
@@ -77,17 +82,11 @@ def stream(
     async def answer(self: Any, request: Request, context: Context) -> AsyncIterator[Reply]:
         replies = method(self, request, context)
         try:
-            self.admit(context)
-            if isinstance(request, DecodeError):
-                raise request
+            _admit(self, request, context)
             async for reply in replies:
                 yield reply
-        except asyncio.CancelledError:
-            if (why := self.sent_away(context)) is None:
-                raise
-            await _refuse(context, why, method.__name__)
-        except Exception as error:  # noqa: BLE001  see told
-            await _refuse(context, error, method.__name__)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  see told
+            await _refuse(self, context, error, method.__name__)
         finally:
             await replies.aclose()  # type: ignore[attr-defined]  # an async generator: its clean-up is not left to the collector
 
