@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import ssl
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ def _leads_to(shown: bytes, authorities: bytes) -> bool:
     return True
 
 
-class Certificates:
+class Certificates(abc.ABC):
     """Files that do not fit together are logged, and the last ones that did stay in use. Any thread may ask."""
 
     def __init__(self, setting: str, remedy: str, *files: Path) -> None:
@@ -92,9 +93,9 @@ class Certificates:
             log.error("new certificates do not fit, the old ones stay", file=str(self._files[0]), reason=str(error))
         return self._current
 
+    @abc.abstractmethod
     def _read(self) -> Identity:
         """Raises OSError."""
-        raise NotImplementedError
 
     def _stamps(self) -> list[tuple[int, int]]:
         return [(status.st_mtime_ns, status.st_ino) for status in (file.stat() for file in self._files)]
@@ -150,13 +151,15 @@ class CertificateFiles(Certificates):
 
     def server_context(self) -> ssl.SSLContext:
         """For asyncio and uvicorn: the same."""
-        front = self._read().context
-        assert front is not None
+
+        def current() -> ssl.SSLContext:
+            context = self.current().context
+            assert context is not None
+            return context
 
         def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            current = self.current().context
-            assert current is not None
-            connection.context = current
+            connection.context = current()
 
+        front = current()
         front.sni_callback = renew
         return front
