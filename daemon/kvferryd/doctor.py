@@ -17,9 +17,10 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from kvferry.errors import KvferryError
@@ -58,16 +59,8 @@ class Finding:
 Check = Callable[[Config], Iterator[Finding]]
 
 
-def ok(what: str) -> Finding:
-    return Finding(Level.OK, what)
-
-
-def note(what: str, remedy: str = "") -> Finding:
-    return Finding(Level.NOTE, what, remedy)
-
-
-def wrong(what: str, remedy: str) -> Finding:
-    return Finding(Level.WRONG, what, remedy)
+ok, note, wrong = partial(Finding, Level.OK), partial(Finding, Level.NOTE), partial(Finding, Level.WRONG)
+"""Each takes what is found, and the remedy."""
 
 
 # ---- what the settings say ----
@@ -151,15 +144,13 @@ def ports(config: Config) -> Iterator[Finding]:
 
 
 def gpu(config: Config) -> Iterator[Finding]:
-    if config.device == "cpu":
-        seen = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        yield ok("device = cpu: host memory, for which no GPU is needed")
-        if seen:
-            yield note(
-                f"there are {seen} GPUs, which device = cpu leaves alone", "set device = cuda:N beside an engine on one"
-            )
+    if config.device != "cpu":
+        yield ok(f"{config.device} is {cuda.device(config.device).uuid}")
         return
-    yield ok(f"{config.device} is {cuda.device(config.device).uuid}")
+    yield ok("device = cpu: host memory, for which no GPU is needed")
+    if seen := len(list(Path("/dev").glob("nvidia[0-9]*"))):
+        what = f"there are {seen} GPUs, which device = cpu leaves alone"
+        yield note(what, "set device = cuda:N beside an engine on one")
 
 
 # ---- what the machine allows ----
@@ -235,8 +226,8 @@ def rdma(config: Config) -> Iterator[Finding]:
     devices = sorted(Path("/sys/class/infiniband").glob("*"))
     remedy = "give the container the RDMA resource of its node (docs/kubernetes.md)"
     if not devices:
-        say = wrong if config.require_rdma else lambda what, _: ok(what)
-        yield say("there are no RDMA devices: bytes between hosts go over TCP", remedy)
+        what = "there are no RDMA devices: bytes between hosts go over TCP"
+        yield wrong(what, remedy) if config.require_rdma else ok(what)
         return
     if not list(Path("/dev/infiniband").glob("uverbs*")):
         yield wrong("the RDMA devices cannot be opened: /dev/infiniband has no uverbs", remedy)
@@ -291,27 +282,23 @@ def daemon(config: Config) -> Iterator[Finding]:
         yield ok(f"a daemon answers at {config.url}")
 
 
-START: dict[str, Check] = {
-    "variables": variables, "packages": packages, "gpu": gpu, "engine_socket": engine_socket, "roster": roster,
-    "certificates": certificates,
-}  # fmt: skip
-"""Of `serve --check` and of `doctor`."""
-CHECK: dict[str, Check] = START | {"ports": ports}
-CHECKS: dict[str, Check] = START | {
-    "daemon": daemon, "ipc": ipc, "pid_namespace": pid_namespace, "claim": claim, "transports": transports,
-    "rdma": rdma, "memlock": memlock, "handles": handles,
-}  # fmt: skip
+START: tuple[Check, ...] = (variables, packages, gpu, engine_socket, roster, certificates)
+CHECK = (*START, ports)
+"""Of `serve --check`."""
+CHECKS = (*START, daemon, ipc, pid_namespace, claim, transports, rdma, memlock, handles)
+"""Of `doctor`."""
 
 
-def findings(config: Config, checks: dict[str, Check]) -> Iterator[Finding]:
-    for name, check in checks.items():
+def findings(config: Config, checks: Iterable[Check]) -> Iterator[Finding]:
+    for check in checks:
+        name = check.__name__
         try:
             for each in check(config):
-                yield Finding(each.level, each.what, each.remedy, name)
+                yield replace(each, check=name)
         except KvferryError as error:
-            yield Finding(Level.WRONG, error.message, error.remedy, name)
+            yield wrong(error.message, error.remedy, name)
         except (OSError, ImportError, subprocess.TimeoutExpired) as error:  # no /proc, no package, no answer
-            yield Finding(Level.NOTE, f"could not be looked at: {error}", "", name)
+            yield note(f"could not be looked at: {error}", check=name)
 
 
 def doctor(flags: dict[str, object], *, as_json: bool) -> int:
@@ -320,7 +307,7 @@ def doctor(flags: dict[str, object], *, as_json: bool) -> int:
         config, _ = resolve(flags)
         found = list(findings(config, CHECKS))
     except ConfigError as error:
-        found = [Finding(Level.WRONG, each.message, each.remedy, f"setting {each.field}") for each in error.settings]
+        found = [wrong(each.message, each.remedy, f"setting {each.field}") for each in error.settings]
     bad = sum(each.level is Level.WRONG for each in found)
     if as_json:
         print(json.dumps({"ok": not bad, "findings": [asdict(each) for each in found]}, indent=2))
