@@ -32,7 +32,7 @@ def _about(default: Any, help: str, ge: float | None = None, le: float | None = 
 
 
 class Config(BaseModel):
-    """Every setting of a daemon, each checked; `load` checks them together. Units: `_s` seconds, `_mb` MiB."""
+    """Every setting of a daemon, each checked; `resolve` checks them together. Units: `_s` seconds, `_mb` MiB."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True)
 
@@ -163,14 +163,6 @@ def bad_config(field: str, value: object, why: str, remedy: str) -> Malformed:
     return Malformed("bad_config", why, field=field, value=value, remedy=remedy)
 
 
-def load(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Config:
-    """The configuration from file, environment and flags. Raises ConfigError (`bad_config`) listing every fault.
-
-    flags: raw values by field name, and `config` for the file. environment: the process's where absent.
-    """
-    return resolve(flags, environment)[0]
-
-
 def reach(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Config:
     """How a command reaches the daemon of this machine: by the settings that the daemon itself was given.
 
@@ -184,9 +176,10 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     only: Set[str] = frozenset(),
 ) -> tuple[Config, Mapping[str, str]]:
-    """`load`, and where every value came from: `file FILE`, `environment KVFERRY_X`, `flag --x` or `default`.
+    """The configuration, and where every value came from: `file FILE`, `environment KVFERRY_X`, `flag --x`, `default`.
 
-    only: the settings that are read; all where it is empty.
+    flags: raw values by field name, and `config` for the file. environment: the process's where absent. only: the
+    settings that are read; all where it is empty. Raises ConfigError (`bad_config`) listing every fault.
     """
     flags, environment = flags or {}, os.environ if environment is None else environment
     wrong: list[Malformed] = []

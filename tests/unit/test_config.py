@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferryd import config as configuration
-from kvferryd.config import Config, ConfigError, load, misspelt, reach, resolve
+from kvferryd.config import Config, ConfigError, misspelt, reach, resolve
 from kvferryd.settings import Wrong, is_loopback, is_wildcard, split_address
 
 
@@ -20,12 +20,12 @@ def file(tmp_path: Path) -> Path:
 
 def refused(flags: dict[str, object] | None = None, environment: dict[str, str] | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        load(flags or {}, environment or {})
+        resolve(flags or {}, environment or {})[0]
     return caught.value
 
 
 def test_without_a_word_the_defaults_are_those_of_the_design() -> None:
-    config = load({}, {})
+    config = resolve({}, {})[0]
     assert (config.rest, config.peer, config.device) == ("127.0.0.1:7410", "127.0.0.1:7411", "cpu")
     assert config.advertise == config.peer
     assert config.engine_socket == Path("/run/kvferry/engine.sock")
@@ -45,11 +45,11 @@ def test_flags_win_over_the_environment_and_the_environment_over_the_file(file: 
 
 def test_the_flag_config_wins_over_the_variable(file: Path) -> None:
     file.write_text("history = 7")
-    assert load({"config": str(file)}, {"KVFERRY_CONFIG": "/not/there"}).history == 7
+    assert resolve({"config": str(file)}, {"KVFERRY_CONFIG": "/not/there"})[0].history == 7
 
 
 def test_an_empty_variable_is_no_word() -> None:
-    assert load({}, {"KVFERRY_ARENA_MB": ""}).arena_mb == 512
+    assert resolve({}, {"KVFERRY_ARENA_MB": ""})[0].arena_mb == 512
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_an_empty_variable_is_no_word() -> None:
     ],
 )
 def test_a_variable_holds_text(name: str, raw: str, value: object) -> None:
-    assert getattr(load({}, {f"KVFERRY_{name.upper()}": raw}), name) == value
+    assert getattr(resolve({}, {f"KVFERRY_{name.upper()}": raw})[0], name) == value
 
 
 def test_a_file_holds_the_types_of_toml(file: Path) -> None:
     file.write_text(
         'strict = true\ndeadline_s = 5\nallow_peers = ["::1", "a.b"]\n[ucx]\nTLS = "tcp"\nRCACHE_ENABLE = true'
     )
-    config = load({"config": str(file)}, {})
+    config = resolve({"config": str(file)}, {})[0]
     assert (config.strict, config.deadline_s, config.allow_peers) == (True, 5.0, ("::1", "a.b"))
     assert config.ucx == {"TLS": "tcp", "RCACHE_ENABLE": "y"}
 
@@ -159,7 +159,7 @@ def test_tls_files_go_together(tmp_path: Path) -> None:
     assert {setting.field for setting in error.settings} == {"tls_key", "tls_ca"}
     assert refused({"rest_tls": True}).field == "rest_tls"
     assert refused({"tls_cert": str(cert), "tls_key": "/not/there", "tls_ca": str(cert)}).field == "tls_key"
-    assert load({"tls_cert": str(cert), "tls_key": str(cert), "tls_ca": str(cert)}, {}).tls
+    assert resolve({"tls_cert": str(cert), "tls_key": str(cert), "tls_ca": str(cert)}, {})[0].tls
 
 
 def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
 def test_listening_everywhere_needs_an_address_to_advertise(secret: str) -> None:
     assert refused({"peer": "0.0.0.0:7411", "peer_secret_file": secret}).field == "advertise"
     everywhere = {"peer": "[::]:7411", "advertise": "node-3:7411", "peer_secret_file": secret}
-    assert load(everywhere, {}).advertise == "node-3:7411"
+    assert resolve(everywhere, {})[0].advertise == "node-3:7411"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:7411", "0.0.0.0:7411", "[::]:7411", "*:7411", "node-3:7411"])
@@ -179,9 +179,9 @@ def test_peers_of_other_hosts_must_prove_who_they_are(address: str, secret: str)
     error = refused(there)
     assert error.field == "peer"
     assert "peer_secret_file" in error.remedy
-    assert load(there | {"peer_secret_file": secret}, {}).peer == address
+    assert resolve(there | {"peer_secret_file": secret}, {})[0].peer == address
     files = {"tls_cert": secret, "tls_key": secret, "tls_ca": secret}
-    assert load(there | files, {}).tls
+    assert resolve(there | files, {})[0].tls
     assert refused(there | files | {"peer_secret_file": secret}).field == "peer_secret_file"
 
 
@@ -190,12 +190,12 @@ def test_a_secret_is_long_and_has_one_before_it_at_most(secret: str) -> None:
         Path(secret).write_text(lines)
         assert refused({"peer_secret_file": secret}).field == "peer_secret_file"
     Path(secret).write_text(f"{32 * 'x'}\n\n{40 * 'y'}\n")
-    assert load({"peer_secret_file": secret}, {}).peer_secret_file
+    assert resolve({"peer_secret_file": secret}, {})[0].peer_secret_file
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7411", "127.8.0.1:0", "localhost:7411", "[::1]:7411"])
 def test_peers_of_this_host_need_no_proof(address: str) -> None:
-    assert load({"peer": address, "advertise": "127.0.0.1:7411"}, {}).peer == address
+    assert resolve({"peer": address, "advertise": "127.0.0.1:7411"}, {})[0].peer == address
 
 
 def test_what_is_open_to_others_is_warned_of() -> None:
@@ -243,7 +243,7 @@ def test_every_field_is_an_option_with_help_and_a_default_that_it_would_accept()
         default = getattr(Config(), name)
         assert field.description
         if written := configuration.written(default):
-            assert getattr(load({name: written}, {}), name) == default
+            assert getattr(resolve({name: written}, {})[0], name) == default
 
 
 def test_every_setting_has_a_flag_in_both_spellings() -> None:
@@ -253,6 +253,6 @@ def test_every_setting_has_a_flag_in_both_spellings() -> None:
     parsed = parser.parse_args(
         ["serve", "--arena-mb", "1", "--lease_ttl_s", "2", "--no-strict", "--ucx", "A=1", "--ucx", "B=2"]
     )
-    config = load(vars(parsed), {})
+    config = resolve(vars(parsed), {})[0]
     assert (config.arena_mb, config.lease_ttl_s, config.strict, config.ucx) == (1, 2.0, False, {"A": "1", "B": "2"})
     assert set(configuration.OPTIONS) <= set(vars(parsed))
