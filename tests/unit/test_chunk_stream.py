@@ -134,7 +134,7 @@ async def all_slots_are_back(arena: Arena) -> None:
 async def ended(lease: Lease) -> LeaseState:
     async with asyncio.timeout(5):
         while not lease.state.ended:
-            await lease.changed()
+            await lease.changing.wait()
     return lease.state
 
 

@@ -239,7 +239,7 @@ async def test_publishes_are_seen_in_their_order(page: Fences, watch: watched.Fe
     assert (lease.version, lease.num_tokens, lease.more) == (0, 0, True)
     page.reach(first)
     while lease.more:
-        await lasting(lease.changed())
+        await lasting(lease.changing.wait())
     assert (lease.version, lease.num_tokens) == (3, 8)
 
 
@@ -254,7 +254,7 @@ async def test_a_lease_is_announced_when_its_fence_is_reached(
     assert announced == []
     page.reach(fence)
     while lease.more:
-        await lasting(lease.changed())
+        await lasting(lease.changing.wait())
     assert announced == [8]
 
 
@@ -313,7 +313,7 @@ async def test_the_same_publish_again_changes_nothing(page: Fences, watch: watch
         assert refused.value.code == "already_published"
     page.reach(fence)
     while lease.more:
-        await lasting(lease.changed())
+        await lasting(lease.changing.wait())
     assert lease.version == 1
 
 

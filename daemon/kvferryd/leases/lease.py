@@ -188,16 +188,12 @@ class Lease:
             return self.problem
         return lease_ended(self.request_id, f"{self.state.value}{f': {self.reason}' if self.reason else ''}")
 
-    async def changed(self) -> None:
-        """Wait for the next publish or the end."""
-        await self.changing.wait()
-
     async def follow(self) -> AsyncIterator[int]:
         """Its version now and after every publish. Ends after the last; raises when the lease ends before."""
         seen = 0
         while True:
             while self.version == seen and not self.state.ended:
-                await self.changed()
+                await self.changing.wait()
             seen = self.version
             if self.state in (LeaseState.EXPIRED, LeaseState.REVOKED):
                 raise self.over()
@@ -208,7 +204,7 @@ class Lease:
 
     async def ended(self) -> None:
         while not self.state.ended:
-            await self.changed()
+            await self.changing.wait()
 
     def _wake(self) -> None:
         self.changing.set()
