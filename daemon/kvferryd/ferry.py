@@ -189,19 +189,17 @@ class Ferry:
         raise NotFound("unknown_lease", why, field="request_id", value=request_id, remedy=remedy)
 
     def engines(self, *, manifests: bool = True) -> list[schemas.EngineRecord]:
-        records = []
-        for session in self.registry.sessions:
-            engine = session.engine
-            records.append(
-                schemas.EngineRecord(
-                    **session.rank._asdict(),
-                    attached=session.attached,
-                    members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
-                    notes=list(engine.notes) if engine else [],
-                    manifest=engine.manifest.model_dump() if engine and manifests else {},
-                )
+        return [
+            schemas.EngineRecord(
+                **session.rank._asdict(),
+                attached=session.attached,
+                members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
+                notes=list(engine.notes) if engine else [],
+                manifest=engine.manifest.model_dump() if engine and manifests else {},
             )
-        return records
+            for session in self.registry.sessions
+            for engine in [session.engine]
+        ]
 
     def peers(self) -> schemas.PeerList:
         inbound = [reader() for engine in self.registry for reader in engine.leases.inbound]
@@ -233,14 +231,12 @@ class Ferry:
         for peer in self.peers_known.of_engine(engine_id):
             if destination in (None, peer.own.engine_id):
                 return peer
-        why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them, POST makes one"
-        raise NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
+        raise _unknown_peer(engine_id, "GET /v1/peers lists them, POST makes one")
 
     def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
         if not self.peers_known.unbind(engine_id) and not found:
-            why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them"
-            raise NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
+            raise _unknown_peer(engine_id)
         for peer in found:
             self.peers_known.forget(peer)
         return _peer_records(found)
@@ -266,20 +262,16 @@ class Ferry:
         registered = [session.engine for session in open_ones if session.engine is not None]
         if not registered:
             reasons.append("no engine has registered its cache")
-        reasons += [
-            f"engine {engine.engine_id}: the daemons of ranks {engine.missing_ranks()} have not joined, or have gone"
-            for engine in registered
-            if engine.missing_ranks()
-        ]
-        faults = ((engine, self.roster.fault(engine)) for engine in registered)
-        reasons += [f"engine {engine.engine_id}: {fault}" for engine, fault in faults if fault]
+        for engine in registered:
+            name = f"engine {engine.engine_id}"
+            if missing := engine.missing_ranks():
+                reasons.append(f"{name}: the daemons of ranks {missing} have not joined, or have gone")
+            if fault := self.roster.fault(engine):
+                reasons.append(f"{name}: {fault}")
+            if engine.unseeded:
+                reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
-        reasons += [
-            f"engine {engine.engine_id}: the daemon that keeps its roster does not answer: {engine.unseeded}"
-            for engine in registered
-            if engine.unseeded
-        ]
         return schemas.Readiness(ready=not reasons, reasons=reasons, warnings=self._warnings())
 
     def _warnings(self) -> list[str]:
@@ -451,6 +443,11 @@ def _shared_secret(config: Config) -> Certificates | None:
     from kvferryd.peers.secret import PeerSecret  # 60 ms, for who needs it
 
     return PeerSecret(config.peer_secret_file)
+
+
+def _unknown_peer(engine_id: str, remedy: str = "GET /v1/peers lists them") -> NotFound:
+    why = f"no handshake with engine {engine_id} is kept"
+    return NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
 
 
 def _over(transfer: Transfer) -> bool:

@@ -29,7 +29,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     """Every other call names the session that Attach opened."""
 
     def __init__(self, ferry: Ferry, handovers: Handovers) -> None:
-        self._ferry, self._handovers = ferry, handovers
+        self._ferry, self._handovers, self._session = ferry, handovers, ferry.registry.of_session
 
     def admit(self, context: Context) -> None:
         """Everybody: only this user can open the socket."""
@@ -174,9 +174,6 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 remedy="make fences with EngineClient.fence, or synchronise the stream and publish without one",
             )  # fmt: skip
         return fences.reached(Fence(after.word, after.value), self._ferry.config.fence_timeout_s)
-
-    def _session(self, id: str) -> Session:
-        return self._ferry.registry.of_session(id)
 
 
 def _registered(session: Session) -> Engine:

@@ -115,11 +115,7 @@ class Transfers:
         key, brought = _key(engine, request_id), dict(brought or {})
         reservation = brought.get(engine.rank)
         current = self._transfer_of(key, attempt, counted=counted)
-        if (
-            reservation is not None
-            and not self._config.order_tables
-            and reservation != (current and current.reservation)
-        ):
+        if not self._config.order_tables and reservation not in (None, current and current.reservation):
             why = "this daemon writes only blocks that the engine itself has reserved"
             remedy = "leave the tables to the engine, or set order_tables = true"
             raise Forbidden("tables_not_allowed", why, field="destination.tables", remedy=remedy)
