@@ -270,12 +270,3 @@ def misspelt(environment: Mapping[str, str] | None = None) -> Iterator[tuple[str
         service = re.search(r"(^|_)(SERVICE_(HOST|PORT)|PORT)(_|$)", name)
         if variable.startswith(PREFIX) and name.lower() not in {*OPTIONS, "config"} and not service and nearest(name):
             yield variable, f"{PREFIX}{nearest(name).upper()}"
-
-
-def markdown_table() -> str:
-    """The table of docs/reference."""
-    rows = ["| setting | form | default | what |", "|---|---|---|---|"]
-    for name, field in OPTIONS.items():
-        default = "that of peer" if name == "advertise" else written(field.default) or "none"
-        rows.append(f"| `{name}` | {form(field).text} | {default} | {field.description} |")
-    return "\n".join(rows)

@@ -18,7 +18,6 @@ from prometheus_client import (
     disable_created_metrics,
 )  # fmt: skip
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics import MetricWrapperBase
 
 from kvferry import __version__
 from kvferry.schemas import LeaseState, RankTransfer, Totals, TransferState
@@ -194,15 +193,3 @@ def total(counter: Counter) -> int:
     return int(
         sum(each.value for metric in counter.collect() for each in metric.samples if each.name.endswith("_total"))
     )
-
-
-def markdown_table() -> str:
-    """The table of docs/reference."""
-    rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
-    for metric in vars(Metrics()).values():
-        if isinstance(metric, MetricWrapperBase):
-            described = next(iter(metric.describe()))
-            name = described.name + ("_total" if described.type == "counter" else "")
-            labels = ", ".join(f"`{label}`" for label in metric._labelnames)
-            rows.append(f"| `{name}` | {described.type} | {labels} | {described.documentation} |")
-    return "\n".join(rows)
