@@ -231,7 +231,7 @@ class Ferry:
         for peer in self.peers_known.of_engine(engine_id):
             if destination in (None, peer.own.engine_id):
                 return peer
-        raise _unknown_peer(engine_id, "GET /v1/peers lists them, POST makes one")
+        raise _unknown_peer(engine_id)
 
     def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
@@ -445,8 +445,8 @@ def _shared_secret(config: Config) -> Certificates | None:
     return PeerSecret(config.peer_secret_file)
 
 
-def _unknown_peer(engine_id: str, remedy: str = "GET /v1/peers lists them") -> NotFound:
-    why = f"no handshake with engine {engine_id} is kept"
+def _unknown_peer(engine_id: str) -> NotFound:
+    why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them, POST makes one"
     return NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
 
 

@@ -129,7 +129,7 @@ def source_tables_from_json(data: Any, sources: Sequence[Manifest], field: str =
             raise Malformed(
                 "malformed_tables",
                 f"{field} names a rank that is not among the sources",
-                field=field,
+                field=f"{field}.{name}",
                 value=name,
                 remedy=f"by rank ({', '.join(known)}) and then group",
             )

@@ -88,10 +88,9 @@ def _manifest(data: Mapping[str, Any], place: str) -> Manifest:
 def _tables(
     tables: ExplainTables, sources: list[Manifest], destination: Manifest
 ) -> tuple[dict[int, Tables], Tables, tuple[int, int]]:
-    if len(sources) == 1 and not all(rank.isdecimal() for rank in tables.source):
-        held: dict[int, Tables] = {sources[0].rank: tables_from_json(tables.source, "tables.source")}
-    else:
-        held = {_rank(rank): tables_from_json(entry, f"tables.source.{rank}") for rank, entry in tables.source.items()}
+    from kvferryd.explain import source_tables_from_json
+
+    held = source_tables_from_json(tables.source, sources, "tables.source")
     wanted = tables_from_json(tables.destination, "tables.destination")
     blocks = sum(len(table.block_ids) for of_rank in (*held.values(), wanted) for table in of_rank.values())
     if blocks * len(destination.components) > MAX_SEGMENTS:
@@ -100,12 +99,3 @@ def _tables(
             remedy="explain fewer blocks, or use the command kvferry explain",
         )  # fmt: skip
     return held, wanted, tables.tokens
-
-
-def _rank(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise Malformed(
-            "malformed_tables", f"tables.source has no rank {text}", field="tables.source", value=text,
-            remedy='for several sources: {"0": {"full": {"block_ids": [4, 7]}}, "1": ...}, by rank',
-        )  # fmt: skip
-    return int(text)
