@@ -26,13 +26,12 @@ from pathlib import Path
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferry.router import RouterClient
-from kvferryd import settings
+from kvferryd import nixl, settings
 from kvferryd.config import Config, ConfigError, misspelt, resolve
 from kvferryd.peers import allow
 from kvferryd.settings import DESCRIPTORS
 
 PACKAGES = ("fastapi", "uvicorn", "structlog", "prometheus_client", "grpc", "cachetools", "cryptography")
-BUILDS = ("nixl_cu13", "nixl_cu12", "nixl")
 RENEW_DAYS = 14
 CAP_IPC_LOCK = 14
 SHOWN = 8
@@ -108,8 +107,9 @@ def packages(config: Config) -> Iterator[Finding]:
     for name in needed:
         if importlib.util.find_spec(name) is None:
             yield wrong(f"the package {name} is not installed", "pip install 'kvferry[daemon]'")
-    if not any(importlib.util.find_spec(build) for build in BUILDS):
-        yield wrong(f"NIXL is not installed: none of {', '.join(BUILDS)}", "pip install 'kvferry[daemon]'")
+    builds = [build.partition(".")[0] for build in nixl.BUILDS]
+    if not any(map(importlib.util.find_spec, builds)):
+        yield wrong(f"NIXL is not installed: none of {', '.join(builds)}", "pip install 'kvferry[daemon]'")
 
 
 def engine_socket(config: Config) -> Iterator[Finding]:

@@ -92,7 +92,7 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
         strict=False, arena=None, runner=None, unmapped="", notes=(), members={}, make_arena=None,
     )  # fmt: skip
     ended: list[Transfer] = []
-    around = Surroundings(Peers(config, metrics), "auto", 60.0, ended.append, ended.append, lambda work: work.close())
+    around = Surroundings(config, Peers(config, metrics), ended.append, ended.append, lambda work: work.close())
     transfer = Transfer(engine, "r", 1, around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
     async with asyncio.timeout(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from types import TracebackType
 
 import grpc
@@ -14,19 +15,17 @@ LOST = frozenset({"peer_unreachable", "peer_lost"})
 """Codes that say nothing of a daemon but that it did not answer."""
 
 
+@dataclass(slots=True, eq=False)
 class Contact:
     """One daemon elsewhere, by its address. Times are seconds since 1970."""
 
-    __slots__ = ("address", "answered_at", "error", "failed_at", "failures")
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.answered_at: float | None = None
-        self.failures = 0
-        """In a row."""
-        self.error: KvferryError | None = None
-        """The last one."""
-        self.failed_at: float | None = None
+    address: str
+    answered_at: float | None = None
+    failures: int = 0
+    """In a row."""
+    error: KvferryError | None = None
+    """The last one."""
+    failed_at: float | None = None
 
     def answered(self) -> None:
         self.answered_at, self.failures = time.time(), 0

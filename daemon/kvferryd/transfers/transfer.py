@@ -15,6 +15,7 @@ from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import logs, paths
 from kvferryd.aio import together
+from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.paths import Flight, Move, Moved, PathName
 from kvferryd.paths.checksums import compare
@@ -38,13 +39,11 @@ class Surroundings:
     """What a transfer needs of its daemon. on_end: this rank's part has ended. on_over: that of every rank has. `spawn`
     runs work that may outlast the transfer."""
 
+    config: Config
     peers: Peers
-    way: str
-    deadline_s: float
     on_end: Callable[[Transfer], None]
     on_over: Callable[[Transfer], None]
     spawn: Callable[[Coroutine[None, None, None]], None]
-    checksum: bool = False
 
 
 class Transfer:
@@ -100,7 +99,7 @@ class Transfer:
         """The record as JSON, and what it was made of."""
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
-        self.set_deadline(around.deadline_s)
+        self.set_deadline(around.config.deadline_s)
         self._task = asyncio.create_task(self._run(), name=f"transfer-{request_id}")
 
     # ---- the rendezvous ----
@@ -422,7 +421,7 @@ class Transfer:
             self.phases_ms[flight.phase] += 1e3 * flight.seconds
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
         await together(reader.verify(self.engine.agent) for reader in unproven)
-        if self._around.checksum:
+        if self._around.config.checksum:
             assert self.reservation is not None and self.tokens is not None
             await compare(self.engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
 
@@ -443,12 +442,12 @@ class Transfer:
                 own, tokens = self.reservation.tables, (at, max(at, until))
                 bound = bind(peer.plan, tables, own, tokens, states=last)
                 if bound.nbytes:
-                    path = paths.choose(self.order.way or self._around.way, bound, self.engine, peer)
+                    path = paths.choose(self.order.way or self._around.config.way, bound, self.engine, peer)
                     self.path = path.name
                     began = time.monotonic()
                     move = Move(
                         bound, own, tokens, last, self.engine, peer, readers, self.order.priority, self.deadline,
-                        self._flights, moves, self._around.checksum,
+                        self._flights, moves, self._around.config.checksum,
                     )  # fmt: skip
                     moves.append(await path.move(move))
                     self.phases_ms["moving"] += 1e3 * (time.monotonic() - began)

@@ -46,9 +46,7 @@ class Transfers:
         self._config, self._metrics, self._spans = config, metrics, spans
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
-        self._around = Surroundings(
-            peers, config.way, config.deadline_s, self._on_end, self._on_over, self._after.spawn, config.checksum
-        )
+        self._around = Surroundings(config, peers, self._on_end, self._on_over, self._after.spawn)
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._current: dict[Key, Transfer] = {}
