@@ -91,7 +91,7 @@ class Receipt(Future[Received]):
 def _parameters_of(
     method: Callable[Concatenate[EngineClient, P], object],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[BlockingEngineClient, P], T]]:
-    """Gives the decorated method, which passes its arguments on to `method`, the parameters of that one."""
+    """For a method that passes all its arguments on to `method`: it is seen with the parameters of that one."""
 
     def named(function: Callable[..., T]) -> Callable[Concatenate[BlockingEngineClient, P], T]:
         of, own = inspect.signature(method), inspect.signature(function)

@@ -344,12 +344,12 @@ class EngineClient:
         return receiving.end
 
     def _give_up(self, request_id: str, receiving: Receiving, said: Said) -> asyncio.Task[None]:
-        """Abort the transfer of a receive whose caller has stopped waiting. Until it is quiet, the request cannot be
-        received again."""
+        """Nobody waits for this receive any more: abort its transfer. The task returned ends when it is quiet; until
+        then the request cannot be received again."""
 
         async def left() -> None:
             with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await asyncio.shield(said.answer)  # the daemon ignores an abort that comes before the request
+                answer = await asyncio.shield(said.answer)  # an abort before that would find nothing to end
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return

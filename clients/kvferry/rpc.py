@@ -55,7 +55,7 @@ _MEANINGS: dict[grpc.StatusCode, tuple[type[KvferryError], str, str, str]] = {
 def error_of(error: grpc.aio.AioRpcError, whom: str, ended: KvferryError | None = None) -> KvferryError:
     """The KvferryError that the other side meant, or one that says why `whom` could not be asked.
 
-    ended: of a stream, what its end means where the other side has not said why.
+    ended: the error to return for a stream that the other side has ended without saying why.
     """
     for key, value in error.trailing_metadata() or ():
         if key == PROBLEM_KEY and isinstance(value, bytes):

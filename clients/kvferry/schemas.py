@@ -153,10 +153,10 @@ class ErrorBody(_Answer):
 class RankTransfer(_Answer):
     """One rank's share of a transfer.
 
-    bytes_per_s: while bytes moved. took_ms: from the order until the daemon that answers knew of its end; None before.
-    phases_ms: its own time in each state, of which `waiting` is the sum of `waiting_order`,
-    `waiting_reservation` and `waiting_publish`, wherever that was waited for; `total`; `moving`: reading without
-    binding; `nixl`: the part that NIXL took. A phase is counted at its end.
+    bytes_per_s: while bytes moved. took_ms: from the order until the daemon that is asked learned of its end; None
+    while it goes on. phases_ms: the time in each state, and `total`. `waiting` is the sum of `waiting_order`,
+    `waiting_reservation` and `waiting_publish`; the last counts here in whatever state it was waited. `moving`: the
+    part of `reading` in which bytes moved; `nixl`: what NIXL took of that. A phase is counted at its end.
     """
 
     rank: int
@@ -213,8 +213,11 @@ class TransferList(_Answer):
 
 
 class LeaseReader(_Answer):
-    """One rank that reads a lease, or has. state: `reading`, `read` all that it wanted, or `left` before. bytes: as it
-    says, or as was packed for it."""
+    """A rank that reads a lease, or has read it.
+
+    state: `reading`; `read`, it has all that it wanted; `left`, it has gone without. bytes: what it has read so far, by
+    its own word or as it was packed for it.
+    """
 
     engine_id: str
     epoch: str = ""
@@ -274,8 +277,8 @@ class PeerRecord(_Answer):
     """One rank of an engine elsewhere.
 
     failures: in a row, without an answer in between. last_contact_at: when it last answered a call, or a transfer from
-    it was done; seconds since 1970. p50_ms: median of its last transfers, from when both halves and the publish were
-    there to the end. bytes_per_s: their median while bytes moved. path: of the last one.
+    it was done; seconds since 1970. p50_ms: median time of its last transfers, without waits for order, reservation and
+    publish. bytes_per_s: their median while bytes moved. path: of the last one.
     """
 
     engine_id: str
@@ -300,8 +303,11 @@ class PeerRecord(_Answer):
 
 
 class InboundRecord(_Answer):
-    """One rank elsewhere that reads an engine of this daemon: its stream is open. since: seconds since 1970. reading:
-    leases open now. leases: read so far. bytes: as it says, or as was packed for it."""
+    """A rank of another engine that is connected to read leases of one of ours.
+
+    since: when it connected, seconds since 1970. reading: leases that it has open now. leases, bytes: what it has read
+    in this connection, by its own word.
+    """
 
     source: str
     """Our engine that it reads."""
@@ -422,10 +428,12 @@ class Info(_Answer):
 
 
 class Totals(_Answer):
-    """What the daemon holds now, and what it has moved since its start: this rank's share.
+    """What this daemon holds now, and what it has moved since its start. Of an engine of several ranks each daemon
+    counts its own share.
 
-    transfers and leases: by state, the remembered ones included. waiting: transfers by what they wait for. queue:
-    waits for the other half, or for a staging slot. read_bytes, served_bytes: only ever grow.
+    transfers, leases: how many are in each state; those that have ended count for as long as they are remembered.
+    waiting: how many transfers wait for what. queue: transfers without an order or a reservation, and waits for a
+    staging slot. read_bytes, served_bytes: they never become less while the daemon runs.
     """
 
     transfers: dict[str, int]

@@ -1,7 +1,7 @@
 """The daemon's settings, and the only reader of the environment.
 
 One model, `Config`, drives the TOML file, the KVFERRY_* variables, the flags of `kvferry serve` and the table in
-docs/operations.md. Flags win over the environment, the environment over the file. The types are in `kvferryd.settings`.
+docs/reference. Flags win over the environment, the environment over the file. The types are in `kvferryd.settings`.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from kvferryd.transfers.transfers import Transfers
 
 log = logs.get(__name__)
 LOOK_S, COME_ALONG_S = 1.0, 3.0
+"""How often the files of what proves us are looked at; how long callers have to connect anew by theirs."""
 NAMED = 32
 """Readers of one lease that a line of the log names."""
 
@@ -376,8 +377,8 @@ class Ferry:
                 each.cancel()
 
     async def follow_proof(self, proof: Certificates, recheck_callers: Callable[[], None]) -> None:
-        """For as long as the daemon runs: what stands goes over to what proves us now, and ends where the other side's
-        proof holds no more."""
+        """For as long as the daemon runs: when its certificate or secret has changed, connect anew by the new one. When
+        the authority has changed, end the connections of those that it does not vouch for."""
         before = proof.current()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -392,7 +393,7 @@ class Ferry:
                         log.error("not renewed", exc_info=failed)
 
     async def _cut_off(self, recheck_callers: Callable[[], None]) -> None:
-        """Callers look for new files as seldom as we do: they have time to come along."""
+        """Callers have a while to connect anew: they look for new files as seldom as we do."""
         await asyncio.gather(self.peers_known.channels.recheck(), asyncio.sleep(COME_ALONG_S))
         recheck_callers()
 

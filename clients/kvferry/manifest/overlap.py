@@ -88,7 +88,7 @@ class _Search:
             return next((_both(a, b) for a, b in pairwise(nests) if b.start < a.stop), None)
         inner = [nest.inner() for nest in nests]
         if max(nest.stop for nest in inner) - min(nest.start for nest in inner) <= nests[0].axes[0][0]:
-            return self.among(inner)  # what is at one position is at each, and no two positions touch
+            return self.among(inner)  # no copy reaches into the next position: one position stands for all
         return self._pairs(combinations(nests, 2))
 
     def _pairs(self, pairs: Iterable[tuple[Nest, Nest]]) -> tuple[int, int] | None:

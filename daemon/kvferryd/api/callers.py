@@ -38,7 +38,7 @@ class Callers:
     def __init__(self, allowed: Sequence[str], proof: Certificates | None) -> None:
         self._allowed, self._proof = allowed, proof
         self._trusted: Identity | None = None
-        """By whose authorities, or those of now, callers must have proven themselves. None: TLS has checked them."""
+        """Its authorities, or those of now, must vouch for each caller. None until they change: TLS has checked everybody."""
         self._under_way: dict[Context, asyncio.Task[object]] = {}
         self._from: Counter[str] = Counter()
         self._ended: set[Context] = set()

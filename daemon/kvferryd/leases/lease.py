@@ -52,7 +52,7 @@ def reader_id(reader: peer_pb2.Reader) -> ReaderId:
 
 
 OnServed = Callable[[ReaderId, int], None]
-"""So many more bytes were read, as the reader says or as was packed for it."""
+"""Called when a reader has read more: with so many bytes, by its own word or as they were packed for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ async def compare(
     engine: Engine, peer: PeerEngine, readers: Sequence[SourceReader], own: Tables, tokens: tuple[int, int],
     deadline: float,
 ) -> None:  # fmt: skip
-    """Of all that was read of these tokens and of the states. deadline: on the loop's clock.
+    """Compare the checksums of all that was read: these tokens and the states. deadline: on the loop's clock.
 
     Raises KvferryError: `checksum_mismatch`, `no_checksum`, or why the lease no longer holds.
     """

@@ -85,7 +85,8 @@ class Channels:
             await channel.close()
 
     async def recheck(self) -> None:
-        """End the connections of before to those that cannot prove themselves now, in a connection of its own."""
+        """Dial everybody again to whom a connection stands that an older certificate has made. Where the new one fails the
+        old one is ended."""
         assert self._certificates is not None
         now = self._certificates.current()
         before = [(address, shared) for (address, identity), shared in self._open.items() if identity != now]

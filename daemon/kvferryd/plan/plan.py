@@ -86,7 +86,8 @@ class Copy:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Who reads what from whom. Valid for every request between these manifests."""
+    """Which parts of the destination's cache are read from which source rank. The same for every request between these
+    engines: only blocks and tokens are still to be named, see `bind`."""
 
     destination: Manifest
     sources: dict[int, Manifest]

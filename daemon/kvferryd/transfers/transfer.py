@@ -387,7 +387,7 @@ class Transfer:
             self.wake()
 
     def _was_published(self) -> None:
-        """Book the wait as such, whatever the state: to its phase it does not belong."""
+        """The wait for a publish is over. It is booked as such, and not as time of the state in which it was waited."""
         assert self._unpublished_since is not None
         waited_s = time.monotonic() - self._unpublished_since
         self._unpublished_since = None
@@ -504,7 +504,7 @@ class Transfer:
         asyncio.get_running_loop().call_soon(self._around.on_end, self)
 
     def tell_sources(self) -> None:
-        """What came of it, for what is known of them. After the end; then it knows them no more."""
+        """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them."""
         took_ms, moving_ms = self.phases_ms["total"] - self._phases_ms()["waiting"], self.phases_ms.get("moving", 0.0)
         for reader in self._readers:
             source, contact = reader.source, reader.source.channel.contact
@@ -527,8 +527,8 @@ class Transfer:
 
 
 def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
-    """How far a rank is before the others: the least is the one that the request waits for, or has waited for. Of those
-    that failed it is the first that did so by itself."""
+    """For comparing ranks. The least is the one that the request waits for; after the end the one that took longest
+    or, where ranks have failed, the first that did so by itself."""
     ended = share.state.ended
     at = 0 if ended else list(TransferState).index(share.state)
     its_own = share.error is not None and share.error.code not in OF_ANOTHER
