@@ -38,7 +38,8 @@ class Callers:
     def __init__(self, allowed: Sequence[str], proof: Certificates | None) -> None:
         self._allowed, self._proof = allowed, proof
         self._trusted: Identity | None = None
-        """Its authorities, or those of now, must vouch for each caller. None until they change: TLS has checked everybody."""
+        """Its authorities, or those of now, must vouch for each caller. Until they change, None: TLS has
+        checked everybody."""
         self._under_way: dict[Context, asyncio.Task[object]] = {}
         self._from: Counter[str] = Counter()
         self._ended: set[Context] = set()

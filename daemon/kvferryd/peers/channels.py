@@ -85,8 +85,8 @@ class Channels:
             await channel.close()
 
     async def recheck(self) -> None:
-        """Dial everybody again to whom a connection stands that an older certificate has made. Where the new one fails the
-        old one is ended."""
+        """Dial everybody again whose connection was made by an older certificate. Where that fails the old one is ended
+        too."""
         assert self._certificates is not None
         now = self._certificates.current()
         before = [(address, shared) for (address, identity), shared in self._open.items() if identity != now]
