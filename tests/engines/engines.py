@@ -248,10 +248,13 @@ def complete(engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, **
 
 
 def tokens_of(response: httpx.Response) -> list[int]:
+    return choices_of(response)[0]
+
+
+def choices_of(response: httpx.Response) -> list[list[int]]:
+    """The tokens of each answer to one prompt."""
     assert response.status_code == 200, response.text
-    ids = response.json()["choices"][0]["token_ids"]
-    assert isinstance(ids, list)
-    return ids
+    return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
 def metric(engine: Service, name: str) -> float:
