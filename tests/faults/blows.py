@@ -44,6 +44,26 @@ async def stop(scene: Scene, request: Request, victim: str, mending: AsyncExitSt
     mending.enter_context(stopped(struck.process.pid, group=isinstance(struck, DaemonService)))
 
 
+async def vanish(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
+    """The host of the source: nothing comes back, not even a reset."""
+    assert scene.far is not None
+    scene.far.vanish()
+    mending.callback(scene.far.come_back)
+
+
+async def deafen(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
+    """Half-open: the source's host hears nothing, and is heard."""
+    assert scene.far is not None
+    scene.far.deafen()
+    mending.callback(scene.far.come_back)
+
+
+async def unplug(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
+    """The line between both hosts is down, and both know it."""
+    assert scene.far is not None
+    mending.enter_context(scene.far.unplugged())
+
+
 async def revoke(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
     """The lease, by a router, at every rank of the source."""
     for router in scene.source.routers:
@@ -103,7 +123,9 @@ async def twin(scene: Scene, request: Request, victim: str, mending: AsyncExitSt
 
 
 Blow: TypeAlias = Callable[[Scene, Request, str, AsyncExitStack], Awaitable[None]]
-SUDDEN: dict[str, Blow] = {"kill": kill, "stop": stop}
+SUDDEN: dict[str, Blow] = {
+    "kill": kill, "stop": stop, "vanish": vanish, "deafen": deafen, "unplug": unplug,
+}  # fmt: skip
 """They strike while the source stands still."""
 ASKED: dict[str, Blow] = {
     "revoke": revoke, "withdraw": withdraw, "abort": abort, "cancel": cancel, "retry": retry, "duplicate": duplicate,

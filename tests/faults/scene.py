@@ -20,10 +20,11 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from fleet import TIMEOUT_S, Daemons, until
@@ -76,7 +77,9 @@ class Setting:
 UCX = (TCP[0], f"{TCP[1]} KEEPALIVE_INTERVAL=2s")
 DIRECT = Setting("direct", (*UCX, "--way", "direct"))
 STAGED = Setting("staged", (*UCX, "--way", "staged"))
-APART = Setting("two hosts", ("--way", "direct"), apart=True)
+RANKS = Setting("two-ranks", (*UCX, "--way", "direct"), (((0, 3), (3, 6)), ((0, 2), (2, 6))))
+"""The reader's rank 1 reads from both ranks of the source, its rank 0 from one."""
+APART = Setting("two-hosts", ("--way", "direct"), apart=True)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ class Request:
     goes_on: Callable[[], Awaitable[None]] = field(default=lambda: asyncio.sleep(0))
     ends: list[str] = field(default_factory=list)
     """How each rank's part ended: done, or a code."""
+    said: list[str] = field(default_factory=list)
+    """The same, in words."""
 
 
 @dataclass(eq=False)
@@ -241,22 +246,26 @@ class Scene:
         """In the blocks from `first_block` on: all requests that are under way alone have the same."""
         number = next(self._numbers)
         blocks = Blocks(tuple(range(first_block, first_block + -(-tokens // BLOCK))), first_block)
-        return Request(f"{self.setting.name}-{number}".replace(" ", "-"), tokens, number, deadline_s, blocks)
+        return Request(f"{self.setting.name}-{number}", tokens, number, deadline_s, blocks)
 
     async def publish(self, request: Request, **more: float) -> None:
         """more: for `EngineClient.publish`."""
-        ranks = self.source.engines
-        await asyncio.gather(
-            *(rank.publish(request.request_id, request.blocks, request.tokens, request.seed, **more) for rank in ranks)
-        )
+        await asyncio.gather(*(self.publish_at(rank, request, **more) for rank in self.source.engines))
+
+    async def publish_at(self, rank: Remote, request: Request, **more: float) -> None:
+        await rank.publish(request.request_id, request.blocks, request.tokens, request.seed, **more)
 
     def receive(self, request: Request, *, ordered: bool = True) -> None:
         """On every rank. ordered: the engine names the source itself."""
-        source = self.source.engines[0].source() if ordered else None
         request.readers = self.reader.engines
-        request.receives = [
-            asyncio.create_task(rank.receive(request.request_id, request.blocks, source, deadline_s=request.deadline_s))
-            for rank in request.readers
+        request.receives = [asyncio.create_task(each) for each in self.receives(request, ordered=ordered)]
+
+    def receives(self, request: Request, *, ordered: bool) -> list[Coroutine[Any, Any, int]]:
+        """What `receive` does, of each rank and not begun."""
+        source = self.source.engines[0].source() if ordered else None
+        return [
+            rank.receive(request.request_id, request.blocks, source, deadline_s=request.deadline_s)
+            for rank in self.reader.engines
         ]
 
     async def order(self, request: Request) -> None:
@@ -296,6 +305,7 @@ class Scene:
             outcomes = await asyncio.gather(*request.receives, return_exceptions=True)
         for outcome in outcomes:
             assert isinstance(outcome, KvferryError | int), outcome
+        request.said = list(map(repr, outcomes))
         request.ends = [each.code if isinstance(each, KvferryError) else "done" for each in outcomes]
 
     async def quarantined(self) -> bool:
@@ -343,7 +353,7 @@ class Scene:
         request = await self.published(TOKENS, TIMEOUT_S)
         self.receive(request)
         await self.ended(request)
-        assert request.ends == ["done"] * len(self.reader.engines), request.ends
+        assert request.ends == ["done"] * len(self.reader.engines), request.said
         for rank in self.reader.engines:
             assert await rank.differs(request.blocks, request.tokens, request.seed) == ""
 
@@ -406,7 +416,7 @@ async def gauge_of(daemon: DaemonService, name: str) -> float:
 @asynccontextmanager
 async def scened(daemons: Daemons, setting: Setting, far: Host | None = None) -> AsyncIterator[Scene]:
     """Both engines are there, and have moved something."""
-    name = f"{setting.name.replace(' ', '-')}-{next(_scenes)}"
+    name = f"{setting.name}-{next(_scenes)}"
     services: Sequence[list[DaemonService]]
     if setting.apart:
         assert far is not None

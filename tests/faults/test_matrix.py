@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import pytest
 from blows import ASKED, SUDDEN
 from fleet import Daemons
-from scene import DIRECT, STAGED, STATES, Scene, Setting, scened
+from hosts import Host, host
+from scene import APART, DIRECT, RANKS, STAGED, STATES, Scene, Setting, scened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 LONG_S, SHORT_S = 20.0, 2.0
@@ -50,11 +51,15 @@ class Row:
 def rows() -> Iterator[Row]:
     for blow, victim, state in itertools.product(("kill", "stop"), VICTIMS, STATES):
         yield Row(blow, victim, state)
+        yield Row(blow, victim, state, RANKS)
     for victim, blows in CHANGES.items():
         for blow, states in blows.items():
             yield from (Row(blow, victim, state) for state in states)
     for blow, victim in (*itertools.product(("kill", "stop"), DAEMONS), ("withdraw", "lease")):
         yield Row(blow, victim, "reading", STAGED)
+    yield from (Row("vanish", "line", state, APART) for state in STATES)
+    for blow, state in itertools.product(("deafen", "unplug"), ("connecting", "reading")):
+        yield Row(blow, "line", state, APART)
 
 
 QUICK = (
@@ -78,7 +83,8 @@ async def scenes(daemons: Daemons) -> AsyncIterator[Callable[[Setting], object]]
             if setting.name not in open_ or open_[setting.name].broken:
                 await stack.aclose()
                 open_.clear()
-                open_[setting.name] = await stack.enter_async_context(scened(daemons, setting))
+                far: Host | None = stack.enter_context(host()) if setting.apart else None
+                open_[setting.name] = await stack.enter_async_context(scened(daemons, setting, far))
             return open_[setting.name]
 
         yield scene
@@ -117,6 +123,7 @@ async def played(scene: Scene, row: Row) -> list[str]:
             noticed = time.monotonic()
         await scene.revived()
         await scene.ended(request)
+    assert "deadline" not in request.ends or row.deadline_s < LONG_S, "nothing but its deadline has ended it"
     await scene.holds(request)
     dead = ", and UCX ended " + " and ".join(scene.casualties) if scene.casualties else ""
     scene.casualties.clear()
