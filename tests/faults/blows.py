@@ -114,12 +114,15 @@ async def duplicate(scene: Scene, request: Request, victim: str, mending: AsyncE
 async def twin(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
     """Two engines with one id at one daemon: the first one lives, and the second is refused, in any epoch."""
     (own,) = scene.source.engines
-    for epoch in (own.epoch, f"{own.epoch}-twin"):
+
+    async def refused(epoch: str) -> None:
         process = await asyncio.create_subprocess_exec(
             *started(own.daemon, own.engine_id, scene.source.shape, epoch), stdin=-1, stdout=-1, stderr=-1
         )
         said = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         assert process.returncode, said
+
+    await asyncio.gather(refused(own.epoch), refused(f"{own.epoch}-twin"))
 
 
 Blow: TypeAlias = Callable[[Scene, Request, str, AsyncExitStack], Awaitable[None]]

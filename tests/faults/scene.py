@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from fleet import TIMEOUT_S, Daemons, until
 from hosts import Host, daemons_apart
-from ranks import Blocks, Shape
+from ranks import HND, NHD, Blocks, Shape
 from remote import Remote, remote
 from slots import gauge
 from stopping import slowed
@@ -63,22 +63,25 @@ _scenes = itertools.count(1)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a scene is played on. `heads`: of the source's and the reader's ranks. `apart`: on two hosts."""
+    """What a scene is played on. `heads`: of the source's and the reader's ranks. `axes`: of both. `apart`: on two
+    hosts."""
 
     name: str
     flags: tuple[str, ...] = ()
     heads: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = (((0, 6),), ((0, 6),))
+    axes: tuple[str, ...] = NHD
     apart: bool = False
 
     def shapes(self) -> list[Shape]:
-        return [Shape(heads, block_size=BLOCK, num_blocks=COUNT) for heads in self.heads]
+        return [Shape(heads, self.axes, block_size=BLOCK, num_blocks=COUNT) for heads in self.heads]
 
 
 UCX = (TCP[0], f"{TCP[1]} KEEPALIVE_INTERVAL=2s")
 DIRECT = Setting("direct", (*UCX, "--way", "direct"))
 STAGED = Setting("staged", (*UCX, "--way", "staged"))
-RANKS = Setting("two-ranks", (*UCX, "--way", "direct"), (((0, 3), (3, 6)), ((0, 2), (2, 6))))
-"""The reader's rank 1 reads from both ranks of the source, its rank 0 from one."""
+RANKS = Setting("two-ranks", (*UCX, "--way", "direct"), (((0, 3), (3, 6)), ((0, 2), (2, 6))), HND)
+"""The reader's rank 1 reads from both ranks of the source, its rank 0 from one. A head's tokens lie together: runs of
+16 kB."""
 APART = Setting("two-hosts", ("--way", "direct"), apart=True)
 
 
@@ -334,11 +337,7 @@ class Scene:
     async def holds(self, request: Request) -> None:
         """The one check after everything: what is done is right and stays so, the next request is served into the same
         blocks, and no daemon holds more than before."""
-        assert not set(request.ends) & {"internal", "protocol"}, request.ends
-        if request.readers is self.reader.engines:  # of an engine that was started anew no block is left
-            for engine, end in zip(request.readers, request.ends, strict=True):
-                await self._is_quiet(request, engine, end)
-        await self._forget(request)
+        await self.settled(request)
         try:
             await self.serves()
         except (AssertionError, KvferryError):
@@ -347,6 +346,14 @@ class Scene:
             await self.revived()
             await self.serves()
         await self.at_rest()
+
+    async def settled(self, request: Request) -> None:
+        """It has ended: what is done is right, the blocks of what is not are free in the end, and nobody holds it."""
+        assert not set(request.ends) & {"internal", "protocol"}, request.said
+        if request.readers is self.reader.engines:  # of an engine that was started anew no block is left
+            for engine, end in zip(request.readers, request.ends, strict=True):
+                await self._is_quiet(request, engine, end)
+        await self._forget(request)
 
     async def serves(self) -> None:
         """A request of its own, from publish to the last byte."""

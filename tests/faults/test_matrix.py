@@ -69,8 +69,16 @@ QUICK = (
     Row("withdraw", "lease", "reading"),
     Row("retry", "request", "reading"),
 )
-"""These run in `make test`; the others in the gate."""
+"""These run in `make test`."""
+GATE = (Row("kill", "source daemon", "reading", RANKS), Row("vanish", "line", "reading", APART))
 ALL = sorted(rows(), key=lambda row: row.setting.name)
+TOGETHER = 8
+"""Rows that one of several pytest processes plays, one after another and on one scene, under `--dist loadgroup`."""
+
+
+def marks(number: int, row: Row) -> list[pytest.MarkDecorator]:
+    together = pytest.mark.xdist_group(f"{row.setting.name}-{number // TOGETHER}")
+    return [together] if row in QUICK else [together, pytest.mark.slow if row in GATE else pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,7 @@ async def scenes(daemons: Daemons) -> AsyncIterator[Callable[[Setting], object]]
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=[] if row in QUICK else pytest.mark.long) for row in ALL]
+    "row", [pytest.param(row, id=str(row), marks=marks(number, row)) for number, row in enumerate(ALL)]
 )
 async def test_nothing_is_lost_torn_or_left_behind(
     scenes: Callable[[Setting], AsyncIterator[Scene]], row: Row, record_property: Callable[[str, object], None]

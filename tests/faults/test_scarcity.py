@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -11,21 +11,28 @@ import pytest
 from fleet import Daemons
 from lives import TP1
 from remote import remote
-from scene import COUNT, DIRECT, SMALL, TOKENS, Held, scened
+from scene import COUNT, DIRECT, SMALL, TOKENS, Held, Scene, scened
 
 from kvferry.errors import KvferryError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 HOUR_S = 3600
+ROOM = 1 << 17
+"""Bytes that a file may have: less than one more engine wants, and more than a log has."""
 
 
-async def test_memory_that_cannot_be_shared_any_more(daemons: Daemons, stack: AsyncExitStack) -> None:
+@pytest.fixture(scope="module")
+async def scene(daemons: Daemons) -> AsyncIterator[Scene]:
+    async with scened(daemons, DIRECT) as scene:
+        yield scene
+
+
+async def test_memory_that_cannot_be_shared_any_more(scene: Scene, stack: AsyncExitStack) -> None:
     """A file in memory may not grow: an engine is refused by name, those that are there go on, and later it comes."""
-    scene = await stack.enter_async_context(scened(daemons, DIRECT))
     (daemon,) = scene.source.daemons
     before, limits = Held.of(daemon), resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (4096, limits[1]))
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (ROOM, limits[1]))
     try:
         for _ in range(3):
             with pytest.raises(KvferryError) as refused:
@@ -41,11 +48,8 @@ async def test_memory_that_cannot_be_shared_any_more(daemons: Daemons, stack: As
     await scene.at_rest()
 
 
-async def test_descriptors_that_are_used_up(
-    daemons: Daemons, stack: AsyncExitStack, record_property: Callable[[str, object], None]
-) -> None:
+async def test_descriptors_that_are_used_up(scene: Scene, record_property: Callable[[str, object], None]) -> None:
     """At either end in turn: what is under way goes on, what is new fails or waits, and nothing is left of it."""
-    scene = await stack.enter_async_context(scened(daemons, DIRECT))
     ends = set()
     for side in scene.sides:
         (daemon,) = side.daemons
@@ -63,7 +67,9 @@ async def test_descriptors_that_are_used_up(
         finally:
             resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, limits)
         for request in requests:
-            await scene.holds(request)
+            await scene.settled(request)
+        await scene.serves()
+        await scene.at_rest()
     record_property("seen", ["descriptors used up", ", ".join(sorted(ends)), "", ""])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import Daemons, ended
+from fleet import Daemons, ended, until
 from ranks import STATE_NBYTES, TOKEN_NBYTES
 from scene import COUNT, DIRECT, RANKS, SMALL, Request, Scene, scened
 
@@ -39,19 +39,6 @@ async def given_up(scene: Scene, request: Request, how: str) -> None:
                 await scene.source.routers[0].revoke_lease(request.request_id)
 
 
-async def settled(scene: Scene, request: Request) -> None:
-    """It ends, right or failed, and its blocks are free at both ends."""
-    await scene.ended(request)
-    assert request.ends != ["internal"]
-    if request.ends == ["done"]:
-        assert await request.readers[0].differs(request.blocks, request.tokens, request.seed) == "", request
-    else:
-        await request.readers[0].quiesced(request.request_id)
-    for router in (scene.source.routers[0], scene.reader.routers[0]):
-        with contextlib.suppress(KvferryError):
-            await router.abort_request(request.request_id)
-
-
 async def test_a_thousand_requests_that_are_given_up_at_random_moments(
     daemons: Daemons, stack: AsyncExitStack, record_property: Callable[[str, object], None]
 ) -> None:
@@ -72,7 +59,8 @@ async def test_a_thousand_requests_that_are_given_up_at_random_moments(
                     group.create_task(_whatever(scene.reader.routers[0].order(body)))
                 await asyncio.sleep(rng.uniform(0, LATEST_S))
                 await given_up(scene, request, how)
-            await settled(scene, request)
+            await scene.ended(request)
+            await scene.settled(request)
             ends[request.ends[0]] += 1
 
     async with asyncio.TaskGroup() as group:
@@ -142,16 +130,20 @@ async def test_a_source_that_is_restarted_fifty_times_under_load(
             except (KvferryError, ConnectionError):  # there is nobody to publish it just now
                 await asyncio.sleep(0.05)
                 continue
-            await settled(scene, request)
+            await scene.ended(request)
+            await scene.settled(request)
             ends[request.ends[0]] += 1
 
     readers = [asyncio.create_task(reading(number)) for number in range(LOAD)]
     try:
         for restart in range(RESTARTS):
-            done = ends["done"]
-            while ends["done"] == done:
+            before = ends["done"]
+
+            async def goes_on(before: int = before) -> bool:
                 assert not any(task.done() for task in readers), [task for task in readers if task.done()]
-                await asyncio.sleep(0.02)
+                return ends["done"] > before
+
+            await until(goes_on, f"something is done after {restart} restarts")
             (daemon,) = scene.source.daemons
             scene.killed.add(daemon.process.pid)
             await ended(daemon, signal.SIGKILL if restart % 2 else signal.SIGTERM)
