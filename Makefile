@@ -8,10 +8,13 @@ ENGINES_READY := $(ENGINES_VENV)/.ready
 VLLM          ?= 0.32.0
 # Two processes, each with the daemons of its own modules: most of a test is waiting for a process to start.
 BESIDE        ?= --numprocesses 2 --dist loadfile
+# tests/faults: as many processes, and as often in a row.
+WORKERS       ?= 2
+TIMES         ?= 1
 export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-long test-all engines-venv test-engines bench-vllm soak lint format proto reference bench clean
+.PHONY: help setup demo test test-long test-faults test-all engines-venv test-engines bench-vllm soak lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +35,11 @@ test: $(READY) ## the tests, without the slow ones
 	@$(BIN)/python -m pytest $(BESIDE) -m "not slow and not long and not engines"
 
 test-long: $(READY) ## the whole matrix of faults, 50 deaths under load, thousands of hostile messages: half an hour
-	@$(BIN)/python -m pytest -m "long and not engines" tests/faults tests/fuzz
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "long and not engines" tests/faults tests/fuzz
+
+test-faults: $(READY) ## tests/faults whole; WORKERS=8 by so many processes, TIMES=10 so often in a row
+	@for _ in $$(seq $(TIMES)); do \
+		$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup tests/faults || exit; done
 
 test-all: $(READY) ## every test that this machine can run, but for the real engines
 	@$(BIN)/python -m pytest $(BESIDE) -m "not engines"

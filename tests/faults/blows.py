@@ -44,6 +44,26 @@ async def stop(scene: Scene, request: Request, victim: str, mending: AsyncExitSt
     mending.enter_context(stopped(struck.process.pid, group=isinstance(struck, DaemonService)))
 
 
+async def vanish(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
+    """The host of the source: nothing comes back, not even a reset."""
+    assert scene.far is not None
+    scene.far.vanish()
+    mending.callback(scene.far.come_back)
+
+
+async def deafen(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
+    """Half-open: the source's host hears nothing, and is heard."""
+    assert scene.far is not None
+    scene.far.deafen()
+    mending.callback(scene.far.come_back)
+
+
+async def unplug(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
+    """The line between both hosts is down, and both know it."""
+    assert scene.far is not None
+    mending.enter_context(scene.far.unplugged())
+
+
 async def revoke(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
     """The lease, by a router, at every rank of the source."""
     for router in scene.source.routers:
@@ -94,16 +114,21 @@ async def duplicate(scene: Scene, request: Request, victim: str, mending: AsyncE
 async def twin(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
     """Two engines with one id at one daemon: the first one lives, and the second is refused, in any epoch."""
     (own,) = scene.source.engines
-    for epoch in (own.epoch, f"{own.epoch}-twin"):
+
+    async def refused(epoch: str) -> None:
         process = await asyncio.create_subprocess_exec(
             *started(own.daemon, own.engine_id, scene.source.shape, epoch), stdin=-1, stdout=-1, stderr=-1
         )
         said = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         assert process.returncode, said
 
+    await asyncio.gather(refused(own.epoch), refused(f"{own.epoch}-twin"))
+
 
 Blow: TypeAlias = Callable[[Scene, Request, str, AsyncExitStack], Awaitable[None]]
-SUDDEN: dict[str, Blow] = {"kill": kill, "stop": stop}
+SUDDEN: dict[str, Blow] = {
+    "kill": kill, "stop": stop, "vanish": vanish, "deafen": deafen, "unplug": unplug,
+}  # fmt: skip
 """They strike while the source stands still."""
 ASKED: dict[str, Blow] = {
     "revoke": revoke, "withdraw": withdraw, "abort": abort, "cancel": cancel, "retry": retry, "duplicate": duplicate,

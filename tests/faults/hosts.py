@@ -58,8 +58,38 @@ class Host:
         """From now on nothing arrives, in either direction."""
         self._lead_to(NOBODY, NOBODY)
 
+    def deafen(self) -> None:
+        """From now on nothing arrives there, but all that it says arrives here."""
+        self._lead_to(HERE, NOBODY)
+
     def come_back(self) -> None:
         self._lead_to(HERE, THERE)
+
+    @contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """The line is down inside the block, as both ends can see."""
+        _ip("link", "set", self.device, "down")
+        try:
+            yield
+        finally:
+            _ip("link", "set", self.device, "up")
+            self.come_back()
+
+    @contextmanager
+    def slow(self, rate: str) -> Iterator[None]:
+        """Inside the block the line carries so much each way, as tc writes it: `100mbit`."""
+        shaping = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
+        both = (["tc"], self.command(["tc"]))
+        for tc, device in zip(both, (self.device, "eth0"), strict=True):
+            try:
+                _run([*tc, "qdisc", "add", "dev", device, *shaping])
+            except (subprocess.CalledProcessError, FileNotFoundError) as error:
+                pytest.skip(f"a slow line needs tc and the kernel's token bucket (sch_tbf): {error}")
+        try:
+            yield
+        finally:
+            for tc, device in zip(both, (self.device, "eth0"), strict=True):
+                _run([*tc, "qdisc", "del", "dev", device, "root"])
 
     def _lead_to(self, here: str, there: str) -> None:
         _ip("neigh", "replace", self.there, "lladdr", there, "dev", self.device, "nud", "permanent")

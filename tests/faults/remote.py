@@ -45,6 +45,7 @@ class Remote:
     process: asyncio.subprocess.Process
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    _gone: bool = False
 
     def source(self) -> SourceBody:
         return SourceBody(engine_id=self.engine_id, address=self.daemon.peer, epoch=self.epoch)
@@ -86,6 +87,8 @@ class Remote:
 
     async def _ask(self, command: str, **arguments: Any) -> Answer:
         assert self.process.stdin is not None
+        if self._gone:
+            raise KvferryError("engine_gone", f"{self.engine_id}: its process has ended")
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self.process.stdin.write(json.dumps([number, command, arguments]).encode() + b"\n")
@@ -100,6 +103,7 @@ class Remote:
         async for line in self.process.stdout:
             number, answer = json.loads(line)
             self._answered(number, answer)
+        self._gone = True
         for number in tuple(self._waiting):
             self._answered(number, {"code": "engine_gone", "message": "its process has ended"})
 
@@ -147,7 +151,7 @@ class Engine:
         return {}
 
     async def write(self, blocks: Blocks, tokens: int, seed: int) -> Answer:
-        self._write(self.rank.memory, blocks, tokens, seed)
+        self.shape.write(self.number, self.rank.memory, Kv.random(tokens, seed), blocks, (0, tokens), True)
         return {}
 
     async def publish(self, request_id: str, blocks: Blocks, tokens: int, more: dict[str, Any]) -> Answer:
@@ -190,13 +194,8 @@ class Engine:
         return await self.write(blocks, tokens, seed)
 
     async def differs(self, blocks: Blocks, tokens: int, seed: int) -> Answer:
-        expected = self.rank.memory.copy()
-        self._write(expected, blocks, tokens, seed)
-        wrong = int((expected != self.rank.memory).sum())
-        return {"where": f"{wrong} bytes differ" if wrong else ""}
-
-    def _write(self, memory: Any, blocks: Blocks, tokens: int, seed: int) -> None:
-        self.shape.write(self.number, memory, Kv.random(tokens, seed), blocks, (0, tokens), True)
+        wrong = self.shape.wrong(self.number, self.rank.memory, Kv.random(tokens, seed), blocks)
+        return {"where": f"{wrong} elements differ" if wrong else ""}
 
 
 async def _answered(engine: Engine, number: int, command: str, arguments: dict[str, Any]) -> None:

@@ -20,15 +20,16 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from fleet import TIMEOUT_S, Daemons, until
 from hosts import Host, daemons_apart
-from ranks import Blocks, Shape
+from ranks import HND, NHD, Blocks, Shape
 from remote import Remote, remote
 from slots import gauge
 from stopping import slowed
@@ -62,21 +63,26 @@ _scenes = itertools.count(1)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a scene is played on. `heads`: of the source's and the reader's ranks. `apart`: on two hosts."""
+    """What a scene is played on. `heads`: of the source's and the reader's ranks. `axes`: of both. `apart`: on two
+    hosts."""
 
     name: str
     flags: tuple[str, ...] = ()
     heads: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = (((0, 6),), ((0, 6),))
+    axes: tuple[str, ...] = NHD
     apart: bool = False
 
     def shapes(self) -> list[Shape]:
-        return [Shape(heads, block_size=BLOCK, num_blocks=COUNT) for heads in self.heads]
+        return [Shape(heads, self.axes, block_size=BLOCK, num_blocks=COUNT) for heads in self.heads]
 
 
 UCX = (TCP[0], f"{TCP[1]} KEEPALIVE_INTERVAL=2s")
 DIRECT = Setting("direct", (*UCX, "--way", "direct"))
 STAGED = Setting("staged", (*UCX, "--way", "staged"))
-APART = Setting("two hosts", ("--way", "direct"), apart=True)
+RANKS = Setting("two-ranks", (*UCX, "--way", "direct"), (((0, 3), (3, 6)), ((0, 2), (2, 6))), HND)
+"""The reader's rank 1 reads from both ranks of the source, its rank 0 from one. A head's tokens lie together: runs of
+16 kB."""
+APART = Setting("two-hosts", ("--way", "direct"), apart=True)
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,8 @@ class Request:
     goes_on: Callable[[], Awaitable[None]] = field(default=lambda: asyncio.sleep(0))
     ends: list[str] = field(default_factory=list)
     """How each rank's part ended: done, or a code."""
+    said: list[str] = field(default_factory=list)
+    """The same, in words."""
 
 
 @dataclass(eq=False)
@@ -241,22 +249,26 @@ class Scene:
         """In the blocks from `first_block` on: all requests that are under way alone have the same."""
         number = next(self._numbers)
         blocks = Blocks(tuple(range(first_block, first_block + -(-tokens // BLOCK))), first_block)
-        return Request(f"{self.setting.name}-{number}".replace(" ", "-"), tokens, number, deadline_s, blocks)
+        return Request(f"{self.setting.name}-{number}", tokens, number, deadline_s, blocks)
 
     async def publish(self, request: Request, **more: float) -> None:
         """more: for `EngineClient.publish`."""
-        ranks = self.source.engines
-        await asyncio.gather(
-            *(rank.publish(request.request_id, request.blocks, request.tokens, request.seed, **more) for rank in ranks)
-        )
+        await asyncio.gather(*(self.publish_at(rank, request, **more) for rank in self.source.engines))
+
+    async def publish_at(self, rank: Remote, request: Request, **more: float) -> None:
+        await rank.publish(request.request_id, request.blocks, request.tokens, request.seed, **more)
 
     def receive(self, request: Request, *, ordered: bool = True) -> None:
         """On every rank. ordered: the engine names the source itself."""
-        source = self.source.engines[0].source() if ordered else None
         request.readers = self.reader.engines
-        request.receives = [
-            asyncio.create_task(rank.receive(request.request_id, request.blocks, source, deadline_s=request.deadline_s))
-            for rank in request.readers
+        request.receives = [asyncio.create_task(each) for each in self.receives(request, ordered=ordered)]
+
+    def receives(self, request: Request, *, ordered: bool) -> list[Coroutine[Any, Any, int]]:
+        """What `receive` does, of each rank and not begun."""
+        source = self.source.engines[0].source() if ordered else None
+        return [
+            rank.receive(request.request_id, request.blocks, source, deadline_s=request.deadline_s)
+            for rank in self.reader.engines
         ]
 
     async def order(self, request: Request) -> None:
@@ -296,6 +308,7 @@ class Scene:
             outcomes = await asyncio.gather(*request.receives, return_exceptions=True)
         for outcome in outcomes:
             assert isinstance(outcome, KvferryError | int), outcome
+        request.said = list(map(repr, outcomes))
         request.ends = [each.code if isinstance(each, KvferryError) else "done" for each in outcomes]
 
     async def quarantined(self) -> bool:
@@ -324,11 +337,7 @@ class Scene:
     async def holds(self, request: Request) -> None:
         """The one check after everything: what is done is right and stays so, the next request is served into the same
         blocks, and no daemon holds more than before."""
-        assert not set(request.ends) & {"internal", "protocol"}, request.ends
-        if request.readers is self.reader.engines:  # of an engine that was started anew no block is left
-            for engine, end in zip(request.readers, request.ends, strict=True):
-                await self._is_quiet(request, engine, end)
-        await self._forget(request)
+        await self.settled(request)
         try:
             await self.serves()
         except (AssertionError, KvferryError):
@@ -338,12 +347,20 @@ class Scene:
             await self.serves()
         await self.at_rest()
 
+    async def settled(self, request: Request) -> None:
+        """It has ended: what is done is right, the blocks of what is not are free in the end, and nobody holds it."""
+        assert not set(request.ends) & {"internal", "protocol"}, request.said
+        if request.readers is self.reader.engines:  # of an engine that was started anew no block is left
+            for engine, end in zip(request.readers, request.ends, strict=True):
+                await self._is_quiet(request, engine, end)
+        await self._forget(request)
+
     async def serves(self) -> None:
         """A request of its own, from publish to the last byte."""
         request = await self.published(TOKENS, TIMEOUT_S)
         self.receive(request)
         await self.ended(request)
-        assert request.ends == ["done"] * len(self.reader.engines), request.ends
+        assert request.ends == ["done"] * len(self.reader.engines), request.said
         for rank in self.reader.engines:
             assert await rank.differs(request.blocks, request.tokens, request.seed) == ""
 
@@ -406,7 +423,7 @@ async def gauge_of(daemon: DaemonService, name: str) -> float:
 @asynccontextmanager
 async def scened(daemons: Daemons, setting: Setting, far: Host | None = None) -> AsyncIterator[Scene]:
     """Both engines are there, and have moved something."""
-    name = f"{setting.name.replace(' ', '-')}-{next(_scenes)}"
+    name = f"{setting.name}-{next(_scenes)}"
     services: Sequence[list[DaemonService]]
     if setting.apart:
         assert far is not None

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -29,6 +30,9 @@ ANY, WELL_FORMED = (300, 40) if os.environ.get("HYPOTHESIS_PROFILE") == "ci" els
 class Impostor(peer_pb2_grpc.PeerServicer):
     """Answers as the real daemon does, but for the metadata."""
 
+    answers = sys.maxsize
+    """Then it is gone."""
+
     def __init__(self, said: peer_pb2.HandshakeReply) -> None:
         self._said, self.metadata, self.name = said, said.agent_metadata, said.agent_name
 
@@ -37,7 +41,12 @@ class Impostor(peer_pb2_grpc.PeerServicer):
         del self._said.members[1:]
         self._said.members[0].address = address
 
-    async def Handshake(self, request: peer_pb2.HandshakeRequest, context: object) -> peer_pb2.HandshakeReply:
+    async def Handshake(
+        self, request: peer_pb2.HandshakeRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> peer_pb2.HandshakeReply:
+        self.answers -= 1
+        if self.answers < 0:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it is gone")
         said = peer_pb2.HandshakeReply()
         said.CopyFrom(self._said)
         said.agent_metadata, said.agent_name = self.metadata, self.name

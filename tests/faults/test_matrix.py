@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import pytest
 from blows import ASKED, SUDDEN
 from fleet import Daemons
-from scene import DIRECT, STAGED, STATES, Scene, Setting, scened
+from hosts import Host, host
+from scene import APART, DIRECT, RANKS, STAGED, STATES, Scene, Setting, scened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 LONG_S, SHORT_S = 20.0, 2.0
@@ -50,11 +51,15 @@ class Row:
 def rows() -> Iterator[Row]:
     for blow, victim, state in itertools.product(("kill", "stop"), VICTIMS, STATES):
         yield Row(blow, victim, state)
+        yield Row(blow, victim, state, RANKS)
     for victim, blows in CHANGES.items():
         for blow, states in blows.items():
             yield from (Row(blow, victim, state) for state in states)
     for blow, victim in (*itertools.product(("kill", "stop"), DAEMONS), ("withdraw", "lease")):
         yield Row(blow, victim, "reading", STAGED)
+    yield from (Row("vanish", "line", state, APART) for state in STATES)
+    for blow, state in itertools.product(("deafen", "unplug"), ("connecting", "reading")):
+        yield Row(blow, "line", state, APART)
 
 
 QUICK = (
@@ -64,8 +69,16 @@ QUICK = (
     Row("withdraw", "lease", "reading"),
     Row("retry", "request", "reading"),
 )
-"""These run in `make test`; the others in the gate."""
+"""These run in `make test`."""
+GATE = (Row("kill", "source daemon", "reading", RANKS), Row("vanish", "line", "reading", APART))
 ALL = sorted(rows(), key=lambda row: row.setting.name)
+TOGETHER = 8
+"""Rows that one of several pytest processes plays, one after another and on one scene, under `--dist loadgroup`."""
+
+
+def marks(number: int, row: Row) -> list[pytest.MarkDecorator]:
+    together = pytest.mark.xdist_group(f"{row.setting.name}-{number // TOGETHER}")
+    return [together] if row in QUICK else [together, pytest.mark.slow if row in GATE else pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +91,15 @@ async def scenes(daemons: Daemons) -> AsyncIterator[Callable[[Setting], object]]
             if setting.name not in open_ or open_[setting.name].broken:
                 await stack.aclose()
                 open_.clear()
-                open_[setting.name] = await stack.enter_async_context(scened(daemons, setting))
+                far: Host | None = stack.enter_context(host()) if setting.apart else None
+                open_[setting.name] = await stack.enter_async_context(scened(daemons, setting, far))
             return open_[setting.name]
 
         yield scene
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=[] if row in QUICK else pytest.mark.long) for row in ALL]
+    "row", [pytest.param(row, id=str(row), marks=marks(number, row)) for number, row in enumerate(ALL)]
 )
 async def test_nothing_is_lost_torn_or_left_behind(
     scenes: Callable[[Setting], AsyncIterator[Scene]], row: Row, record_property: Callable[[str, object], None]
@@ -117,6 +131,7 @@ async def played(scene: Scene, row: Row) -> list[str]:
             noticed = time.monotonic()
         await scene.revived()
         await scene.ended(request)
+    assert "deadline" not in request.ends or row.deadline_s < LONG_S, "nothing but its deadline has ended it"
     await scene.holds(request)
     dead = ", and UCX ended " + " and ".join(scene.casualties) if scene.casualties else ""
     scene.casualties.clear()

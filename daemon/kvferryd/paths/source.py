@@ -153,6 +153,8 @@ class SourceReader:
 
     async def verify(self, agent: Agent) -> None:
         """The lease held while its blocks were read: its validity word is whole. Raises KvferryError (`torn`)."""
+        if self._stream is not None:
+            self._stream.check()
         if await agent.peek(self.source.agent_name, self.lease.word_address) != self.lease.word:
             why = f"the lease of request {self.request_id} did not hold while it was read"
             remedy = "prefill the request again"

@@ -29,7 +29,7 @@ from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.plan.crossover import DIRECT_FROM
 from kvferryd.staging.share import prepare_scatter
-from kvferryd.transport import Span
+from kvferryd.transport import Span, TransportError
 from kvferryd.transport.metadata import Screen, parse
 
 log = logs.get(__name__)
@@ -250,7 +250,22 @@ class Peers:
             log.info("not staged yet", engine_id=rank.manifest.engine_id, rank=rank.rank, why=str(error))
 
     async def _load(self, rank: PeerRank, peer: PeerEngine) -> None:
-        """Make the rank readable: load its metadata, and pay for the wire-up now."""
+        """Make the rank readable. What NIXL says of a peer that has gone meanwhile is not what is wrong with it."""
+        name = rank.agent_name
+        try:
+            await self._load_living(rank, peer)
+        except TransportError:
+            now, _ = await self._ask(peer.own, peer.engine_id, rank.address)
+            await now.close()
+            if now.agent_name != name:
+                raise PeerFailed(
+                    "peer_lost", f"engine {peer.engine_id} was registered anew at {rank.address} meanwhile",
+                    field="address", value=rank.address, remedy="try again",
+                ) from None  # fmt: skip
+            raise
+
+    async def _load_living(self, rank: PeerRank, peer: PeerEngine) -> None:
+        """Load its metadata, and pay for the wire-up now."""
         agent, metadata = peer.own.agent, parse(rank.agent_name, rank.metadata)
         readable = [rank.regions[id] for id in sorted(rank.regions)]
         if rank.staging:

@@ -133,8 +133,9 @@ class Transfer:
                 self._task.cancel()
 
     def _on_lost(self, why: KvferryError) -> None:
-        """The stream to a source rank is over. Of a host that has vanished NIXL says nothing to a read under way."""
-        if any(not flight.quiet.done() for flight in self._flights):
+        """The stream to a source rank is over. Of a host that has vanished NIXL says nothing to a read under way, be it
+        of blocks or of the lease's word."""
+        if self.state is TransferState.VERIFYING or any(not flight.quiet.done() for flight in self._flights):
             self.stop(TransferState.FAILED, why)
 
     # ---- how it stands ----

@@ -149,27 +149,35 @@ class Screen:
         answer in time, `transport_failed` with what NIXL said.
         """
         async with self._one_at_a_time:
-            answer = ""
-            try:
-                process = self._process or await self._start()
-                self._loads += 1
-                assert process.stdin is not None and process.stdout is not None
-                host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
-                asked = json.dumps([metadata.alias, metadata.blob.hex(), host]).encode() + b"\n"
-                async with asyncio.timeout(timeout_s):
-                    with contextlib.suppress(ConnectionError):  # it has died
-                        process.stdin.write(asked)
-                        await process.stdin.drain()
-                        answer = (await process.stdout.readline()).decode().strip()
-            except TimeoutError:
-                raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s) from None
-            finally:
-                if answer != FINE or self._loads == LOADS:
-                    await self.close()  # a failed load may have left anything behind in it
+            used = self._loads > 0
+            answer = await self._tried(metadata, spans, timeout_s)
+            if not answer and used:  # it may have died of another peer, whose connection broke
+                answer = await self._tried(metadata, spans, timeout_s)
         if not answer:
             raise _malformed("the process that tried it died of it")
         if answer != FINE:
             raise nixl_failed(answer, answer)
+
+    async def _tried(self, metadata: Metadata, spans: Sequence[Span], timeout_s: float) -> str:
+        """What the process says; nothing where it has died."""
+        answer = ""
+        try:
+            process = self._process or await self._start()
+            self._loads += 1
+            assert process.stdin is not None and process.stdout is not None
+            host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
+            asked = json.dumps([metadata.alias, metadata.blob.hex(), host]).encode() + b"\n"
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(ConnectionError):  # it has died
+                    process.stdin.write(asked)
+                    await process.stdin.drain()
+                    answer = (await process.stdout.readline()).decode().strip()
+        except TimeoutError:
+            raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s) from None
+        finally:
+            if answer != FINE or self._loads == LOADS:
+                await self.close()  # a failed load may have left anything behind in it
+        return answer
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = process = await asyncio.create_subprocess_exec(
