@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -158,36 +159,89 @@ async def test_what_daemons_prove_is_changed_without_a_failed_transfer(
         await running
 
 
-async def test_a_token_is_changed_without_a_failed_order(
+AT_ONCE = 8
+"""Orders under way at a time."""
+
+
+class Routers:
+    """Of both daemons, with a client for every token: `token` is the one that orders are sent with from now on."""
+
+    def __init__(self, stack: AsyncExitStack, urls: Sequence[str], token: str) -> None:
+        self._stack, self._urls = stack, urls
+        self._of: dict[str, list[RouterClient]] = {}
+        self.token = token
+        self.done: Counter[str] = Counter()
+        """Orders, by their token."""
+
+    async def now(self) -> list[RouterClient]:
+        if self.token not in self._of:
+            made = [RouterClient(url, token=self.token) for url in self._urls]
+            self._of[self.token] = [await self._stack.enter_async_context(each) for each in made]
+        return self._of[self.token]
+
+
+@pytest.mark.timeout(300)
+async def test_tokens_are_changed_under_a_stream_of_orders_and_none_fails(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
-    file, old, new = tmp_path / "tokens", secrets.token_hex(16), secrets.token_hex(16)
-    replace(file, lines_of(old))
-    (there,), (here,) = await daemons.start("tokens-s"), await daemons.start("tokens-r", 1, "--token-file", str(file))
-    source, _ = await engine_on(stack, "tokens-s", there)
-    reader = await TestEngine.start("tokens-r", [here], TP1)
+    """Of both daemons: the reader's takes orders and tells of them, the source's tells of its leases. Twice
+    the new token is let in beside the old one, routers change, and the old one goes."""
+    files = [tmp_path / "tokens-s", tmp_path / "tokens-r"]
+    old = secrets.token_hex(16)
+    for file in files:
+        replace(file, lines_of(old))
+    (there,), (here,) = [await daemons.start(file.name, 1, "--token-file", str(file)) for file in files]
+    shape = Shape.tp(1, num_blocks=256)
+    source, reader = [await TestEngine.start(each.name, [each], shape) for each in (there, here)]
+    stack.push_async_callback(source.close)
     stack.push_async_callback(reader.close)
-    numbers = itertools.count()
+    routers, numbers, enough = Routers(stack, [there.url, here.url], old), itertools.count(), asyncio.Event()
 
-    async def orders(token: str) -> None:
-        request = f"r{next(numbers)}"
-        kv, _ = await published(source, request)
-        blocks = reader.take(kv.tokens)
-        receiving = asyncio.create_task(reader.receive(request, blocks))
-        async with RouterClient(here.url, token=token) as router:
-            await router.order(OrderBody(request_id=request, source=source.source()))
-        await receiving
+    async def orders() -> None:
+        while not enough.is_set():
+            name = f"r{next(numbers)}"
+            token, (at_source, at_reader) = routers.token, await routers.now()
+            kv, (lease,) = await published(source, name)
+            blocks = reader.take(kv.tokens)
+            assert name in {each.request_id for each in await at_source.leases()}
+            receiving = asyncio.create_task(reader.receive(name, blocks))
+            ordered = await at_reader.order(OrderBody(request_id=name, source=source.source()))
+            record = await at_reader.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
+            await receiving
+            assert record.state is TransferState.DONE
+            assert not shape.wrong(0, reader.ranks[0].memory, kv, blocks)
+            await lease.ended()
+            routers.done[token] += 1
 
-    await orders(old)
-    replace(file, lines_of(new, old))
-    await orders(old)
-    await orders(new)
-    replace(file, lines_of(new))
-    await orders(new)
-    async with httpx.AsyncClient(base_url=here.url, trust_env=False) as http:
-        for headers in ({}, {"authorization": f"Bearer {old}"}, {"authorization": f"Basic {new}"}):
-            refused = await http.post("/v1/transfers", json={}, headers=headers)
-            assert (refused.status_code, refused.json()["code"]) == (401, "unauthorized")
+    async with AsyncExitStack() as streaming:
+        streams = [await streaming.enter_async_context(under_way(orders())) for _ in range(AT_ONCE)]
+
+        async def moved(token: str, wanted: int) -> bool:
+            for stream in streams:
+                assert not stream.done(), stream.exception()
+            return routers.done[token] >= wanted
+
+        await until(lambda: moved(old, 2 * AT_ONCE), "orders go on")
+        for _ in range(2):
+            new = secrets.token_hex(16)
+            for file in files:
+                replace(file, lines_of(new, old))
+                now = routers.done[old]
+                await until(lambda now=now, old=old: moved(old, now + AT_ONCE), "the old token goes on")
+            routers.token = new
+            await until(lambda new=new: moved(new, 2 * AT_ONCE), "all have changed, and the new token is let in")
+            for file in files:
+                replace(file, lines_of(new))
+                now = routers.done[new]
+                await until(lambda now=now, new=new: moved(new, now + AT_ONCE), "the new token goes on")
+            for daemon in (there, here):
+                async with httpx.AsyncClient(base_url=daemon.url, trust_env=False) as http:
+                    for headers in ({}, {"authorization": f"Bearer {old}"}, {"authorization": f"Basic {new}"}):
+                        refused = await http.post("/v1/transfers", json={}, headers=headers)
+                        assert (refused.status_code, refused.json()["code"]) == (401, "unauthorized")
+            old = new
+        enough.set()
+        await asyncio.gather(*streams)
 
 
 async def test_who_is_left_with_an_old_secret_is_cut_off_in_connections_that_stand(

@@ -1,7 +1,11 @@
-"""Six daemons on loopback, four engines of different shape, random requests, and everything goes wrong all the time.
+"""Six daemons on loopback, four engines of random shapes, random requests, and everything goes wrong all the time.
 
 `make soak` for ten minutes (SOAK=seconds), a minute in the gate; SOAK_SEED repeats the requests of a run. Every byte of
-every request that is done is compared, at once and again before its blocks are given away. It ends with a table.
+every request that is done is compared, at once and again before its blocks are given away. It ends with a table, after
+Ctrl-C too.
+
+Half of the daemons know TCP only, where a read takes time and a peer's death is noticed late; the others take what UCX
+finds. Half of the engines compare checksums as they read. One daemon is never killed: it meets all that come and go.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import signal
 import time
 from collections import Counter, defaultdict
@@ -17,12 +22,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fleet import TIMEOUT_S, Daemons, ended, until
-from ranks import HND, Blocks, Kv, Shape, TestEngine
+from ranks import HEADS, STATE, Blocks, Kv, Shape, TestEngine
 from scene import GAUGES, UCX, Held, gauge_of, idle, is_ucx
 from soaking import SECONDS, SEED
 from stopping import stopped
+from victim import OWN_FAULT
 
 from kvferry.engine import Lease, ReceiveCancelled, Unsettled
 from kvferry.errors import KvferryError
@@ -32,23 +39,55 @@ from kvferry.schemas import OrderBody
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(SECONDS + 240)]
-SHAPES = {
-    "two": Shape.tp(2, block_size=16, num_blocks=600),
-    "twins": Shape.tp(2, axes=HND, block_size=24, num_blocks=400),
-    "one": Shape.tp(1, block_size=5, num_blocks=1900),
-    "single": Shape.tp(1, axes=("head", "block", "slot", "dim"), block_size=64, num_blocks=150),
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine, whose shape is another one at each of its starts."""
+
+    heads: tuple[tuple[tuple[int, int], ...], ...]
+    """What its ranks may hold."""
+    flags: tuple[str, ...]
+    """Of its daemons."""
+    spared: bool = False
+    """Its daemons are stopped, and never killed."""
+
+    @property
+    def checked(self) -> bool:
+        return CHECKSUM in self.flags
+
+    def shape(self, rng: random.Random) -> Shape:
+        axes = (*rng.sample(("block", "slot", "head"), 3), "dim")
+        size = rng.choice((5, 16, 24, 64, 256))
+        return Shape(rng.choice(self.heads), axes=axes, block_size=size, num_blocks=HELD // size)
+
+
+CHECKSUM = "--checksum"
+PAIRS = (((0, 3), (3, 6)), ((0, 2), (2, 6)), ((0, 6), (0, 6)))
+WHOLE = (((0, 6),),)
+KINDS = {
+    "two": Kind(PAIRS, (*UCX, CHECKSUM)),
+    "twins": Kind(PAIRS, ()),
+    "one": Kind(WHOLE, (CHECKSUM,)),
+    "single": Kind(WHOLE, UCX, spared=True),
 }
 """6 daemons in all."""
 AT_ONCE = 12
-LONGEST = 2000
-"""Tokens of a request."""
+LONGEST = 12_000
+"""Tokens of a request, of 576 bytes each."""
+HELD = 64_000
+"""Tokens that a cache has room for."""
 DEADLINES_S = (0.2, 5.0, 20.0, 20.0)
 GRACE_S = 40.0
 """What a client adds to its deadline, and the machine to that. A request that takes longer hangs."""
-WAYS = ("direct", "staged")
+WAYS = ("direct", "staged", "auto")
 FATES = ("", "", "", "", "", "cancel", "abort", "revoke", "withdraw", "duplicate")
 CALM_S = (1.0, 5.0)
 """Between two troubles."""
+START_S = 300.0
+"""Of a daemon, on a machine that has other work: nothing is measured by it."""
+GROWTH_MB = 64.0
+"""Of the daemon that is never killed, in the last three quarters: its history fills."""
 SPREAD = 16
 """By how many descriptors or threads daemons of equal work may differ, old and young ones."""
 
@@ -63,8 +102,7 @@ class Life:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @classmethod
-    async def begin(cls, name: str, daemons: Sequence[DaemonService]) -> Life:
-        shape = SHAPES[name]
+    async def begin(cls, name: str, daemons: Sequence[DaemonService], shape: Shape) -> Life:
         every = range(shape.num_blocks)
         return cls(await TestEngine.start(name, daemons, shape), set(every), set(every))
 
@@ -91,26 +129,27 @@ class Life:
 
 @dataclass
 class Seen:
-    ends: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By way and outcome."""
+    ends: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By way, the outcomes."""
     nbytes: Counter[str] = field(default_factory=Counter)
+    took_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By way, of each request that was done, from its reservation on."""
     wrong: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     troubles: Counter[str] = field(default_factory=Counter)
 
     def table(self, elapsed_s: float) -> str:
-        by_way: dict[str, Counter[str]] = defaultdict(Counter)
-        for (way, end), count in self.ends.items():
-            by_way[way][end] += count
-        lines = ["| way | requests | done | GiB | MB/s | ended otherwise |", "|---|---|---|---|---|---|"]
-        for way, ends in sorted(by_way.items()):
+        heads = ("way", "requests", "done", "GiB", "MB/s", "p50, ms", "p99, ms", "ended otherwise")
+        rows: list[Sequence[object]] = [heads, ["---"] * len(heads)]
+        for way, ends in sorted(self.ends.items()):
             others = ", ".join(f"{count} {end}" for end, count in ends.most_common() if end != "done")
             gib, rate = self.nbytes[way] / 2**30, self.nbytes[way] / elapsed_s / 1e6
-            lines.append(f"| {way} | {ends.total()} | {ends['done']} | {gib:.2f} | {rate:.1f} | {others} |")
+            p50, p99 = (f"{took_s * 1e3:.0f}" for took_s in np.percentile(self.took_s[way] or [0.0], (50, 99)))
+            rows.append((way, ends.total(), ends["done"], f"{gib:.2f}", f"{rate:.1f}", p50, p99, others))
         troubles = ", ".join(f"{count} {name}" for name, count in self.troubles.most_common())
         return "\n".join(
             [
-                *lines,
+                *(f"| {' | '.join(map(str, row))} |" for row in rows),
                 "",
                 f"{elapsed_s:.0f} s, seed {SEED}; wrong: {len(self.wrong)}; hangs: {len(self.hangs)}",
                 troubles,
@@ -122,24 +161,26 @@ class Soak:
     def __init__(self, daemons: Daemons) -> None:
         self.daemons, self.seen = daemons, Seen()
         self.rng = random.Random(SEED)
+        self.store = Kv.random(8 * LONGEST, SEED)
         self.services: dict[str, list[DaemonService]] = {}
         self.routers: dict[str, RouterClient] = {}
         self.lives: dict[str, Life] = {}
         self.killed: set[int] = set()
         self.over = asyncio.Event()
         self._numbers = iter(range(1 << 62))
-        self._repairing = {name: asyncio.Lock() for name in SHAPES}
 
     async def start(self) -> None:
-        names = list(SHAPES)
         started = await asyncio.gather(
-            *(self.daemons.start(name, len(SHAPES[name].heads), *UCX, "--way", "staged") for name in names)
+            *(
+                self.daemons.start(name, len(kind.heads[0]), *kind.flags, "--way", "staged")
+                for name, kind in KINDS.items()
+            )
         )
-        self.services = dict(zip(names, started, strict=True))
+        self.services = dict(zip(KINDS, started, strict=True))
         for service in self.every():
             self.routers[service.name] = RouterClient(service.url)
-        lives = await asyncio.gather(*(Life.begin(name, self.services[name]) for name in names))
-        self.lives = dict(zip(names, lives, strict=True))
+        for name in KINDS:
+            await self.begin(name)
 
     async def close(self) -> None:
         await asyncio.gather(*(life.engine.close() for life in self.lives.values()))
@@ -163,14 +204,16 @@ class Soak:
         """From publish to the last byte, or to whatever else becomes of it."""
         theirs, ours = self.lives[source], self.lives[reader]
         number, way, deadline_s = next(self._numbers), self.rng.choice(WAYS), self.rng.choice(DEADLINES_S)
-        name, tokens = f"soak-{number}", 1 + min(LONGEST, int(self.rng.expovariate(1 / 300)))
-        kv = Kv.random(tokens, SEED % (1 << 31) + number)
+        name, tokens = f"soak-{number}", round(LONGEST ** self.rng.random())
+        kv = self.kv(tokens)
         try:
             published, reserved = await asyncio.gather(theirs.take(tokens, self.rng), ours.take(tokens, self.rng))
         except TimeoutError:  # what held them has gone with its engine
             return
         leases: list[Lease] = []
         outcomes: list[Received | BaseException] = []
+        row = f"{way}, checksums" if KINDS[reader].checked else way
+        began = time.monotonic()
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
                 receiving = asyncio.create_task(
@@ -180,12 +223,12 @@ class Soak:
                     leases = await self.publish(theirs, name, published, kv)
                     await self.happens(fate, theirs, ours, name, receiving)
                 except KvferryError as refused:
-                    self.seen.ends[way, f"not published ({refused.code})"] += 1
+                    self.seen.ends[row][f"not published ({refused.code})"] += 1
                 outcomes = await receiving
         except TimeoutError:
             self.seen.hangs.append(f"{name} from {source} to {reader}, {way}, {fate}")
             return
-        self.note(name, way, outcomes)
+        self.note(name, row, outcomes, time.monotonic() - began)
         if outcomes and all(isinstance(outcome, Received) for outcome in outcomes):
             await self.compare(name, ours, kv, reserved)
         elif any(isinstance(outcome, BaseException) for outcome in outcomes):
@@ -194,6 +237,12 @@ class Soak:
         await asyncio.gather(
             self.reader_is_done(ours, reserved, outcomes), self.source_is_done(theirs, published, leases)
         )
+
+    def kv(self, tokens: int) -> Kv:
+        """Some of a store of chance: made anew for each request it would take more than all else here."""
+        first = self.rng.randrange(self.store.tokens - tokens)
+        state = self.rng.randbytes(self.store.state.nbytes)
+        return Kv(self.store.paged[:, :, first : first + tokens], np.frombuffer(state, np.uint16).reshape(HEADS, STATE))
 
     async def publish(self, life: Life, name: str, blocks: Blocks, kv: Kv) -> list[Lease]:
         """Some whole, some in two pieces."""
@@ -239,13 +288,14 @@ class Soak:
                 case _:
                     await self.router(ours).order(OrderBody(request_id=name, source=theirs.engine.source()))
 
-    def note(self, name: str, way: str, outcomes: list[Received | BaseException]) -> None:
+    def note(self, name: str, row: str, outcomes: list[Received | BaseException], took_s: float) -> None:
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         codes = {each.code if isinstance(each, KvferryError) else type(each).__name__ for each in failed}
-        assert not codes & {"internal", "protocol"}, (name, failed)
-        self.seen.ends[way, "+".join(sorted(codes)) or "done"] += 1
+        assert not codes & {"internal", "protocol", "checksum_mismatch"}, (name, failed)
+        self.seen.ends[row]["+".join(sorted(codes)) or "done"] += 1
         if not failed:
-            self.seen.nbytes[way] += sum(each.nbytes for each in outcomes if isinstance(each, Received))
+            self.seen.took_s[row].append(took_s)
+            self.seen.nbytes[row] += sum(each.nbytes for each in outcomes if isinstance(each, Received))
 
     async def compare(self, name: str, life: Life, kv: Kv, blocks: Blocks) -> None:
         for when in ("at once", "a little later"):
@@ -279,7 +329,7 @@ class Soak:
         except KvferryError:
             return
         if leases:
-            life.engine.write(Kv.random(len(blocks.ids) * life.engine.shape.block_size), blocks)
+            life.engine.write(self.kv(len(blocks.ids) * life.engine.shape.block_size), blocks)
             await life.give_back(blocks)
 
     # ---- troubles ----
@@ -290,7 +340,9 @@ class Soak:
                 await asyncio.wait_for(self.over.wait(), self.rng.uniform(*CALM_S))
             name = self.rng.choice(sorted(self.lives))
             service = self.rng.choice(self.services[name])
-            match self.rng.choice(("kill", "end", "stop", "stop", "leave")):
+            match self.rng.choice(
+                ("stop", "leave") if KINDS[name].spared else ("kill", "end", "stop", "stop", "leave")
+            ):
                 case "stop":
                     with stopped(service.process.pid):
                         await asyncio.sleep(self.rng.uniform(0.1, 3.0))
@@ -320,7 +372,7 @@ class Soak:
             if service.process.poll() is not None:
                 self.services[name][index] = self.daemons.fleet.again(service)
         try:
-            await self.daemons.fleet.ready(*self.services[name], timeout_s=TIMEOUT_S)
+            await self.daemons.fleet.ready(*self.services[name], timeout_s=START_S)
         except ServiceError as error:
             if not is_ucx(error.service):
                 raise
@@ -332,7 +384,10 @@ class Soak:
         old = self.lives[name]
         with contextlib.suppress(KvferryError):
             await old.engine.close()
-        self.lives[name] = await Life.begin(name, self.services[name])
+        await self.begin(name)
+
+    async def begin(self, name: str) -> None:
+        self.lives[name] = await Life.begin(name, self.services[name], KINDS[name].shape(self.rng))
 
     # ---- the end ----
 
@@ -349,8 +404,8 @@ class Soak:
 
     async def roll_call(self) -> None:
         """Every engine reads from every other: then all daemons have the same connections."""
-        for source in SHAPES:
-            for reader in SHAPES:
+        for source in KINDS:
+            for reader in KINDS:
                 if source != reader:
                     await self.request(source, reader)
 
@@ -362,6 +417,18 @@ class Soak:
             name: (min(getattr(each, name) for each in held), max(getattr(each, name) for each in held))
             for name in names
         }
+
+    def faults(self) -> list[str]:
+        """What no daemon may ever write."""
+        logs = self.daemons.fleet.directory.glob("*.log")
+        return [line for log in logs for line in log.read_text().splitlines() if OWN_FAULT.search(line)]
+
+
+def own_mb(daemon: DaemonService) -> float:
+    """What it holds of memory that it shares with nobody: no cache, and no arena."""
+    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    (kb,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kb) / 1024
 
 
 @asynccontextmanager
@@ -377,21 +444,28 @@ async def test_six_daemons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with capsys.disabled():
         print(f"\nsoaking for {SECONDS:.0f} s, seed {SEED}")
     async with soaking(tmp_path) as soak:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, soak.over.set)
         began = time.monotonic()
         tasks = [asyncio.create_task(soak.requests()) for _ in range(AT_ONCE)]
         tasks.append(asyncio.create_task(soak.troubles()))
-        await asyncio.wait(tasks, timeout=SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks, timeout=SECONDS / 4, return_when=asyncio.FIRST_EXCEPTION)
+        (old,) = soak.services["single"]
+        early_mb = own_mb(old)
+        await asyncio.wait(tasks, timeout=SECONDS * 3 / 4, return_when=asyncio.FIRST_EXCEPTION)
         soak.over.set()
         await asyncio.gather(*tasks)
         elapsed_s = time.monotonic() - began
         await soak.look_after()
         await soak.roll_call()
         await soak.at_rest()
-        spread = soak.spread()
+        spread, late_mb = soak.spread(), own_mb(old)
         with capsys.disabled():
             print(soak.seen.table(elapsed_s))
             print("held by each daemon:", ", ".join(f"{low} to {high} {what}" for what, (low, high) in spread.items()))
+            print(f"memory of the one that is never killed: {early_mb:.0f} MB after a quarter, then {late_mb:.0f}")
+        assert not soak.faults()
         assert not soak.seen.wrong
         assert not soak.seen.hangs
+        assert late_mb < early_mb + GROWTH_MB
         assert all(high - low <= SPREAD for low, high in spread.values()), spread
-        assert sum(count for (_, end), count in soak.seen.ends.items() if end == "done") > 0
+        assert all(ends["done"] for ends in soak.seen.ends.values())
