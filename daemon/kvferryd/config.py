@@ -58,7 +58,7 @@ class Config(BaseModel):
         le=1024,
     )
     checksum: settings.Flag = _about(
-        False, "compare a checksum of all that was read with the source's, before a transfer is done; host memory only"
+        False, "compare a checksum of all that was read with the source's, before a transfer is done"
     )
     strict: settings.Flag = _about(False, "register and export staging slots only: peers can read nothing else")
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
@@ -251,8 +251,6 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str,
     if not config.arena_mb and (config.strict or config.way == "staged"):
         why = f"is too little: {'strict = true' if config.strict else 'way = staged'} needs a staging arena"
         yield "arena_mb", why, "raise arena_mb, or set strict = false and way = auto, direct or mapped"
-    if config.checksum and config.device != "cpu":
-        yield "checksum", f"is for host memory, and device = {config.device}", "set checksum = false"
     if config.strict and config.way in ("direct", "mapped"):
         yield "way", "cannot be had with strict = true", "set way = auto or staged, or strict = false"
     if settings.is_wildcard(config.peer) and origins["advertise"] == "default":

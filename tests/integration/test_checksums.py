@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import grpc
 import pytest
-from fleet import Daemons, under_way, until
+from fleet import Daemons, peer_stub, under_way, until
 from ranks import HND, Blocks, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
+from kvferry.v1 import peer_pb2
 
 pytestmark = pytest.mark.anyio
 FIRST, ALL = 30, 200
@@ -84,3 +86,13 @@ async def test_a_byte_that_changes_after_it_was_moved_fails_the_transfer(
             await received
     assert failed.value.code == "checksum_mismatch"
     assert "prefill the request again" in failed.value.remedy
+
+
+async def test_a_reader_of_before_is_told_that_its_sums_are_no_more(scene: Scene, request_id: str) -> None:
+    """It asks for CRC-32s: an answer without them would look like bytes that differ."""
+    asked = peer_pb2.SumRequest(engine_id=scene.source.engine_id, epoch=scene.source.epoch)
+    asked.wanted.request_id = request_id
+    async with peer_stub(scene.source.daemons[0]) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Sum(asked, timeout=30)
+    assert "CRC-32s, which are not made any more" in str(refused.value.details())

@@ -1,7 +1,10 @@
-"""Checksums are equal on both sides whatever the layouts, and differ when one moved byte does."""
+"""Checksums are what copy/sums.py says, equal on both sides whatever the layouts, unless a byte has changed."""
 
 from __future__ import annotations
 
+from random import Random
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SENTINEL, blank
@@ -9,9 +12,10 @@ from strategies import Case, cases, tried
 from test_copy_host import Memory, sources_of
 from test_share import packed_by
 
-from kvferryd.copy import Chunk, cut, host, mapped, moves
+from kvferryd.copy import Batch, Chunk, Move, cut, host, mapped, moves
+from kvferryd.copy.batch import Side, Table
 from kvferryd.copy.chunks import ALIGN
-from kvferryd.copy.sums import sums
+from kvferryd.copy.sums import MOST_NBYTES, SLICE_NBYTES, HostSums
 from kvferryd.plan import bind, plan
 
 
@@ -28,11 +32,11 @@ def test_both_sides_sum_alike_until_a_byte_changes(case: Case, chunk_nbytes: int
     def theirs(rank: int) -> list[int]:
         """By what the source knows."""
         chunks = packed_by(rank, case, chunk_nbytes, True, False)
-        return sums(chunks, lambda chunk, at: chunk.gather(sources[rank].addresses(), at))
+        return HostSums()(chunks, lambda chunk, at: chunk.gather(sources[rank].addresses(), at))
 
     def ours(rank: int) -> list[int]:
         chunks: list[Chunk] = [chunk for chunk in mine if chunk.source_rank == rank]
-        return sums(chunks, lambda chunk, at: chunk.collect(own.addresses(), at))
+        return HostSums()(chunks, lambda chunk, at: chunk.collect(own.addresses(), at))
 
     ranks = sorted({chunk.source_rank for chunk in mine})
     assert [ours(rank) for rank in ranks] == [theirs(rank) for rank in ranks]
@@ -44,3 +48,57 @@ def test_both_sides_sum_alike_until_a_byte_changes(case: Case, chunk_nbytes: int
     inside = data.draw(st.integers(0, int(some.nbytes[at]) - 1))
     own.arrays[some.destination_region][int(some.destination_offsets[at]) + inside] ^= 1
     assert [rank for rank in ranks if ours(rank) != theirs(rank)] == [some.source_rank]
+
+
+def key(place: int) -> int:
+    """Of the definition, without numpy: SplitMix64 of the word's number, made odd."""
+    whole = (1 << 64) - 1
+    mixed = (place + 1) * 0x9E3779B97F4A7C15 & whole
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & whole
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & whole
+    return mixed ^ mixed >> 31 | 1
+
+
+def sum_of(held: bytes) -> int:
+    """Of one chunk's bytes: by the byte, so that no width of access is assumed."""
+    return sum(byte * 256 ** (at % 4) * key(at // 4) for at, byte in enumerate(held)) % 2**64
+
+
+def runs_of(memory: np.ndarray, nbytes: int, order: list[int]) -> list[Chunk]:
+    """Runs of so many bytes, in this order of their places in memory, as chunks."""
+    side = Side(np.zeros(1, np.int64), Table(np.array(order, np.int64) * nbytes))
+    return cut([Move(0, 0, 0, Batch(nbytes, len(order), side, side))], len(memory) // 2 // ALIGN * ALIGN)
+
+
+@given(st.integers(1, 40), st.integers(40, 60), st.randoms(use_true_random=False))
+def test_the_sum_is_that_of_its_definition(nbytes: int, runs: int, random: Random) -> None:
+    memory = np.frombuffer(random.randbytes(nbytes * runs + 2 * ALIGN), np.uint8)
+    order = random.sample(range(runs), runs)
+    chunks = runs_of(memory, nbytes, order)
+    packed = b"".join(memory[nbytes * run : nbytes * (run + 1)].tobytes() for run in order)
+    expected = []
+    for chunk in chunks:
+        expected.append(sum_of(packed[: chunk.nbytes]))
+        packed = packed[chunk.nbytes :]
+    assert HostSums()(chunks, lambda chunk, at: chunk.gather({0: memory.ctypes.data}, at)) == expected
+
+
+def test_a_gpus_chunk_is_summed_alike_on_the_host() -> None:
+    """By slices: each place has its key, wherever a slice begins."""
+    memory = np.random.default_rng(6).integers(0, 256, SLICE_NBYTES + 1000, np.uint8)
+    side = Side(np.zeros(1, np.int64), Table(np.zeros(1, np.int64)))
+    (chunk,) = cut([Move(0, 0, 0, Batch(len(memory), 1, side, side))], MOST_NBYTES)
+    (found,) = HostSums()([chunk], lambda chunk, at: chunk.gather({0: memory.ctypes.data}, at))
+    words = memory.view("<u4").tolist()
+    assert found == sum(word * key(place) for place, word in enumerate(words)) % 2**64
+
+
+def test_runs_that_have_changed_places_are_noticed() -> None:
+    memory = np.random.default_rng(5).integers(0, 256, 64 * 512, np.uint8)
+    blocks = [[0, 1, 2, 3, *range(4, 64)], [1, 0, 2, 3, *range(4, 64)], [0, 1, 3, 2, *range(4, 64)]]
+    each = [
+        HostSums()(runs_of(memory, 512, order), lambda chunk, at: chunk.gather({0: memory.ctypes.data}, at))
+        for order in blocks
+    ]
+    assert len({tuple(found) for found in each}) == len(blocks)
+    assert len({found[-1] for found in each}) == 1, "of the chunks that were not touched"

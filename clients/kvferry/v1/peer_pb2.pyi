@@ -884,8 +884,11 @@ class SumRequest(google.protobuf.message.Message):
     ENGINE_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     WANTED_FIELD_NUMBER: builtins.int
+    WIDE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     epoch: builtins.str
+    wide: builtins.bool
+    """sums of 64 bits; a reader that does not ask for these is of a version that knows CRC-32 only"""
     @property
     def wanted(self) -> Global___PackOpen: ...
     def __init__(
@@ -894,9 +897,10 @@ class SumRequest(google.protobuf.message.Message):
         engine_id: builtins.str = ...,
         epoch: builtins.str = ...,
         wanted: Global___PackOpen | None = ...,
+        wide: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["wanted", b"wanted"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "wanted", b"wanted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "wanted", b"wanted", "wide", b"wide"]) -> None: ...
 
 Global___SumRequest: typing_extensions.TypeAlias = SumRequest
 
@@ -905,14 +909,20 @@ class SumReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SUMS_FIELD_NUMBER: builtins.int
+    WIDE_FIELD_NUMBER: builtins.int
     @property
-    def sums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def sums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """CRC-32s: not given any more"""
+
+    @property
+    def wide(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         sums: collections.abc.Iterable[builtins.int] | None = ...,
+        wide: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sums", b"sums"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sums", b"sums", "wide", b"wide"]) -> None: ...
 
 Global___SumReply: typing_extensions.TypeAlias = SumReply
 

@@ -130,7 +130,7 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sum(self, request, context):
-        """The CRC-32 of each chunk of what a reader has moved, over this side's own blocks, while the lease holds.
+        """A checksum of each chunk of what a reader has moved, over this side's own blocks, while the lease holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

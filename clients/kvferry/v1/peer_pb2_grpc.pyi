@@ -274,7 +274,7 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     """Staged transfers: both sides plan the same copy, so that both know what a slot carries. Once for each pair."""
 
     Sum: _PeerSumType
-    """The CRC-32 of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
+    """A checksum of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
 
     Order: _PeerOrderType
     """Hands an order to another rank of the same engine; streams that rank's record until it has ended."""
@@ -383,7 +383,7 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.peer_pb2.SumRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.peer_pb2.SumReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.SumReply]]:
-        """The CRC-32 of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
+        """A checksum of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
 
     @abc.abstractmethod
     def Order(

@@ -16,7 +16,7 @@ from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.api.callers import Callers, host_of
 from kvferryd.check import check_request_id
-from kvferryd.copy.sums import CHUNK_NBYTES
+from kvferryd.copy.sums import MOST_NBYTES
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
@@ -134,19 +134,19 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Sum(self, request: peer_pb2.SumRequest, context: Context) -> peer_pb2.SumReply:
         engine, wanted = self._of_epoch(request.engine_id, request.epoch), request.wanted
         check_request_id(wanted.request_id)
-        if engine.session.on_gpu:
-            why, remedy = "checksums are of host memory, and this engine's is a GPU's", "set checksum = false"
-            raise Conflict("no_checksum", why, field="checksum", value=engine.engine_id, remedy=remedy)
+        if not request.wide:
+            why, remedy = "the reader asks for CRC-32s, which are not made any more", "upgrade the reader's daemon"
+            raise Conflict("no_checksum", why, field="wide", value=False, remedy=remedy)
         lease = engine.leases.get(wanted.request_id)
         if lease is None:
             why, remedy = f"no lease of request {wanted.request_id} is held here", "prefill the request again"
             raise NotFound("unknown_lease", why, field="request_id", value=wanted.request_id, remedy=remedy)
         gatherer = Gatherer(engine.manifest, engine.addresses, None, engine.pairings)
-        cutting = gatherer.cutting(wanted, lease, CHUNK_NBYTES)
+        cutting = gatherer.cutting(wanted, lease, MOST_NBYTES)
         sums = await engine.sums.of(cutting, lambda chunk, at: chunk.gather(gatherer.regions, at))
         if lease.state.ended:
             raise lease.over()
-        return peer_pb2.SumReply(sums=sums)
+        return peer_pb2.SumReply(wide=sums)
 
     @stream
     async def Order(self, request: peer_pb2.OrderRequest, context: Context) -> AsyncIterator[peer_pb2.RankTransfer]:

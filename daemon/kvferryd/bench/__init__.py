@@ -26,6 +26,7 @@ class Options:
     case: str = ""
     json: Path | None = None
     device: str = "cuda"
+    checksum: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,15 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="gpu: the cases to know, with few repeats")
     parser.add_argument("--case", default="", metavar="TEXT", help="gpu: cases whose name has this, such as TP or MLA")
     parser.add_argument("--json", type=Path, metavar="FILE", help="gpu: keep every row as a line of JSON as well")
+    parser.add_argument("--checksum", action="store_true", help="gpu: readers compare checksums of what they have read")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     wanted = arguments.parts or [name for name in PARTS if name != "gpu"]
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]}: choose from {', '.join(PARTS)}")
-    options = Options(arguments.quick, arguments.case, arguments.json, arguments.device)
+    options = Options(arguments.quick, arguments.case, arguments.json, arguments.device, arguments.checksum)
     if options != Options() and "gpu" not in wanted:
-        parser.error("--quick, --case and --json are for the part gpu")
+        parser.error("--quick, --case, --json and --checksum are for the part gpu")
     return max(_run(name, options) for name in wanted)
 
 

@@ -1,6 +1,6 @@
 """GPU memory: every way of kvferry beside the copy ceiling and NIXL's own reads, one table from one run.
 
-    kvferry bench gpu [--quick] [--case TEXT] [--json rows.jsonl]
+    kvferry bench gpu [--quick] [--case TEXT] [--checksum] [--json rows.jsonl]
 
 Runs on one GPU, on two, or on four (sources on the first ones, readers on the last ones). The large request is that of
 an 80-layer model, K and V, blocks of 16 tokens with 2 heads of 128 in bf16, at permuted ids on both sides: 671 MB in
@@ -34,15 +34,16 @@ QUICK = 6
 """How many cases a quick run has; the first are the ones to know."""
 
 
-def flags(way: str, arena_mb: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def flags(way: str, arena_mb: int, *of_readers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of a way's source daemons and of its readers."""
     staged = ("--way", STAGED, "--arena-mb", str(arena_mb))
-    return {
+    sources, readers = {
         AUTO: ((), ()),
         STAGED: (staged, staged),
         MAPPED: ((), ("--way", MAPPED)),
         DIRECT: ((), ("--way", DIRECT, "--nixl-threads", "8")),
     }[way]
+    return sources, (*readers, *of_readers)
 
 
 def main(options: Options) -> int:
@@ -89,9 +90,12 @@ async def _run(options: Options, gpus: tuple[cuda.Device, ...], table: Table) ->
     async with asyncio.timeout(WHOLE_S), Fleet() as fleet:
         stage = Stage(fleet, gpus, max(case.pair.source.tp for case in wanted))
         ranks = max(case.pair.destination.tp for case in wanted)
+        more = ("--checksum",) if options.checksum else ()
         for name in (DIRECT, AUTO, STAGED, MAPPED):
             stage.add(
-                name, *flags(name, 1536 if gpus else 16), wanted[0].pair.destination.tp if name in SLOW else ranks
+                name,
+                *flags(name, 1536 if gpus else 16, *more),
+                wanted[0].pair.destination.tp if name in SLOW else ranks,
             )
         # Importing torch takes seconds, here as in the daemons.
         await asyncio.gather(stage.ready(), asyncio.to_thread(lambda: table.head(_machine(gpus))))

@@ -23,6 +23,8 @@ PROGRAMS = 16
 12, runs of 256 bytes 16."""
 TILE, WARPS, REGISTERS = 8192, 16, 128
 """Words that a program loads before it stores them, warps that do so, and the registers a thread may have for it."""
+SUM_TILE = 2048
+"""The keys of a sum take registers too."""
 PIECES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PADDING = 1.125
 """How much wider a run's pieces may be than the run, in return for longer pieces."""
@@ -71,10 +73,15 @@ def load() -> tuple[Any, Any]:
 class Copier:
     """Copies on one GPU, on any number of streams. `close` it. One thread may `prepare` beside the one that copies."""
 
-    def __init__(self, device: cuda.Device) -> None:
-        """Raises KvferryError: `triton_missing`."""
+    def __init__(self, device: cuda.Device, sums: int = 0) -> None:
+        """sums: an address, into which the runs are summed instead of being copied (`kernel.sum_runs`).
+
+        Raises KvferryError: `triton_missing`.
+        """
         self._torch, kernel = load()
-        self.device, self._kernel = device, kernel.copy_runs
+        self.device, self._kernel = device, kernel.sum_runs if sums else kernel.copy_runs
+        self._tile = SUM_TILE if sums else TILE
+        self._sums: tuple[int, ...] = (sums,) if sums else ()
         self._fields: int = kernel.FIELDS.value
         self._compiled: dict[Shape, Any] = {}
         self._tables: OrderedDict[Table, int] = OrderedDict()
@@ -104,8 +111,8 @@ class Copier:
             for shape, entries, tiles in launches:
                 grid = (min(programs, tiles), 1, 1)
                 # Constants included: the compiled kernel's own launcher wants every parameter.
-                constants = shape.word, shape.piece, TILE, shape.padded
-                self._compiled[shape][grid](entries, tiles, *constants, stream=stream.handle)
+                constants = shape.word, shape.piece, self._tile, shape.padded
+                self._compiled[shape][grid](entries, tiles, *self._sums, *constants, stream=stream.handle)
         finally:
             scratch.used.record(stream)
         return len(launches)
@@ -161,7 +168,7 @@ class Copier:
                     at += len(side.segments)
                 in_run = -(-(batch.nbytes // shape.word) // shape.piece)
                 pieces = len(batch) * in_run
-                tiles = -(-pieces // (TILE // shape.piece))
+                tiles = -(-pieces // (self._tile // shape.piece))
                 words[entry : entry + self._fields] = (
                     tile,
                     tile + tiles,
@@ -224,9 +231,10 @@ class Copier:
             compiled = warmup(
                 2**40,  # an address and a number of tiles: only their types count
                 7,
+                *self._sums,
                 WORD=shape.word,
                 PIECE=shape.piece,
-                TILE=TILE,
+                TILE=self._tile,
                 PADDED=shape.padded,
                 num_warps=WARPS,
                 maxnreg=min(REGISTERS, 65536 // (32 * WARPS)),

@@ -21,7 +21,7 @@ from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider
 from kvferryd.staging.arena import Arena
-from kvferryd.staging.copies import GpuCopies, HostCopies
+from kvferryd.staging.copies import STAGING_FACTOR, GpuCopies, HostCopies
 from kvferryd.staging.share import Pairings
 from kvferryd.transport import Agent
 
@@ -51,8 +51,8 @@ class Engine:
     """The daemons of the engine's ranks, as far as they are known."""
     make_arena: MakeArena | None
     """How to have an arena once one is needed; None where there is one, or must be none."""
+    sums: Sums
     pairings: Pairings = field(default_factory=Pairings)
-    sums: Sums = field(default_factory=Sums)
     roster_key: bytes = b""
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
     _alone: bytes = field(default_factory=lambda: secrets.token_bytes(32))
@@ -213,6 +213,7 @@ async def make(
         *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
         tuple(notes), {manifest.rank: config.advertise},
         None if at_once or not may_stage else lambda: _made_arena(config, memory, None, unmapped),
+        Sums(gpu, STAGING_FACTOR * config.programs),
     )  # fmt: skip
     return engine
 

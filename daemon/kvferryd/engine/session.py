@@ -63,10 +63,6 @@ class Session:
         return not self.detached.is_set()
 
     @property
-    def on_gpu(self) -> bool:
-        return any(region.span.kind == "cuda" for region in self.regions.values())
-
-    @property
     def has_leases(self) -> bool:
         return self.engine is not None and len(self.engine.leases) > 0
 

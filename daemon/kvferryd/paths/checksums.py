@@ -11,7 +11,6 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import together
 from kvferryd.copy import Chunk, cut, moves
-from kvferryd.copy.sums import CHUNK_NBYTES
 from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.contact import asking
@@ -30,18 +29,20 @@ async def compare(
     """
     bound = bind(peer.plan, {reader.source.rank: reader.tables for reader in readers}, own, tokens)
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
-    for chunk in await asyncio.to_thread(lambda: cut(moves(bound), CHUNK_NBYTES)):
+    for chunk in await asyncio.to_thread(lambda: cut(moves(bound), engine.sums.chunk_nbytes)):
         by_rank[chunk.source_rank].append(chunk)
 
     async def of_rank(reader: SourceReader) -> None:
         chunks = by_rank[reader.source.rank]
         if not chunks:
             return
-        wanted = wanting(own, tokens, states=True, chunk_nbytes=CHUNK_NBYTES)
+        wanted = wanting(own, tokens, states=True, chunk_nbytes=engine.sums.chunk_nbytes)
         wanted.request_id, wanted.word, wanted.version = reader.request_id, reader.lease.word, reader.lease.version
         wanted.chunks, wanted.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
-        theirs = await _theirs(reader, peer, wanted, deadline)
-        ours = await engine.sums.of(lambda: chunks, lambda chunk, at: chunk.collect(engine.addresses, at))
+        theirs, ours = await asyncio.gather(
+            _theirs(reader, peer, wanted, deadline),
+            engine.sums.of(lambda: chunks, lambda chunk, at: chunk.collect(engine.addresses, at)),
+        )
         if theirs != ours:
             wrong = sum(one != other for one, other in zip(theirs, ours, strict=False)) or 1
             why = f"{wrong} of {len(ours)} checksums differ from those of source rank {reader.source.rank}"
@@ -58,10 +59,14 @@ async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackO
         if not source.pairing:
             await source.pair(peer.plan, max(0.0, deadline - loop.time()))
         wanted.pairing = source.pairing
-        asked = peer_pb2.SumRequest(engine_id=peer.engine_id, epoch=peer.epoch, wanted=wanted)
+        asked = peer_pb2.SumRequest(engine_id=peer.engine_id, epoch=peer.epoch, wanted=wanted, wide=True)
         try:
             async with asking(source.channel.contact):
-                return list((await source.stub.Sum(asked, timeout=max(0.0, deadline - loop.time()))).sums)
+                reply = await source.stub.Sum(asked, timeout=max(0.0, deadline - loop.time()))
+                if reply.sums:
+                    why, remedy = "the source makes CRC-32s, and this reader no more", "upgrade the source's daemon"
+                    raise Conflict("no_checksum", why, field="wide", value=source.rank, remedy=remedy)
+                return list(reply.wide)
         except KvferryError as error:
             if error.code != "unknown_pairing" or not again:
                 raise
