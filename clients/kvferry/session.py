@@ -15,6 +15,7 @@ from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import Deadline, KvferryError, Malformed, Unavailable
 from kvferry.memory.handover import fetch, hand_over
+from kvferry.outbox import Outbox
 from kvferry.outcomes import Unsettled
 from kvferry.process import Process
 from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, error_of
@@ -67,7 +68,7 @@ class Session:
         self._quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._instance = ""
         self._daemon: Process | None = None
-        self._commands: asyncio.Queue[engine_pb2.Command | None] = asyncio.Queue()
+        self._commands = Outbox(_several)
         self._said: dict[int, Said] = {}
         self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
@@ -78,12 +79,14 @@ class Session:
 
     async def attach(self, attach: engine_pb2.AttachRequest, timeout_s: float) -> engine_pb2.Attached:
         """Waits for the daemon to come up. Raises KvferryError: `unreachable`, or what the daemon refuses."""
-        self._commands.put_nowait(engine_pb2.Command(attach=attach))
+        attach.several = True
+        self._commands.put(engine_pb2.Command(attach=attach))
         stream = aiter(self.stub.Attach(self._to_say(), wait_for_ready=True))
         try:
             async with asyncio.timeout(timeout_s):
                 attached = (await anext(stream)).attached
                 self.id, self._instance = attached.session, attached.instance
+                self._commands.several = attached.several
                 self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
                 with contextlib.suppress(KvferryError):  # without it neither side can see that the other's process died
                     await self.hand_over([])
@@ -125,7 +128,7 @@ class Session:
         message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]
         check_size(message, "".join(command))
         said = self._said[number] = Said(loop.create_future(), loop.create_future())
-        self._commands.put_nowait(message)
+        self._commands.put(message)
         return said
 
     async def answer(self, said: Said, timeout_s: float | None = None) -> engine_pb2.Answer:
@@ -197,21 +200,20 @@ class Session:
             self._daemon.close()
 
     async def _to_say(self) -> AsyncIterator[engine_pb2.Command]:
-        while (command := await self._commands.get()) is not None:
+        while (command := await self._commands.take()) is not None:
             yield command
 
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
         message, remedy = f"{self._whom} ended the session", "connect again; what was in flight has not arrived"
         why: KvferryError = Unavailable("daemon_gone", message, field="socket", value=self._socket, remedy=remedy)
         try:
-            async for event in events:
-                if event.HasField("answer"):
-                    said = self._said.pop(event.answer.id, None)
-                    if said is not None:
+            async for told in events:
+                for event in told.several.events if told.HasField("several") else (told,):
+                    if not event.HasField("answer"):
+                        self._hear(event)
+                    elif (said := self._said.pop(event.answer.id, None)) is not None:
                         said.answer.set_result(event.answer)
                         said.settled.set_result(None)
-                else:
-                    self._hear(event)
         except grpc.aio.AioRpcError as error:
             why = error_of(error, self._whom, ended=why)
         finally:
@@ -225,7 +227,7 @@ class Session:
         self._on_end(why)
         for said in self._said.values():
             refuse(said.answer, why)
-        self._commands.put_nowait(None)
+        self._commands.end()
         if not self._closing:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
 
@@ -255,6 +257,10 @@ class Session:
         for quiet in (self._quiet, *(said.settled for said in self._said.values())):
             settle(quiet, unknown)
         self._said.clear()
+
+
+def _several(commands: list[engine_pb2.Command]) -> engine_pb2.Command:
+    return engine_pb2.Command(several=engine_pb2.Commands(commands=commands))
 
 
 def check_size(message: Message, kind: str) -> None:

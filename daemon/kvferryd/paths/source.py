@@ -210,7 +210,6 @@ class ChunkStream:
         self._number, self._stream = reader.gather(self, opening)
         self._reading = reader.number
         self._pending = peer_pb2.Pack(reading=self._reading, packing=self._number, open=opening)
-        self._queued = False
 
     def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
         """Ask for a chunk. The caller has a slot for it, or will have one when a copy has ended. Done when packed."""
@@ -238,13 +237,10 @@ class ChunkStream:
             await self._vouched
 
     def _queue(self) -> None:
-        if not self._queued:
-            self._queued = True
-            self._stream.send(self)
+        self._stream.ask(self._take)
 
-    def take(self) -> peer_pb2.ReadRequest:
+    def _take(self) -> peer_pb2.ReadRequest:
         taken, self._pending = self._pending, peer_pb2.Pack(reading=self._reading, packing=self._number)
-        self._queued = False
         return peer_pb2.ReadRequest(pack=taken)
 
     def on_reply(self, reply: peer_pb2.PackReply) -> None:
