@@ -43,7 +43,7 @@ class _Loop(asyncio.SelectorEventLoop):
         found["turns"] += 1
         super()._run_once()  # type: ignore[misc]
 
-    def call_soon(self, *args: Any, **named: Any) -> asyncio.Handle:
+    def call_soon(self, *args: Any, **named: Any) -> asyncio.Handle:  # type: ignore[override]
         found["callbacks"] += 1
         return super().call_soon(*args, **named)
 

@@ -151,9 +151,10 @@ class SourceReader:
         if self._chunks is not None:
             self._chunks.fail(why)
 
-    async def verify(self, agent: Agent) -> None:
-        """The lease held while its blocks were read: its validity word is whole. Raises KvferryError (`torn`)."""
-        if await agent.peek(self.source.agent_name, self.lease.word_address) != self.lease.word:
+    async def verify(self, agent: Agent, *, alone: bool = True) -> None:
+        """The lease held while its blocks were read: its validity word is whole. alone: as of `Agent.peek`. Raises
+        KvferryError (`torn`)."""
+        if await agent.peek(self.source.agent_name, self.lease.word_address, alone=alone) != self.lease.word:
             why = f"the lease of request {self.request_id} did not hold while it was read"
             remedy = "prefill the request again"
             raise Conflict("torn", why, field="request_id", value=self.request_id, remedy=remedy)

@@ -431,7 +431,7 @@ class Transfer:
         for flight in self._flights:
             self.phases_ms[flight.phase] += 1e3 * flight.seconds
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
-        await together(reader.verify(self.engine.agent) for reader in unproven)
+        await together(reader.verify(self.engine.agent, alone=peer.users == 1) for reader in unproven)
         if self._around.checksum:
             assert self.reservation is not None and self.tokens is not None
             await compare(self.engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
