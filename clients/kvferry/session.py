@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -32,13 +31,27 @@ ASK_S, AGAIN_S = 5.0, 0.2
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """A command on the stream. answer: fails when the session ends first. settled: done when the command is answered,
-    or when nothing of the session is read or written any more."""
+    """A command on the stream. settled: done when the command is answered, or when nothing of the session is read or
+    written any more."""
 
-    answer: asyncio.Future[engine_pb2.Answer]
-    settled: asyncio.Future[None]
+    def __init__(self) -> None:
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._heard = asyncio.Event()
+        self._answer: engine_pb2.Answer | KvferryError | None = None
+
+    def hear(self, answer: engine_pb2.Answer | KvferryError) -> None:
+        """The answer, or why there is none."""
+        self._answer = answer
+        self._heard.set()
+
+    async def answered(self) -> engine_pb2.Answer:
+        """Wait for the answer. Raises KvferryError when the session ends first."""
+        await self._heard.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
+        assert self._answer is not None
+        if isinstance(self._answer, KvferryError):
+            raise self._answer
+        return self._answer
 
 
 class Session:
@@ -124,10 +137,10 @@ class Session:
         because earlier commands may still have an effect."""
         if self._ended is not None:
             raise Unsettled(self._ended, self._quiet)
-        number, loop = next(self._numbers), asyncio.get_running_loop()
+        number = next(self._numbers)
         message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]
         check_size(message, "".join(command))
-        said = self._said[number] = Said(loop.create_future(), loop.create_future())
+        said = self._said[number] = Said()
         self._commands.put(message)
         return said
 
@@ -137,7 +150,7 @@ class Session:
         timeout_s = timeout_s or self.call_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await asyncio.shield(said.answer)
+                answer = await said.answered()
         except TimeoutError:
             message = f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
             remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
@@ -212,7 +225,7 @@ class Session:
                     if not event.HasField("answer"):
                         self._hear(event)
                     elif (said := self._said.pop(event.answer.id, None)) is not None:
-                        said.answer.set_result(event.answer)
+                        said.hear(event.answer)
                         said.settled.set_result(None)
         except grpc.aio.AioRpcError as error:
             why = error_of(error, self._whom, ended=why)
@@ -226,7 +239,7 @@ class Session:
         self.closed.set()
         self._on_end(why)
         for said in self._said.values():
-            refuse(said.answer, why)
+            said.hear(why)
         self._commands.end()
         if not self._closing:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")

@@ -100,6 +100,8 @@ class Ferry:
     ) -> tuple[list[bytes], str, bool]:
         """(records as JSON, cursor, whether they are all there are): see `schemas.TransferList`."""
 
+        self.notes.flush()
+
         def wanted(transfer: Transfer) -> bool:
             return request_id in (None, transfer.request_id) and state in (None, transfer.state_of_all)
 
