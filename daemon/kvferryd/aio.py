@@ -14,7 +14,7 @@ from kvferryd import logs
 log = logs.get(__name__)
 T = TypeVar("T")
 
-NOTED_S, NOTES_S = 0.05, 5e-4
+NOTED_S, NOTES_S = 0.2, 5e-4
 """How long notes wait for the loop to have time, and how much of a turn they may take then."""
 FEW = 8192
 """Blocks, segments or runs that are bound, cut or expanded on the loop: half a millisecond at most. More take several,

@@ -29,7 +29,8 @@ from kvferryd.demo.fleet import DaemonService, Fleet
 
 RUN_NBYTES, BLOCKS = 4 << 10, 8
 """1 MiB: 8 blocks of 32 runs."""
-TRANSFERS, PROFILED, WARM_UP, AT_ONCE, AFTER_S = 1024, 256, 128, 64, 0.5
+TRANSFERS, PROFILED, WARM_UP, AT_ONCE = 1024, 256, 128, 64
+AFTER_S, COUNT_S = 0.5, 30.0
 SOURCE, READER = "control-source", "control-reader"
 COLUMNS = ("turns", "callbacks", "tasks", "futures", "timers", "received", "sent", "calls", "us")
 found: Counter[str] = Counter()
@@ -131,10 +132,10 @@ class _Fleet(Fleet):
     async def count(self, daemon: DaemonService) -> Counter[str]:
         path = self.counts(daemon.name)
         path.unlink(missing_ok=True)
-        daemon.process.send_signal(signal.SIGUSR1)
-        async with asyncio.timeout(10):
-            while not path.exists():  # noqa: ASYNC110  another process writes it
-                await asyncio.sleep(0.01)
+        async with asyncio.timeout(COUNT_S):
+            while not path.exists():
+                daemon.process.send_signal(signal.SIGUSR1)
+                await asyncio.sleep(0.05)
         return Counter(json.loads(path.read_text()))
 
 
