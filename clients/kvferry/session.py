@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -15,6 +14,7 @@ from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import Deadline, KvferryError, Malformed, Unavailable
 from kvferry.memory.handover import fetch, hand_over
+from kvferry.outbox import Outbox
 from kvferry.outcomes import Unsettled
 from kvferry.process import Process
 from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, error_of
@@ -31,13 +31,27 @@ ASK_S, AGAIN_S = 5.0, 0.2
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """A command on the stream. answer: fails when the session ends first. settled: done when the command is answered,
-    or when nothing of the session is read or written any more."""
+    """A command on the stream. settled: done when the command is answered, or when nothing of the session is read or
+    written any more."""
 
-    answer: asyncio.Future[engine_pb2.Answer]
-    settled: asyncio.Future[None]
+    def __init__(self) -> None:
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._heard = asyncio.Event()
+        self._answer: engine_pb2.Answer | KvferryError | None = None
+
+    def hear(self, answer: engine_pb2.Answer | KvferryError) -> None:
+        """The answer, or why there is none."""
+        self._answer = answer
+        self._heard.set()
+
+    async def answered(self) -> engine_pb2.Answer:
+        """Wait for the answer. Raises KvferryError when the session ends first."""
+        await self._heard.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
+        assert self._answer is not None
+        if isinstance(self._answer, KvferryError):
+            raise self._answer
+        return self._answer
 
 
 class Session:
@@ -67,7 +81,7 @@ class Session:
         self._quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._instance = ""
         self._daemon: Process | None = None
-        self._commands: asyncio.Queue[engine_pb2.Command | None] = asyncio.Queue()
+        self._commands = Outbox(_several)
         self._said: dict[int, Said] = {}
         self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
@@ -78,12 +92,14 @@ class Session:
 
     async def attach(self, attach: engine_pb2.AttachRequest, timeout_s: float) -> engine_pb2.Attached:
         """Waits for the daemon to come up. Raises KvferryError: `unreachable`, or what the daemon refuses."""
-        self._commands.put_nowait(engine_pb2.Command(attach=attach))
+        attach.several = True
+        self._commands.put(engine_pb2.Command(attach=attach))
         stream = aiter(self.stub.Attach(self._to_say(), wait_for_ready=True))
         try:
             async with asyncio.timeout(timeout_s):
                 attached = (await anext(stream)).attached
                 self.id, self._instance = attached.session, attached.instance
+                self._commands.several = attached.several
                 self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
                 with contextlib.suppress(KvferryError):  # without it neither side can see that the other's process died
                     await self.hand_over([])
@@ -121,11 +137,11 @@ class Session:
         because earlier commands may still have an effect."""
         if self._ended is not None:
             raise Unsettled(self._ended, self._quiet)
-        number, loop = next(self._numbers), asyncio.get_running_loop()
+        number = next(self._numbers)
         message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]
         check_size(message, "".join(command))
-        said = self._said[number] = Said(loop.create_future(), loop.create_future())
-        self._commands.put_nowait(message)
+        said = self._said[number] = Said()
+        self._commands.put(message)
         return said
 
     async def answer(self, said: Said, timeout_s: float | None = None) -> engine_pb2.Answer:
@@ -134,7 +150,7 @@ class Session:
         timeout_s = timeout_s or self.call_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await asyncio.shield(said.answer)
+                answer = await said.answered()
         except TimeoutError:
             message = f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
             remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
@@ -197,21 +213,20 @@ class Session:
             self._daemon.close()
 
     async def _to_say(self) -> AsyncIterator[engine_pb2.Command]:
-        while (command := await self._commands.get()) is not None:
+        while (command := await self._commands.take()) is not None:
             yield command
 
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
         message, remedy = f"{self._whom} ended the session", "connect again; what was in flight has not arrived"
         why: KvferryError = Unavailable("daemon_gone", message, field="socket", value=self._socket, remedy=remedy)
         try:
-            async for event in events:
-                if event.HasField("answer"):
-                    said = self._said.pop(event.answer.id, None)
-                    if said is not None:
-                        said.answer.set_result(event.answer)
+            async for told in events:
+                for event in told.several.events if told.HasField("several") else (told,):
+                    if not event.HasField("answer"):
+                        self._hear(event)
+                    elif (said := self._said.pop(event.answer.id, None)) is not None:
+                        said.hear(event.answer)
                         said.settled.set_result(None)
-                else:
-                    self._hear(event)
         except grpc.aio.AioRpcError as error:
             why = error_of(error, self._whom, ended=why)
         finally:
@@ -224,8 +239,8 @@ class Session:
         self.closed.set()
         self._on_end(why)
         for said in self._said.values():
-            refuse(said.answer, why)
-        self._commands.put_nowait(None)
+            said.hear(why)
+        self._commands.end()
         if not self._closing:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
 
@@ -255,6 +270,10 @@ class Session:
         for quiet in (self._quiet, *(said.settled for said in self._said.values())):
             settle(quiet, unknown)
         self._said.clear()
+
+
+def _several(commands: list[engine_pb2.Command]) -> engine_pb2.Command:
+    return engine_pb2.Command(several=engine_pb2.Commands(commands=commands))
 
 
 def check_size(message: Message, kind: str) -> None:

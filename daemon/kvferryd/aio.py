@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
-from typing import TypeVar
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from kvferry.errors import KvferryError
+from kvferryd import logs
 
+log = logs.get(__name__)
 T = TypeVar("T")
 
+NOTED_S, NOTES_S = 0.2, 5e-4
+"""How long notes wait for the loop to have time, and how much of a turn they may take then."""
 FEW = 8192
 """Blocks, segments or runs that are bound, cut or expanded on the loop: half a millisecond at most. More take several,
 which others would wait for; these are not worth the way to a thread and back."""
@@ -73,6 +79,14 @@ def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | N
         future.set_result(result)  # type: ignore[arg-type]
 
 
+async def all_done(futures: Sequence[asyncio.Future[Any]]) -> None:
+    """When all are done; raises what the first that fails raises. In the same turn where they are done already."""
+    if not all(future.done() for future in futures):
+        await asyncio.gather(*futures)
+    for future in futures:
+        future.result()
+
+
 async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
     """All at once; the first failure ends the others, and is raised when they have ended."""
     # Not a TaskGroup: before Python 3.13 one whose child failed leaves the task's count of cancellations raised
@@ -97,3 +111,44 @@ class Tasks(set["asyncio.Task[None]"]):
         task = asyncio.create_task(work)
         self.add(task)
         task.add_done_callback(self.discard)
+
+
+class Notes:
+    """What is written down of requests that are over: lines, metrics, records. Nobody waits for it, so it is done when
+    nothing is `busy` any more, or NOTED_S later, and little at a time; `flush` does the rest at once."""
+
+    def __init__(self, busy: Callable[[], bool]) -> None:
+        self._busy = busy
+        self._notes: deque[Callable[[], None]] = deque()
+        self._soon: asyncio.Handle | None = None
+        self._late: asyncio.TimerHandle | None = None
+
+    def add(self, note: Callable[[], None]) -> None:
+        self._notes.append(note)
+        if self._soon is None:
+            loop = asyncio.get_running_loop()
+            if not self._busy():
+                self._soon = loop.call_soon(self._write)
+            elif self._late is None:
+                self._late = loop.call_later(NOTED_S, self._write)
+
+    def flush(self) -> None:
+        while self._notes:
+            self._write_one()
+
+    def _write(self) -> None:
+        self._soon = None
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        until = time.monotonic() + NOTES_S
+        while self._notes and time.monotonic() < until:
+            self._write_one()
+        if self._notes:
+            self._soon = asyncio.get_running_loop().call_soon(self._write)
+
+    def _write_one(self) -> None:
+        try:
+            self._notes.popleft()()
+        except Exception:
+            log.exception("a note broke")  # the request is over all the same

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain, islice
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import LEASE_STATES, problem_to_proto
 from kvferryd import logs, spans
+from kvferryd.aio import Notes
 from kvferryd.certificates import CertificateFiles, Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
@@ -59,7 +61,8 @@ class Ferry:
         self.peers_known = Peers(config, metrics, self.proof)
         self.roster = Roster(config, self.peers_known.channels, Seed())
         self.spans = spans.made(self.instance)
-        self.jobs = Transfers(config, self.peers_known, metrics, self.spans)
+        self.notes = Notes(lambda: self.jobs.unfinished > 0)
+        self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self.spans)
         # What an engine that has left published may still be read; nothing more is read for it.
         self.registry = Engines(
             config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire
@@ -97,6 +100,8 @@ class Ferry:
         self, request_id: str | None, state: schemas.TransferState | None, since: str, limit: int
     ) -> tuple[list[bytes], str, bool]:
         """(records as JSON, cursor, whether they are all there are): see `schemas.TransferList`."""
+
+        self.notes.flush()
 
         def wanted(transfer: Transfer) -> bool:
             return request_id in (None, transfer.request_id) and state in (None, transfer.state_of_all)
@@ -203,6 +208,7 @@ class Ferry:
         ]
 
     def peers(self) -> schemas.PeerList:
+        self.notes.flush()
         inbound = [reader() for engine in self.registry for reader in engine.leases.inbound]
         lost = [
             schemas.PeerRecord(
@@ -276,6 +282,7 @@ class Ferry:
         return schemas.Readiness(ready=not reasons, reasons=reasons, warnings=self._warnings())
 
     def _warnings(self) -> list[str]:
+        self.notes.flush()
         contacts = {
             (peer.engine_id, rank.rank): rank.channel.contact
             for peer in self.peers_known
@@ -290,6 +297,7 @@ class Ferry:
         ]
 
     def totals(self) -> schemas.Totals:
+        self.notes.flush()
         live = [lease for engine in self.registry for lease in engine.leases]
         over = [lease for engine in self.registry for lease in engine.leases.ended]
         arenas = [engine.arena for engine in self.registry if engine.arena is not None]
@@ -402,6 +410,7 @@ class Ferry:
         await self.jobs.close()
         await self.registry.close()
         await self.peers_known.close()
+        self.notes.flush()
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 
@@ -413,7 +422,7 @@ class Ferry:
             request_id=lease.request_id, state=lease.state.value, lease_state=LEASE_STATES[lease.state], problem=problem
         )
         engine.session.tell(engine_pb2.Event(lease_ended=ended))
-        asyncio.get_running_loop().call_soon(self._note_lease_end, lease)  # the engine first
+        self.notes.add(partial(self._note_lease_end, lease))  # the engine first
 
     def _note_lease_end(self, lease: Lease) -> None:
         self.metrics.lease_ended(lease.state)
@@ -429,7 +438,7 @@ class Ferry:
         )  # fmt: skip
 
     def _on_served(self, who: ReaderId, nbytes: int) -> None:
-        asyncio.get_running_loop().call_soon(self.metrics.bytes_served, who.engine_id, nbytes)
+        self.notes.add(partial(self.metrics.bytes_served, who.engine_id, nbytes))
 
     async def _before_retire(self, engine: Engine, why: str) -> None:
         self.jobs.abort_engine(engine, why)

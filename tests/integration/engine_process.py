@@ -23,7 +23,7 @@ BLOCKS = Blocks((3, 1, 4, 15), 9)
 async def lose_session(client: EngineClient) -> None:
     """As one message above gRPC's limit does; the client itself would refuse to send it."""
     too_large = engine_pb2.PublishRequest(request_id="large", metadata=bytes(MAX_MESSAGE + 1))
-    client._session._commands.put_nowait(engine_pb2.Command(id=0, publish=too_large))
+    client._session._commands.put(engine_pb2.Command(id=0, publish=too_large))
     await client.closed.wait()
 
 

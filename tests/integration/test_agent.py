@@ -94,12 +94,13 @@ async def reader(source: Source) -> AsyncIterator[Reader]:
         yield reader
 
 
-async def test_words_are_those_of_the_peer_whoever_posts_them(source: Source, reader: Reader) -> None:
+@pytest.mark.parametrize("alone", [True, False])
+async def test_words_are_those_of_the_peer_whoever_posts_them(source: Source, reader: Reader, alone: bool) -> None:
     async with asyncio.timeout(WAIT_S):
         found = [await reader.agent.peek(source.name, source.word(index)) for index in range(1, 200)]
         beside = reader.read(source, 0, len(reader.memory))  # on the thread, which is in NIXL for a while
         found += await asyncio.gather(
-            *(reader.agent.peek(source.name, source.word(index)) for index in range(200, 1000))
+            *(reader.agent.peek(source.name, source.word(index), alone=alone) for index in range(200, 1000))
         )
         await beside.done
     assert found == list(range(1, 1000))
@@ -135,14 +136,18 @@ async def test_a_read_is_quiet_by_the_time_that_it_is_done(source: Source, reade
             assert read.quiet.done()
 
 
-async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [True, False])
+async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken(
+    monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # over TCP no word arrives inside the post
     with a_source() as source:
         async with asyncio.timeout(WAIT_S), a_reader(source) as reader:
             with held_up():
                 peeks = []
                 for index in range(1, 2000):
-                    peeks.append(asyncio.create_task(reader.agent.peek(source.name, source.word(index))))
+                    peek = reader.agent.peek(source.name, source.word(index), alone=alone)
+                    peeks.append(asyncio.create_task(peek))
                     await asyncio.sleep(0)  # one more in each turn of the loop, whatever the others wait for
                 assert await asyncio.gather(*peeks) == list(range(1, 2000))
 
@@ -153,9 +158,9 @@ async def test_a_word_of_a_peer_that_is_gone_fails(source: Source, reader: Reade
     source.process.kill()
     source.process.wait(WAIT_S)
     async with asyncio.timeout(WAIT_S):
-        for _ in range(3):
+        for alone in (True, False, True):
             with pytest.raises(TransportError):
-                await reader.agent.peek(source.name, source.word(1))
+                await reader.agent.peek(source.name, source.word(1), alone=alone)
 
 
 async def test_a_word_of_a_peer_that_was_removed_fails(source: Source, reader: Reader) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import grpc
 import pytest
 from fleet import Daemons, owned_regions, refusal, until
 from ranks import Blocks, describe
@@ -14,6 +16,8 @@ from victim import SHAPE, Victim
 from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
 from kvferry.memory import memfd_region
+from kvferry.outbox import SEVERAL
+from kvferry.rpc import error_of
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto
 
@@ -69,6 +73,48 @@ async def test_a_command_that_is_none_is_refused_and_the_session_goes_on(victim:
         await client._session.command()
     assert refused.value.code == "malformed_command"
     await client.abort("nothing of that name")
+
+
+async def test_several_commands_in_one_are_answered_each(victim: Victim) -> None:
+    probe = engine_pb2.Command(id=7, probe=engine_pb2.Probe())
+    nested = engine_pb2.Command(id=8, several=engine_pb2.Commands(commands=[probe]))
+    answered, heard = await said_at_once(victim, [probe, nested, probe], several=True)
+    assert [(answer.id, answer.problem.code) for answer in answered] == [(7, ""), (8, "malformed_command"), (7, "")]
+    assert heard == 1, "the answers gathered, and came as one"
+    answered, heard = await said_at_once(victim, [probe] * 3, several=False)
+    assert len(answered) == heard == 3, "an engine of before gets one in each"
+
+
+async def test_more_commands_than_may_be_in_one_end_the_session(victim: Victim) -> None:
+    probes = [engine_pb2.Command(id=n, probe=engine_pb2.Probe()) for n in range(SEVERAL + 1)]
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await said_at_once(victim, probes, several=True)
+    assert error_of(refused.value, "the daemon").code == "malformed_command"
+
+
+async def said_at_once(
+    victim: Victim, commands: Sequence[engine_pb2.Command], *, several: bool
+) -> tuple[list[engine_pb2.Answer], int]:
+    """(the answers to commands in one message, the messages in which they came)."""
+    told = {"protocol_min": 1, "protocol_max": 1, "engine_id": "several", "epoch": "1", "world_size": 1}
+    stream = victim.engine_door.Attach()
+    await stream.write(engine_pb2.Command(attach=engine_pb2.AttachRequest(**told, several=several)))
+    first = await stream.read()
+    assert isinstance(first, engine_pb2.Event) and first.attached.several
+    answers: list[engine_pb2.Answer] = []
+    messages = 0
+    try:
+        await stream.write(engine_pb2.Command(several=engine_pb2.Commands(commands=commands)))
+        async with asyncio.timeout(10):
+            while len(answers) < len(commands):
+                event, messages = await stream.read(), messages + 1
+                assert isinstance(event, engine_pb2.Event), await stream.code()
+                found = event.several.events if event.HasField("several") else [event]
+                answers += [each.answer for each in found]
+    finally:
+        stream.cancel()
+        await victim.engine_door.End(engine_pb2.EndRequest(session=first.attached.session, leave=True))
+    return answers, messages
 
 
 @contextlib.asynccontextmanager

@@ -16,6 +16,7 @@ from fleet import TIMEOUT_S, ByHand, Daemons, Joining, peer_stub, refusal, servi
 from ranks import Blocks, Shape, start_rank
 from victim import NOWHERE, Victim
 
+from kvferry.outbox import SEVERAL
 from kvferry.schemas import LeaseState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
@@ -73,7 +74,14 @@ async def test_a_lease_is_not_opened_for_nonsense(victim: Victim, change: dict[s
 async def test_a_reader_that_makes_no_sense_is_told_so(victim: Victim, request_id: str) -> None:
     async with peer_stub(victim.daemon) as stub:
         assert (await reader_of(victim, stub).open("")).problem.code == "malformed_request_id"
-        for said in ({}, {"opening": peer_pb2.ReadOpening()}):
+        closing = peer_pb2.ReadRequest(close=peer_pb2.LeaseClose(request_id=request_id))
+        nested = peer_pb2.ReadRequest(several=peer_pb2.ReadRequests(requests=[closing]))
+        for said in (
+            {},
+            {"opening": peer_pb2.ReadOpening()},
+            {"several": peer_pb2.ReadRequests(requests=[nested])},
+            {"several": peer_pb2.ReadRequests(requests=[closing] * (SEVERAL + 1))},
+        ):
             reader = reader_of(victim, stub)
             await reader.say(**said)
             assert (await refusal(reader.call.read())).code == "malformed_read"
@@ -84,6 +92,34 @@ async def test_a_reader_that_makes_no_sense_is_told_so(victim: Victim, request_i
         silent = stub.Read()
         await silent.write(peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id)))
         assert (await refusal(silent.read())).code == "malformed_stream"
+
+
+@pytest.mark.parametrize("several", [True, False])
+async def test_a_reader_gets_several_in_one_only_where_it_takes_that(
+    victim: Victim, request_id: str, several: bool
+) -> None:
+    client, names = victim.engine.ranks[0].client, [f"{request_id}-{n}" for n in range(8)]
+    for n, name in enumerate(names):
+        await client.publish(name, Blocks((n,), 1).tables(), 8)
+    async with peer_stub(victim.daemon) as stub:
+        reader = reader_of(victim, stub, several=several)
+        opens = [
+            peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=number, request_id=name))
+            for number, name in enumerate(names, 1)
+        ]
+        await reader.say(several=peer_pb2.ReadRequests(requests=opens))
+        heard: list[int] = []
+        messages = 0
+        while len(heard) < len(names):
+            told, messages = await reader.heard(), messages + 1
+            assert told.HasField("several") <= several
+            found = told.several.replies if told.HasField("several") else [told]
+            heard += [reply.reading for reply in found if reply.HasField("update")]
+        assert heard == [*range(1, len(names) + 1)]
+        assert messages < len(names) if several else messages == len(names)
+        reader.call.cancel()
+    for name in names:
+        await client.abort(name)
 
 
 async def test_a_lease_is_closed_only_by_who_opened_it(victim: Victim, request_id: str) -> None:

@@ -52,6 +52,11 @@ class Scene:
         body = OrderBody(request_id=request_id, source=self.prefill.source(), deadline_ms=deadline_ms)
         return (await self.routers[0].order(body)).transfer_id
 
+    async def record(self, request_id: str) -> TransferRecord:
+        """Of all ranks: an engine is told of the end before the other rank's daemon has said so here."""
+        (record,) = await self.routers[0].transfers(request_id)
+        return await self.routers[0].wait(record.transfer_id)
+
     async def until_waits_for(self, request_id: str, awaited: Awaited) -> None:
         async def waits() -> bool:
             return [record.waits_for for record in await self.routers[0].transfers(request_id)] == [awaited]
@@ -135,7 +140,7 @@ async def test_a_late_publish_is_booked_as_waiting_for_the_publish(scene: Scene,
             late_ms = 1e3 * (time.monotonic() - began)
             await scene.publish(request_id)
             await received
-        (record,) = await scene.routers[0].transfers(request_id)
+        record = await scene.record(request_id)
         said = await metrics(http)
     for share in record.ranks:
         assert share.phases_ms["waiting"] >= share.phases_ms["waiting_publish"]
@@ -155,7 +160,9 @@ async def test_waits_between_the_chunks_of_a_prefill_are_waits_for_the_publish(s
         assert record.state is TransferState.READING
         await scene.prefill.publish(request_id, blocks, TOKENS)
         await received
-    (record,) = await scene.routers[0].transfers(request_id)
+    record = await scene.routers[0].wait(
+        record.transfer_id
+    )  # the engine is told before the other rank's daemon says so
     assert record.phases_ms["waiting_publish"] > 0
     assert adds_up(record.phases_ms)
 
@@ -250,8 +257,7 @@ async def moved(scene: Scene, request_id: str) -> TransferRecord:
     lease = await scene.publish(request_id)
     await scene.decode.receive(request_id, scene.decode.take(TOKENS), source=scene.prefill.source())
     assert await lease.ended() is LeaseState.RELEASED
-    (record,) = await scene.routers[0].transfers(request_id)
-    return record
+    return await scene.record(request_id)
 
 
 async def test_a_peer_shows_its_median_and_the_way_it_was_read(scene: Scene, request_id: str) -> None:

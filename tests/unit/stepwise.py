@@ -274,7 +274,7 @@ class Agent:
     async def warm(self, peer: str, span: Span) -> None:
         """Nothing to wire up."""
 
-    async def peek(self, peer: str, address: int) -> int:
+    async def peek(self, peer: str, address: int, *, alone: bool = True) -> int:
         word = np.zeros(1, dtype=np.uint64)
         self._world.memory.keep(word)
         rows = [np.array([(at, word.nbytes, 0)], dtype=np.uint64) for at in (word.ctypes.data, address)]

@@ -311,10 +311,8 @@ class Done(RuleBasedStateMachine):
                 side.ending = None
                 self._session_is_over(side)
             events = side.engine.session.events if side.engine is not None else None
-            while events is not None and not events.empty():
-                event = events.get_nowait()
-                if event is not None:
-                    self._on_event(event)
+            while events is not None and (event := events.pop()) is not None:
+                self._on_event(event)
 
     def _on_event(self, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):

@@ -31,6 +31,7 @@ class Command(google.protobuf.message.Message):
     RECEIVE_FIELD_NUMBER: builtins.int
     ABORT_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the answer has the same"""
     @property
@@ -51,6 +52,12 @@ class Command(google.protobuf.message.Message):
     def probe(self) -> Global___Probe:
         """Asks whether the daemon still answers; so it does."""
 
+    @property
+    def several(self) -> Global___Commands:
+        """What has come together: obeyed in this order, each answered by its own id. Only to a daemon that has said in
+        `attached` that it takes it; at most 256, none of which is `several`.
+        """
+
     def __init__(
         self,
         *,
@@ -60,12 +67,29 @@ class Command(google.protobuf.message.Message):
         receive: Global___ReceiveRequest | None = ...,
         abort: Global___EngineAbortRequest | None = ...,
         probe: Global___Probe | None = ...,
+        several: Global___Commands | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "id", b"id", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "publish", "receive", "abort", "probe"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive", "several", b"several"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "id", b"id", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive", "several", b"several"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "publish", "receive", "abort", "probe", "several"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
+
+@typing.final
+class Commands(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: builtins.int
+    @property
+    def commands(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Command]: ...
+    def __init__(
+        self,
+        *,
+        commands: collections.abc.Iterable[Global___Command] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commands", b"commands"]) -> None: ...
+
+Global___Commands: typing_extensions.TypeAlias = Commands
 
 @typing.final
 class Probe(google.protobuf.message.Message):
@@ -126,6 +150,7 @@ class AttachRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     client: builtins.str
@@ -139,6 +164,8 @@ class AttachRequest(google.protobuf.message.Message):
     """A session of this engine that has ended, or is to end now: its daemon-owned regions and its epoch go on in the new
     session. All else is new: register again.
     """
+    several: builtins.bool
+    """the engine takes several events in one"""
     def __init__(
         self,
         *,
@@ -150,8 +177,9 @@ class AttachRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
         resume: builtins.str = ...,
+        several: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "epoch", b"epoch", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "resume", b"resume", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "epoch", b"epoch", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "resume", b"resume", "several", b"several", "world_size", b"world_size"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
 
@@ -167,6 +195,7 @@ class Attached(google.protobuf.message.Message):
     INSTANCE_FIELD_NUMBER: builtins.int
     DEADLINE_S_FIELD_NUMBER: builtins.int
     RESUMED_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names this session in every call"""
     protocol: builtins.int
@@ -181,6 +210,8 @@ class Attached(google.protobuf.message.Message):
     """of a receive that names none"""
     resumed: builtins.bool
     """the regions of the session named in `resume` are there"""
+    several: builtins.bool
+    """the daemon takes several commands in one"""
     def __init__(
         self,
         *,
@@ -192,8 +223,9 @@ class Attached(google.protobuf.message.Message):
         instance: builtins.str = ...,
         deadline_s: builtins.float = ...,
         resumed: builtins.bool = ...,
+        several: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "device", b"device", "instance", b"instance", "peer_address", b"peer_address", "protocol", b"protocol", "resumed", b"resumed", "session", b"session", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "device", b"device", "instance", b"instance", "peer_address", b"peer_address", "protocol", b"protocol", "resumed", b"resumed", "session", b"session", "several", b"several", "version", b"version"]) -> None: ...
 
 Global___Attached: typing_extensions.TypeAlias = Attached
 
@@ -864,6 +896,7 @@ class Event(google.protobuf.message.Message):
     LEASE_ENDED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     @property
     def attached(self) -> Global___Attached: ...
     @property
@@ -876,6 +909,10 @@ class Event(google.protobuf.message.Message):
     def draining(self) -> Global___Draining: ...
     @property
     def answer(self) -> Global___Answer: ...
+    @property
+    def several(self) -> Global___Events:
+        """in order; only to an engine that has said in `attach` that it takes it"""
+
     def __init__(
         self,
         *,
@@ -885,9 +922,26 @@ class Event(google.protobuf.message.Message):
         lease_ended: Global___LeaseEnded | None = ...,
         draining: Global___Draining | None = ...,
         answer: Global___Answer | None = ...,
+        several: Global___Events | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer", b"answer", "attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "transfer_ended", b"transfer_ended"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "transfer_ended", b"transfer_ended"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attached", "transfer_ended", "blocks_safe", "lease_ended", "draining", "answer"] | None: ...
+    def HasField(self, field_name: typing.Literal["answer", b"answer", "attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "several", b"several", "transfer_ended", b"transfer_ended"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "attached", b"attached", "blocks_safe", b"blocks_safe", "draining", b"draining", "kind", b"kind", "lease_ended", b"lease_ended", "several", b"several", "transfer_ended", b"transfer_ended"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attached", "transfer_ended", "blocks_safe", "lease_ended", "draining", "answer", "several"] | None: ...
 
 Global___Event: typing_extensions.TypeAlias = Event
+
+@typing.final
+class Events(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Event]: ...
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[Global___Event] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events"]) -> None: ...
+
+Global___Events: typing_extensions.TypeAlias = Events

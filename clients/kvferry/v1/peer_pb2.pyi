@@ -113,10 +113,13 @@ class HandshakeReply(google.protobuf.message.Message):
     AGENT_METADATA_FIELD_NUMBER: builtins.int
     REGIONS_FIELD_NUMBER: builtins.int
     STAGING_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     version: builtins.str
     agent_name: builtins.str
     agent_metadata: builtins.bytes
+    several: builtins.bool
+    """the source takes several read requests in one"""
     @property
     def manifest(self) -> kvferry.v1.layout_pb2.Manifest: ...
     @property
@@ -142,9 +145,10 @@ class HandshakeReply(google.protobuf.message.Message):
         agent_metadata: builtins.bytes = ...,
         regions: collections.abc.Iterable[Global___RegionAddress] | None = ...,
         staging: Global___Staging | None = ...,
+        several: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "staging", b"staging"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "staging", b"staging", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "several", b"several", "staging", b"staging", "version", b"version"]) -> None: ...
 
 Global___HandshakeReply: typing_extensions.TypeAlias = HandshakeReply
 
@@ -403,6 +407,7 @@ class ReadRequest(google.protobuf.message.Message):
     OPEN_FIELD_NUMBER: builtins.int
     CLOSE_FIELD_NUMBER: builtins.int
     PACK_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     @property
     def opening(self) -> Global___ReadOpening:
         """in the first message, and only there"""
@@ -413,6 +418,12 @@ class ReadRequest(google.protobuf.message.Message):
     def close(self) -> Global___LeaseClose: ...
     @property
     def pack(self) -> Global___Pack: ...
+    @property
+    def several(self) -> Global___ReadRequests:
+        """What has come together, in order. Only to a source that has said in its handshake that it takes it; at most 256,
+        none of which is `opening` or `several`.
+        """
+
     def __init__(
         self,
         *,
@@ -420,12 +431,29 @@ class ReadRequest(google.protobuf.message.Message):
         open: Global___LeaseOpen | None = ...,
         close: Global___LeaseClose | None = ...,
         pack: Global___Pack | None = ...,
+        several: Global___ReadRequests | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening", "pack", b"pack"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening", "pack", b"pack"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["opening", "open", "close", "pack"] | None: ...
+    def HasField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening", "pack", b"pack", "several", b"several"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["close", b"close", "kind", b"kind", "open", b"open", "opening", b"opening", "pack", b"pack", "several", b"several"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["opening", "open", "close", "pack", "several"] | None: ...
 
 Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
+
+@typing.final
+class ReadRequests(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReadRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___ReadRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+
+Global___ReadRequests: typing_extensions.TypeAlias = ReadRequests
 
 @typing.final
 class ReadOpening(google.protobuf.message.Message):
@@ -434,10 +462,13 @@ class ReadOpening(google.protobuf.message.Message):
     ENGINE_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     READER_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the source engine"""
     epoch: builtins.str
     """the epoch the reader planned against"""
+    several: builtins.bool
+    """the reader takes several replies in one"""
     @property
     def reader(self) -> Global___Reader: ...
     def __init__(
@@ -446,9 +477,10 @@ class ReadOpening(google.protobuf.message.Message):
         engine_id: builtins.str = ...,
         epoch: builtins.str = ...,
         reader: Global___Reader | None = ...,
+        several: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "reader", b"reader"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "reader", b"reader", "several", b"several"]) -> None: ...
 
 Global___ReadOpening: typing_extensions.TypeAlias = ReadOpening
 
@@ -536,6 +568,7 @@ class ReadReply(google.protobuf.message.Message):
     ANNOUNCED_FIELD_NUMBER: builtins.int
     PACK_FIELD_NUMBER: builtins.int
     UNPUBLISHED_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     reading: builtins.int
     unpublished: builtins.bool
     """said at once, of a lease that is still to come: the update follows when it is published"""
@@ -549,6 +582,10 @@ class ReadReply(google.protobuf.message.Message):
     def announced(self) -> Global___Announcement: ...
     @property
     def pack(self) -> Global___PackReply: ...
+    @property
+    def several(self) -> Global___ReadReplies:
+        """in order, with reading 0; only to a reader that has said in `opening` that it takes it"""
+
     def __init__(
         self,
         *,
@@ -558,12 +595,29 @@ class ReadReply(google.protobuf.message.Message):
         announced: Global___Announcement | None = ...,
         pack: Global___PackReply | None = ...,
         unpublished: builtins.bool = ...,
+        several: Global___ReadReplies | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "unpublished", b"unpublished", "update", b"update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "reading", b"reading", "unpublished", b"unpublished", "update", b"update"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced", "pack", "unpublished"] | None: ...
+    def HasField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "several", b"several", "unpublished", b"unpublished", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["announced", b"announced", "kind", b"kind", "pack", b"pack", "problem", b"problem", "reading", b"reading", "several", b"several", "unpublished", b"unpublished", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["update", "problem", "announced", "pack", "unpublished", "several"] | None: ...
 
 Global___ReadReply: typing_extensions.TypeAlias = ReadReply
+
+@typing.final
+class ReadReplies(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: builtins.int
+    @property
+    def replies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReadReply]: ...
+    def __init__(
+        self,
+        *,
+        replies: collections.abc.Iterable[Global___ReadReply] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replies", b"replies"]) -> None: ...
+
+Global___ReadReplies: typing_extensions.TypeAlias = ReadReplies
 
 @typing.final
 class Announcement(google.protobuf.message.Message):

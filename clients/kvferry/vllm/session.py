@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,19 @@ class Kept:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class Before:
+    """A point in a GPU's stream that all loads of a step wait for, by one thread."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+        self._waiting: asyncio.Task[None] | None = None
+
+    async def reached(self) -> None:
+        if self._waiting is None:
+            self._waiting = asyncio.create_task(asyncio.to_thread(self._event.synchronize))
+        await asyncio.shield(self._waiting)
+
+
 class End(enum.Enum):
     SENT = "nobody reads its blocks any more"
     ARRIVED = "its KV is there"
@@ -51,6 +64,8 @@ class Session:
         self._kept: dict[str, Kept] = {}
         self._loading: dict[str, str] = {}
         self._ends: SimpleQueue[tuple[str, End]] = SimpleQueue()
+        self._together: list[Coroutine[Any, Any, None]] | None = None
+        """What is ordered, within `together`."""
 
     @property
     def waiting(self) -> bool:
@@ -70,6 +85,17 @@ class Session:
                 wait_s = 0.0
         return ended
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is ordered within this begins in one turn of the client's event loop: the daemon hears it as one message
+        and may do it as one piece of work."""
+        self._together = []
+        try:
+            yield
+        finally:
+            works, self._together = self._together, None
+            self._begin(works)
+
     def publish(self, publish: Publish, after: Fence | None = None) -> None:
         """In the order of calls for each request. `after`: when the KV is in memory. Without a daemon it is dropped."""
         self._start(self._publish(publish, after))
@@ -82,7 +108,7 @@ class Session:
         """End its lease, which no reader will come for; it is reported as sent like any other that is held."""
         self._start(self._end_unread(request_id))
 
-    def load(self, load: Load, before: torch.cuda.Event | None = None) -> None:
+    def load(self, load: Load, before: Before | None = None) -> None:
         """Report the request as arrived when its KV is there, or when the load has failed and its blocks are safe.
 
         before: reached when no kernel of this engine writes to its blocks any more.
@@ -106,7 +132,18 @@ class Session:
         self._daemon.call(self._revoke(request_id))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._daemon.start(self._logged(work))
+        if self._together is None:
+            self._begin([work])
+        else:
+            self._together.append(work)
+
+    def _begin(self, works: list[Coroutine[Any, Any, None]]) -> None:
+        """In this order."""
+        if works:
+            self._daemon.start(self._all(works))
+
+    async def _all(self, works: list[Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*map(self._logged, works))
 
     async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -158,11 +195,11 @@ class Session:
             except Unsettled as error:  # a daemon that is gone serves no reader, one that is silent may
                 await asyncio.wait_for(error.quiesced(), GONE_S)
 
-    async def _load(self, load: Load, before: torch.cuda.Event | None) -> None:
+    async def _load(self, load: Load, before: Before | None) -> None:
         end = End.FAILED
         try:
             if before is not None:
-                await asyncio.to_thread(before.synchronize)
+                await before.reached()
             if load.request_id in self._loading:  # not cancelled meanwhile
                 await self._receive(load)
                 end = End.ARRIVED

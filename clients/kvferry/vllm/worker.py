@@ -26,7 +26,7 @@ from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda
 from kvferry.vllm.identity import fingerprint
 from kvferry.vllm.options import Options
 from kvferry.vllm.parts import Describing, Part, attention_parts, recurrent_parts
-from kvferry.vllm.session import End, Session
+from kvferry.vllm.session import Before, End, Session
 from kvferry.vllm.step import Address, Step
 from kvferry.vllm.torch_place import placed, region_nbytes
 
@@ -133,20 +133,22 @@ class WorkerSide:
         """What does not depend on the step's forward pass."""
         session, before = self._session, None
         if step.load and self._device == "cuda":  # steps that are under way may still write, or zero, these blocks
-            before = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            before.record()
-        for request_id in step.cancel:
-            session.cancel(request_id)
-        for publish in step.finished:
-            session.publish(publish)
-        for request_id in step.hold:
-            session.hold(request_id)
-        for request_id in step.unread:
-            session.end_unread(request_id)
-        for load in step.load:
-            session.load(load, before)
-        for load in step.release:
-            session.release(load)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
+            before = Before(event)
+        with session.together():
+            for request_id in step.cancel:
+                session.cancel(request_id)
+            for publish in step.finished:
+                session.publish(publish)
+            for request_id in step.hold:
+                session.hold(request_id)
+            for request_id in step.unread:
+                session.end_unread(request_id)
+            for load in step.load:
+                session.load(load, before)
+            for load in step.release:
+                session.release(load)
         for request_id in step.refuse:
             session.refuse(request_id)
 
@@ -155,8 +157,9 @@ class WorkerSide:
         after = None
         if step.computed and self._device == "cuda":
             after = self._daemon.written(torch.cuda.current_stream())
-        for publish in step.computed:
-            self._session.publish(publish, after)
+        with self._session.together():
+            for publish in step.computed:
+                self._session.publish(publish, after)
 
     def results(self, step: Step) -> KVConnectorTransferResults:
         """What has ended since the last step.

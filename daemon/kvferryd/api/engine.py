@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.memory.fences import WORDS, Fence
+from kvferry.outbox import SEVERAL
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd import logs
@@ -53,13 +54,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         attached = engine_pb2.Attached(
             session=session.id, protocol=version, version=__version__, peer_address=ferry.config.advertise,
             device=ferry.config.device, instance=ferry.instance, deadline_s=ferry.config.deadline_s,
-            resumed=session.resumed,
+            resumed=session.resumed, several=True,
         )  # fmt: skip
+        session.events.several = request.several
         obeying = asyncio.create_task(self._obey(session, commands))
-        obeying.add_done_callback(lambda _: session.events.put_nowait(None))
+        obeying.add_done_callback(lambda _: session.events.end())
         try:
             yield engine_pb2.Event(attached=attached)
-            while (event := await session.events.get()) is not None:
+            while (event := await session.events.take()) is not None:
                 yield event
             if obeying.done():
                 obeying.result()
@@ -70,23 +72,32 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def _obey(self, session: Session, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
-            answer, kind = engine_pb2.Answer(id=command.id), command.WhichOneof("kind")
-            try:
-                session.check_open()
-                match kind:
-                    case "publish":
-                        answer.publish.CopyFrom(self._publish(_registered(session), command.publish))
-                    case "receive":
-                        answer.receive.CopyFrom(self._receive(_registered(session), command.receive))
-                    case "abort":
-                        answer.abort.CopyFrom(self._abort(session, command.abort))
-                    case "probe":
-                        pass
-                    case _:
-                        raise Malformed("malformed_command", "the command is none", field="kind", value=kind)
-            except Exception as error:  # noqa: BLE001  see told
-                answer.problem.CopyFrom(problem_to_proto(told(error, f"command {kind}")))
-            session.tell(engine_pb2.Event(answer=answer))
+            said = command.several.commands if command.HasField("several") else (command,)
+            if (count := len(said)) > SEVERAL:
+                remedy = f"at most {SEVERAL} in one"
+                raise Malformed("malformed_command", "too many commands", field="several", value=count, remedy=remedy)
+            for each in said:
+                session.tell(engine_pb2.Event(answer=self._answer(session, each)))
+
+    def _answer(self, session: Session, command: engine_pb2.Command) -> engine_pb2.Answer:
+        """To a command that is obeyed now, or refused."""
+        answer, kind = engine_pb2.Answer(id=command.id), command.WhichOneof("kind")
+        try:
+            session.check_open()
+            match kind:
+                case "publish":
+                    answer.publish.CopyFrom(self._publish(_registered(session), command.publish))
+                case "receive":
+                    answer.receive.CopyFrom(self._receive(_registered(session), command.receive))
+                case "abort":
+                    answer.abort.CopyFrom(self._abort(session, command.abort))
+                case "probe":
+                    pass
+                case _:
+                    raise Malformed("malformed_command", "the command is none", field="kind", value=kind)
+        except Exception as error:  # noqa: BLE001  see told
+            answer.problem.CopyFrom(problem_to_proto(told(error, f"command {kind}")))
+        return answer
 
     @unary
     async def End(self, request: engine_pb2.EndRequest, context: Context) -> engine_pb2.EndReply:

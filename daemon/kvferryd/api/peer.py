@@ -61,7 +61,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 )
                 for id, region in readable.items()
             ],
-            staging=_staging(engine.arena) if engine.arena else None,
+            staging=_staging(engine.arena) if engine.arena else None, several=True,
         )  # fmt: skip
 
     @stream
@@ -111,7 +111,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             who = replace(_reader(opening.reader), host=host_of(context))
             gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
             retired, announcing = engine.session.retired, not engine.strict
-            served = ServedStream(engine.leases, who, gatherer, retired, announcing=announcing, peer=context.peer())
+            served = ServedStream(
+                engine.leases, who, gatherer, retired, announcing=announcing, peer=context.peer(),
+                several=opening.several,
+            )  # fmt: skip
             async with aclosing(served.replies(requests)) as replies:
                 async for reply in replies:
                     yield reply

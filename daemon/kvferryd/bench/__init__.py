@@ -12,6 +12,7 @@ PARTS = {
     "plan": "the planner: plan of 128 layers x 16 ranks, bind of 80 layers x 512 blocks",
     "host": "host memory: kvferry beside raw NIXL, and the control cost of one transfer",
     "staged": "host memory: direct beside staged for runs of 128 B to 4 KiB, NHD to HND",
+    "control": "the control path: turns, messages, tasks, calls and microseconds of a transfer on each event loop",
     "rpc": "grpc.aio between two processes: what a message and its answer cost at least",
     "watch": "what open status pages cost a daemon, with a full history",
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvferry bench",
         description="Measure this machine. Ratios hold; absolute figures drift with whatever else runs.",
-        epilog="parts:\n" + "\n".join(f"  {name:6} {what}" for name, what in PARTS.items()),
+        epilog="parts:\n" + "\n".join(f"  {name:7} {what}" for name, what in PARTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="which parts to run (default: those without a GPU)")

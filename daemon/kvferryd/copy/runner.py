@@ -28,7 +28,10 @@ from kvferryd.memory.cuda import read
 
 T = TypeVar("T")
 IN_FLIGHT = 2
-"""Copies on the stream at once: the next is launched while one runs. More would only take its SMs away."""
+"""Launches on the stream at once: the next is made while one runs. More would only take its SMs away."""
+TOGETHER_NBYTES = 128 << 20
+"""Copies that wait for their turn are launched as one, up to so many bytes (0.3 ms over NVLink): larger ones would keep
+the first of them waiting for the last, and leave the GPU idle while their ends are told."""
 SPIN_S, POLL_S = 5e-3, 1e-3
 """A copy's event is polled at every turn of the event loop for SPIN_S after its launch, then every POLL_S: a GPU does
 not notify the host, and a timer of the loop is good to a millisecond."""
@@ -52,14 +55,26 @@ class GpuCopy:
     """From launch to event."""
     phase: str = "copy"
     launched_at: float = 0.0
-    event: cuda.Event | None = None
-    problem: KvferryError | None = None
-    """Why it is not whole. Something of it may run all the same, until its event."""
     abandoned: bool = False
+
+    def goes_with(self, other: GpuCopy) -> bool:
+        """Whether one launch may do both."""
+        return self.programs == other.programs and self.place[0] == other.place[0]
 
     def abandon(self) -> None:
         """Not launched if it has not been. Otherwise it goes on, until `quiet`."""
         self.abandoned = True
+
+
+@dataclass(slots=True, eq=False)
+class _Launch:
+    """Copies that end together, when their event is reached. problem: why they are not whole; something of them may run
+    all the same, until the event."""
+
+    copies: list[GpuCopy]
+    event: cuda.Event
+    launched_at: float
+    problem: KvferryError | None = None
 
 
 class Runner:
@@ -82,7 +97,7 @@ class Runner:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
         self._waiting: list[tuple[tuple[int, int], GpuCopy]] = []
-        self._in_flight: deque[GpuCopy] = deque()
+        self._in_flight: deque[_Launch] = deque()
         self._asking: asyncio.Handle | None = None
         self._events: list[cuda.Event] = []
         self._order = itertools.count()
@@ -129,7 +144,8 @@ class Runner:
         self._waiting.clear()
         try:
             if self._in_flight:
-                await asyncio.wait([copy.quiet for copy in self._in_flight], timeout=CLOSE_S)
+                flying = [copy.quiet for launch in self._in_flight for copy in launch.copies]
+                await asyncio.wait(flying, timeout=CLOSE_S)
         finally:
             if self._asking is not None:
                 self._asking.cancel()
@@ -152,63 +168,94 @@ class Runner:
     def _advance(self) -> None:
         """Launch what can be launched, and poll what is in flight."""
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
-            copy = heapq.heappop(self._waiting)[1]
-            if copy.abandoned:
-                _end(copy, Conflict("abandoned", "the copy was given up"))
-            else:
-                self._launch(copy)
+            if copies := self._next():
+                self._launch(copies)
         if self._in_flight and self._asking is None:
             fresh = time.monotonic() - self._in_flight[0].launched_at < SPIN_S
             self._asking = self._loop.call_soon(self._ask) if fresh else self._loop.call_later(POLL_S, self._ask)
+
+    def _next(self) -> list[GpuCopy]:
+        """The copy whose turn it is, and those behind it that may be launched with it. What was given up ends here."""
+        copies: list[GpuCopy] = []
+        nbytes = 0
+        while self._waiting:
+            copy = self._waiting[0][1]
+            nbytes += copy.nbytes
+            if copies and (nbytes > TOGETHER_NBYTES or not copy.goes_with(copies[0])):
+                break
+            heapq.heappop(self._waiting)
+            if copy.abandoned:
+                _end(copy, Conflict("abandoned", "the copy was given up"))
+            else:
+                copies.append(copy)
+        return copies
 
     def _ask(self) -> None:
         """End the copies whose events have been reached."""
         self._asking = None
         while self._in_flight:
-            copy = self._in_flight[0]
-            assert copy.event is not None
-            problem = copy.problem
+            launch = self._in_flight[0]
+            problem = launch.problem
             try:
-                if not copy.event.reached():
+                if not launch.event.reached():
                     break
             except KvferryError as error:  # the context is broken: nothing of it runs any more
                 problem = error
             self._in_flight.popleft()
-            self._events.append(copy.event)
-            _end(copy, problem)
+            self._events.append(launch.event)
+            for copy in launch.copies:
+                _end(copy, problem)
         self._advance()
 
-    def _launch(self, copy: GpuCopy) -> None:
-        """Never raises: an error is the copy's own."""
-        copy.launched_at = time.monotonic()
-        try:
-            event = self._events.pop() if self._events else self.device.event()
+    def _launch(self, copies: list[GpuCopy]) -> None:
+        """Never raises: an error is the copies' own."""
+        now, batches, built = time.monotonic(), list[Batch](), list[GpuCopy]()
+        for copy in copies:
+            copy.launched_at = now
             try:
-                batches = copy.build()
-                self._copier.copy(batches, self._stream, copy.programs)
+                batches += copy.build()
+            except Exception as error:  # noqa: BLE001  as in `submit`; nothing of this one runs
+                _end(copy, _typed(error))
+            else:
+                built.append(copy)
+        if built:
+            self._run_together(built, batches, now)
+
+    def _run_together(self, copies: list[GpuCopy], batches: Sequence[Batch], now: float) -> None:
+        try:
+            launch = _Launch(copies, self._events.pop() if self._events else self.device.event(), now)
+            try:
+                self._copier.copy(batches, self._stream, copies[0].programs)
             except NotPrepared:
-                self._events.append(event)
-                self._prepare(copy, batches)
+                self._events.append(launch.event)
+                self._prepare(copies, batches)
                 return
             except Exception as error:  # noqa: BLE001  as in `submit`; of several launches some may run
-                copy.problem = _typed(error)
-            event.record(self._stream)
+                launch.problem = _typed(error)
+            launch.event.record(self._stream)
         except KvferryError as error:  # the context is broken: nothing of it runs any more
-            _end(copy, error)
+            for copy in copies:
+                _end(copy, error)
         else:
-            copy.event = event
-            self._in_flight.append(copy)
+            self._in_flight.append(launch)
 
-    def _prepare(self, copy: GpuCopy, batches: Sequence[Batch]) -> None:
-        """Prepare on the thread, then queue the copy again."""
+    def _prepare(self, copies: list[GpuCopy], batches: Sequence[Batch]) -> None:
+        """Prepare on the thread, then queue the copy again. Several do not wait for what only all of them together may
+        need: they are launched one by one, this time."""
 
         def again(preparing: asyncio.Future[None]) -> None:
             problem = _closed() if self._closing else preparing.exception()
-            if isinstance(problem, KvferryError):
-                _end(copy, problem)
-            else:
-                self._wait(copy)
+            for copy in copies:
+                if isinstance(problem, KvferryError):
+                    _end(copy, problem)
+                else:
+                    self._wait(copy)
 
+        if len(copies) > 1:
+            submit(self._inbox.put, lambda: self._copier.prepare(batches), _typed)
+            for copy in copies:
+                self._launch([copy])
+            return
         submit(self._inbox.put, lambda: self._copier.prepare(batches), _typed).add_done_callback(again)
 
     # ---- on the thread ----
@@ -222,13 +269,14 @@ class Runner:
             self._unmap(list(self._mappings))
             self._copier.close()
             self._stream.close()
-            for event in (*self._events, *(copy.event for copy in self._in_flight if copy.event)):
+            for event in (*self._events, *(launch.event for launch in self._in_flight)):
                 event.close()
         except KvferryError:
             pass  # a broken context: nothing runs any more, and the process keeps what it holds until it ends
-        for copy in self._in_flight:
-            settle(copy.quiet)
-            settle(copy.done, error=_closed())
+        for launch in self._in_flight:
+            for copy in launch.copies:
+                settle(copy.quiet)
+                settle(copy.done, error=_closed())
 
     def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None) -> CudaRegion:
         mapping = self.device.open(allocation.handle)

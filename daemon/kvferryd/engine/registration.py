@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import secrets
@@ -78,7 +79,7 @@ class Engine:
 
     def reader_key(self, source: str) -> bytes:
         """By which engine `source` knows all ranks of this one as one reader. Each source is given another."""
-        return hmac.digest(self.roster_key or self._alone, source.encode(), hashlib.sha256)
+        return _reader_key(self.roster_key or self._alone, source)
 
     def set_members(self, members: dict[int, str]) -> None:
         self.members, self.unseeded = members, ""
@@ -230,6 +231,11 @@ async def _made_arena(config: Config, memory: Provider, runner: Runner | None, u
     except BaseException:  # too small for its slots
         region.close()
         raise
+
+
+@functools.lru_cache(maxsize=4096)  # every transfer asks
+def _reader_key(secret: bytes, source: str) -> bytes:
+    return hmac.digest(secret, source.encode(), hashlib.sha256)
 
 
 async def _close(runner: Runner | None, agent: Agent, arena: Arena | None) -> bool:

@@ -219,7 +219,7 @@ class Engines:
     def _detach(self, session: Session, why: str) -> None:
         if session.attached and not session.retired.is_set():
             session.detached.set()
-            session.events.put_nowait(None)
+            session.events.end()
             log.info("engine detached", engine_id=session.rank.engine_id, epoch=session.rank.epoch, why=why)
             if session.engine is not None:
                 self._on_detach(session.engine, why)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.errors import Conflict, Malformed, Unavailable
+from kvferry.outbox import Outbox
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferryd import logs
@@ -42,7 +43,7 @@ class Session:
         self.engine: Engine | None = None
         """What is registered."""
         self.registering = False
-        self.events: asyncio.Queue[engine_pb2.Event | None] = asyncio.Queue()
+        self.events = Outbox(_several)
         self.process: Process | None = None
         """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
         self.detached = asyncio.Event()
@@ -68,7 +69,7 @@ class Session:
 
     def tell(self, event: engine_pb2.Event) -> None:
         if self.attached:
-            self.events.put_nowait(event)
+            self.events.put(event)
 
     async def add(self, id: int, nbytes: int, make: Callable[[], Region]) -> Region:
         """A new region. Only if the session still stands when it is made."""
@@ -105,7 +106,7 @@ class Session:
         keep: leave the daemon-owned regions open.
         """
         self.retired.set()
-        self.events.put_nowait(None)
+        self.events.end()
         if self.engine is not None:
             self.engine.leases.revoke_all(reason)
         if self.fences is not None:  # after the leases that wait for them
@@ -123,6 +124,10 @@ class Session:
             self.process.close()
         for region in self.regions.values():
             region.close()
+
+
+def _several(events: list[engine_pb2.Event]) -> engine_pb2.Event:
+    return engine_pb2.Event(several=engine_pb2.Events(events=events))
 
 
 async def made(make: Callable[[], Region]) -> Region:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 
 from kvferry.errors import Conflict, Full, KvferryError, Malformed
+from kvferry.outbox import SEVERAL, Outbox
 from kvferry.schemas import InboundRecord
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
@@ -26,39 +27,6 @@ ENDED_S = 1.0
 """How long readers may take to receive the end of their leases, when all of them end."""
 ANNOUNCEMENTS = 64
 """Announcements that may wait for one reader."""
-
-
-Take = Callable[[], "peer_pb2.ReadReply | None"]
-"""Composes the next message; None if nothing is pending any more."""
-
-
-class Turns:
-    """Those that have something to send, each at most once, in the order in which they asked."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[Take, None] = OrderedDict()
-        self._changed = asyncio.Event()
-        self._over = False
-
-    def ask(self, take: Take) -> None:
-        self._waiting[take] = None
-        self._changed.set()
-
-    def leave(self, take: Take) -> None:
-        self._waiting.pop(take, None)
-
-    def end(self) -> None:
-        """`next` returns None after the last that has asked."""
-        self._over = True
-        self._changed.set()
-
-    async def next(self) -> Take | None:
-        while not self._waiting:
-            if self._over:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        return self._waiting.popitem(last=False)[0]
 
 
 class _Reading:
@@ -129,10 +97,10 @@ class _Reading:
         self.task.cancel()
         if self._gather is not None:
             self._gather.end()
-        self._stream.turns.leave(self._take)
+        self._stream.outbox.leave(self._take)
 
     def _queue(self) -> None:
-        self._stream.turns.ask(self._take)
+        self._stream.outbox.ask(self._take)
 
     def _take(self) -> peer_pb2.ReadReply | None:
         update, self._update = self._update, None
@@ -157,17 +125,17 @@ class ServedStream:
 
     def __init__(
         self, leases: Leases, who: ReaderId, gatherer: Gatherer, retired: asyncio.Event, *, announcing: bool,
-        peer: str = "",
+        peer: str = "", several: bool = False,
     ) -> None:  # fmt: skip
         """retired: set when the engine is. announcing: the reader may get leases that it did not ask for. peer: where
-        it comes from."""
+        it comes from. several: it takes several replies in one."""
         self.leases, self.who, self.gatherer, self.peer = leases, who, gatherer, peer
         self._since = time.time()
         self._leases_read = self._nbytes = 0
         """So far, as the reader says."""
         self._retired, self._announcing = retired, announcing
         self.readings: dict[int, _Reading] = {}
-        self.turns = Turns()
+        self.outbox = Outbox(_several, several=several)
         self._announced: deque[Lease] = deque()
         """Leases that the reader may want next."""
 
@@ -185,14 +153,13 @@ class ServedStream:
         Raises KvferryError for a message that no reader of ours sends.
         """
         running = asyncio.create_task(self._run(requests))
-        running.add_done_callback(lambda _: self.turns.end())
+        running.add_done_callback(lambda _: self.outbox.end())
         self.leases.inbound.add(self.record)
         if self._announcing:
             self.leases.audience.add(self._announce)
         try:
-            while (take := await self.turns.next()) is not None:
-                if (reply := take()) is not None:
-                    yield reply
+            while (reply := await self.outbox.take()) is not None:
+                yield reply
             running.result()
         finally:
             self.leases.audience.discard(self._announce)
@@ -220,21 +187,31 @@ class ServedStream:
         async for request in requests:
             if self._retired.is_set():
                 return  # not "the lease has ended": the end of the stream says that the engine may have started anew
-            match request.WhichOneof("kind"):
-                case "pack":
-                    said, also = request.pack, request.pack.open
-                    if also.request_id:
-                        self._open(said.reading, also.request_id, (also.word, also.version), also.trace)
-                    if (reading := self.readings.get(said.reading)) is not None:
-                        reading.pack(said)
-                case "open":
-                    asked = request.open
-                    known = asked.known_word, asked.known_version
-                    self._open(asked.reading, asked.request_id, known, asked.trace)
-                case "close":
-                    self._close(request.close)
-                case kind:
-                    raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
+            if not request.HasField("several"):
+                self._hear(request)
+            elif (count := len(request.several.requests)) <= SEVERAL:
+                for each in request.several.requests:
+                    self._hear(each)
+            else:
+                remedy = f"at most {SEVERAL} in one"
+                raise Malformed("malformed_read", "too many messages", field="several", value=count, remedy=remedy)
+
+    def _hear(self, request: peer_pb2.ReadRequest) -> None:
+        match request.WhichOneof("kind"):
+            case "pack":
+                said, also = request.pack, request.pack.open
+                if also.request_id:
+                    self._open(said.reading, also.request_id, (also.word, also.version), also.trace)
+                if (reading := self.readings.get(said.reading)) is not None:
+                    reading.pack(said)
+            case "open":
+                asked = request.open
+                known = asked.known_word, asked.known_version
+                self._open(asked.reading, asked.request_id, known, asked.trace)
+            case "close":
+                self._close(request.close)
+            case kind:
+                raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
     def _open(self, number: int, request_id: str, known: tuple[int, int], trace: peer_pb2.Trace) -> None:
         if number in self.readings or len(self.readings) >= self.leases.limit:
@@ -264,16 +241,20 @@ class ServedStream:
     def _announce(self, lease: Lease) -> None:
         if len(self._announced) < ANNOUNCEMENTS:
             self._announced.append(lease)
-            self.turns.ask(self._take_announcement)
+            self.outbox.ask(self._take_announcement)
 
     def _take_announcement(self) -> peer_pb2.ReadReply | None:
         lease = self._announced.popleft()
         if self._announced:
-            self.turns.ask(self._take_announcement)
+            self.outbox.ask(self._take_announcement)
         if lease.state.ended:
             return None
         announced = peer_pb2.Announcement(request_id=announced_as(lease.request_id), update=_update_of(lease))
         return peer_pb2.ReadReply(announced=announced)
+
+
+def _several(replies: list[peer_pb2.ReadReply]) -> peer_pb2.ReadReply:
+    return peer_pb2.ReadReply(several=peer_pb2.ReadReplies(replies=replies))
 
 
 def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:

@@ -30,6 +30,8 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
     directly, and direct for others. A forced staged falls back to the others where the pair cannot stage and nothing is
     strict. Raises KvferryError: `way_unavailable`; `cannot_stage` where one side is strict and the pair cannot stage.
     """
+    if way == "auto" and not PATHS[PathName.MAPPED].refusal(engine, peer):
+        return PATHS[PathName.MAPPED]
     why = {name: path.refusal(engine, peer) for name, path in PATHS.items()}
     able = [name for name in PATHS if not why[name]]
     if way in able:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 import numpy as np
 
-from kvferryd.aio import beside
+from kvferryd.aio import all_done, beside
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
@@ -35,7 +34,7 @@ class Direct:
         rows = await beside(runs, lambda: [_rows(each, regions, move.peer) for each in bound.runs()])
         reads = [agent.read(*each, move.priority) for each in rows]
         move.flights.extend(reads)
-        await asyncio.gather(*(read.done for read in reads))
+        await all_done([read.done for read in reads])
         return Moved(move.ranks, sum(len(local) for _, local, *_ in rows))
 
 

@@ -151,11 +151,12 @@ class SourceReader:
         if self._chunks is not None:
             self._chunks.fail(why)
 
-    async def verify(self, agent: Agent) -> None:
-        """The lease held while its blocks were read: its validity word is whole. Raises KvferryError (`torn`)."""
+    async def verify(self, agent: Agent, *, alone: bool = True) -> None:
+        """The lease held while its blocks were read: its validity word is whole. alone: as of `Agent.peek`. Raises
+        KvferryError (`torn`)."""
         if self._stream is not None:
             self._stream.check()
-        if await agent.peek(self.source.agent_name, self.lease.word_address) != self.lease.word:
+        if await agent.peek(self.source.agent_name, self.lease.word_address, alone=alone) != self.lease.word:
             why = f"the lease of request {self.request_id} did not hold while it was read"
             remedy = "prefill the request again"
             raise Conflict("torn", why, field="request_id", value=self.request_id, remedy=remedy)
@@ -212,7 +213,6 @@ class ChunkStream:
         self._number, self._stream = reader.gather(self, opening)
         self._reading = reader.number
         self._pending = peer_pb2.Pack(reading=self._reading, packing=self._number, open=opening)
-        self._queued = False
 
     def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
         """Ask for a chunk. The caller has a slot for it, or will have one when a copy has ended. Done when packed."""
@@ -240,13 +240,10 @@ class ChunkStream:
             await self._vouched
 
     def _queue(self) -> None:
-        if not self._queued:
-            self._queued = True
-            self._stream.send(self)
+        self._stream.ask(self._take)
 
-    def take(self) -> peer_pb2.ReadRequest:
+    def _take(self) -> peer_pb2.ReadRequest:
         taken, self._pending = self._pending, peer_pb2.Pack(reading=self._reading, packing=self._number)
-        self._queued = False
         return peer_pb2.ReadRequest(pack=taken)
 
     def on_reply(self, reply: peer_pb2.PackReply) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import ipaddress
 from collections.abc import Sequence
 
@@ -33,18 +34,21 @@ def check(address: str, allowed: Sequence[str]) -> None:
     A literal IP is matched by CIDR and IP entries only, a name by name entries only: a name that resolves to an
     allowed IP is not thereby allowed, nor the other way round.
     """
-    host, _ = split(address)
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        admitted = any(fnmatch.fnmatchcase(host.lower(), entry.lower()) for entry in allowed if not _network(entry))
-    else:
-        admitted = any(ip in network for entry in allowed if (network := _network(entry)))
-    if not admitted:
+    if not _admitted(address, tuple(allowed)):
         raise Forbidden(
             "address_not_allowed", f"this daemon may not speak to {address}", field="address", value=address,
             remedy="add it to allow_peers (CIDR, IP or host pattern) if it is a daemon of yours",
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)  # every order asks, and there are few addresses
+def _admitted(address: str, allowed: tuple[str, ...]) -> bool:
+    host, _ = split(address)
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return any(fnmatch.fnmatchcase(host.lower(), entry.lower()) for entry in allowed if not _network(entry))
+    return any(ip in network for entry in allowed if (network := _network(entry)))
 
 
 def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:

@@ -60,6 +60,8 @@ class PeerRank:
     staging: Staging | None = None
     slow: bool = False
     """A direct read of its memory is slow."""
+    several: bool = False
+    """It takes several requests in one."""
     pairing: str = ""
     """The peer's name for the plan between us; empty until it has planned."""
     bytes_read: int = 0
@@ -91,7 +93,7 @@ class PeerRank:
     def stream(self) -> ReaderStream:
         """Its leases, as we read them. A stream that has ended is followed by another."""
         if self._stream is None or self._stream.over:
-            self._stream = ReaderStream(self.stub, self.channel.contact, self.opening)
+            self._stream = ReaderStream(self.stub, self.channel.contact, self.opening, several=self.several)
         return self._stream
 
     @property

@@ -445,10 +445,11 @@ def _rank(
     for region in manifest.regions if regions or staging is None else ():
         if region.id not in regions or regions[region.id].nbytes < region.nbytes:
             raise wrong(f"gave no address for region {region.id}", "regions", region.id)
-    opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader_of(engine, engine_id))
+    reader = reader_of(engine, engine_id)
+    opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader, several=True)
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
     slow = any(region.slow for region in reply.regions)
-    return PeerRank(channel, manifest, *told, regions, opening, staging, slow)
+    return PeerRank(channel, manifest, *told, regions, opening, staging, slow, reply.several)
 
 
 def reader_of(engine: Engine, source: str) -> peer_pb2.Reader:

@@ -1,19 +1,18 @@
-"""The reader's end of the stream to one source rank.
-
-A reader whose messages can be merged (`Outbox`) is queued at most once; `take` then returns everything that is pending.
-"""
+"""The reader's end of the stream to one source rank."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import grpc
 from cachetools import LRUCache
 
 from kvferry.errors import KvferryError, PeerFailed
+from kvferry.outbox import Outbox
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.leases.lease import announced_as
@@ -23,13 +22,6 @@ CLOSE_S = 1.0
 ANNOUNCED = 1024
 """Announced leases kept until a transfer asks for them. The least recent go first."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
-
-
-class Outbox(Protocol):
-    """Messages that are merged until the stream takes them."""
-
-    def take(self) -> peer_pb2.ReadRequest:
-        """Everything pending, as one message."""
 
 
 class Listener(Protocol):
@@ -45,10 +37,12 @@ class ReaderStream:
     """One of our ranks as the reader of one source rank: a gRPC stream and its two tasks. Both end when it is over, in
     this object and nowhere else."""
 
-    def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, contact: Contact, opening: peer_pb2.ReadOpening) -> None:
-        self._contact = contact
-        self._pending: asyncio.Queue[peer_pb2.ReadRequest | Outbox | None] = asyncio.Queue()
-        self._pending.put_nowait(peer_pb2.ReadRequest(opening=opening))
+    def __init__(
+        self, stub: peer_pb2_grpc.PeerAsyncStub, contact: Contact, opening: peer_pb2.ReadOpening, *, several: bool
+    ) -> None:
+        """several: the source takes several requests in one."""
+        self._contact, self._opening = contact, opening
+        self._outbox = Outbox(_several, several=several)
         self._numbers = itertools.count(1)
         self._listeners: dict[int, Listener] = {}
         self._announced: LRUCache[str, peer_pb2.LeaseUpdate] = LRUCache(ANNOUNCED)
@@ -77,8 +71,12 @@ class ReaderStream:
         self._listeners[number] = listener
         return number
 
-    def send(self, message: peer_pb2.ReadRequest | Outbox) -> None:
-        self._pending.put_nowait(message)
+    def send(self, message: peer_pb2.ReadRequest) -> None:
+        self._outbox.put(message)
+
+    def ask(self, compose: Callable[[], peer_pb2.ReadRequest]) -> None:
+        """Send what `compose` returns when it is its turn."""
+        self._outbox.ask(compose)
 
     def close_reading(
         self, request_id: str, *, complete: bool, nbytes: int = 0, number: int = 0, word: int = 0,
@@ -94,16 +92,26 @@ class ReaderStream:
 
     async def close(self) -> None:
         """Send what is pending, then end the stream. Takes at most CLOSE_S."""
-        self._pending.put_nowait(None)
+        self._outbox.end()
         await asyncio.wait([self._reading], timeout=CLOSE_S)
         self._reading.cancel()
         await asyncio.wait([self._reading])
 
+    def _hear(self, reply: peer_pb2.ReadReply) -> None:
+        if reply.HasField("announced"):
+            self._announced[reply.announced.request_id] = reply.announced.update
+        elif (listener := self._listeners.get(reply.reading)) is not None:
+            listener.on_reply(reply)
+        elif not reply.reading and reply.HasField("problem"):
+            raise of_peer(problem_from_proto(reply.problem))
+
     async def _write(self) -> None:
         """Why a write fails is known to `_read`, which ends this task."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-            while (message := await self._pending.get()) is not None:
-                await self._call.write(message if isinstance(message, peer_pb2.ReadRequest) else message.take())
+            message: peer_pb2.ReadRequest | None = peer_pb2.ReadRequest(opening=self._opening)
+            while message is not None:
+                await self._call.write(message)
+                message = await self._outbox.take()
             await self._call.done_writing()
 
     async def _read(self) -> None:
@@ -111,13 +119,9 @@ class ReaderStream:
         why: KvferryError = PeerFailed("peer_lost", f"peer {address} ended the stream of leases", field="address")
         try:
             async with asking(self._contact, ended=why):
-                async for reply in self._call:
-                    if reply.HasField("announced"):
-                        self._announced[reply.announced.request_id] = reply.announced.update
-                    elif (listener := self._listeners.get(reply.reading)) is not None:
-                        listener.on_reply(reply)
-                    elif not reply.reading and reply.HasField("problem"):
-                        raise of_peer(problem_from_proto(reply.problem))
+                async for told in self._call:
+                    for reply in told.several.replies if told.HasField("several") else (told,):
+                        self._hear(reply)
         except KvferryError as error:
             why = error.kept()
         finally:
@@ -127,3 +131,7 @@ class ReaderStream:
             for listener in self._listeners.values():
                 listener.on_lost(why)
             self._listeners.clear()
+
+
+def _several(requests: list[peer_pb2.ReadRequest]) -> peer_pb2.ReadRequest:
+    return peer_pb2.ReadRequest(several=peer_pb2.ReadRequests(requests=requests))

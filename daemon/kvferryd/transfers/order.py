@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -86,14 +87,20 @@ def order_from_proto(
     """Checked. Raises KvferryError."""
     source = request.source
     allow.check(source.address, allowed)
-    try:
-        SourceBody(engine_id=source.engine_id, address=source.address, epoch=source.epoch or None)
-    except ValidationError as error:  # or its record could not be told
-        raise first_breach(error, "source", "malformed_source", "name the engine as it has registered") from None
+    _check_source(source.engine_id, source.address, source.epoch)
     check_seconds("deadline_s", request.deadline_s)
     check_way(request.way)
     deadline_s = request.deadline_s or None
     return Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way, trace)
+
+
+@functools.lru_cache(maxsize=4096)  # every order asks, and there are few sources
+def _check_source(engine_id: str, address: str, epoch: str) -> None:
+    """Otherwise its record could not be told. Raises KvferryError (`malformed_source`)."""
+    try:
+        SourceBody(engine_id=engine_id, address=address, epoch=epoch or None)
+    except ValidationError as error:
+        raise first_breach(error, "source", "malformed_source", "name the engine as it has registered") from None
 
 
 def reservation_from_proto(

@@ -84,17 +84,19 @@ class Transfer:
         """This rank's part has ended."""
         self.quiet = asyncio.Event()
         """No read can write to the destination blocks any more."""
-        self.changed = asyncio.Event()
-        """Set at the next change of any rank's part; another event takes its place."""
+        self._changed: asyncio.Event | None = None
         self._began = self._phase_began = time.monotonic()
         self._matched = asyncio.Event()
         self._flights: list[Flight] = []
         self._readers: list[SourceReader] = []
         """The leases that are read; none while hands are shaken."""
+        self._reads: tuple[PeerEngine, list[SourceReader]] | None = None
+        """The peer while it is used, and the leases that were read to their end."""
         self._last_half = Awaited.ORDER
         """Which of the two halves came last."""
         self._unpublished_since: float | None = None
         """Set while the source has nothing, or nothing more, to read."""
+        self._changes = 0
         self._encoded: tuple[object, bytes] = (None, b"")
         """The record as JSON, and what it was made of."""
         self._stop: tuple[TransferState, KvferryError] | None = None
@@ -179,9 +181,18 @@ class Transfer:
         """Bytes of destination blocks that a read given up on may still write."""
         return sum(flight.nbytes for flight in self._flights if self.ended.is_set() and not flight.quiet.done())
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of any rank's part; another event takes its place."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        return self._changed
+
     def wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
+        self._changes += 1
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def set_rank(self, rank: RankTransfer) -> None:
         """How far another rank is."""
@@ -231,7 +242,7 @@ class Transfer:
 
     def encoded(self) -> bytes:
         """The record as JSON. Kept until something changes: many may look at many records."""
-        made_of = self.changed, self.nbytes, self.waits_for, self.attempt
+        made_of = self._changes, self.nbytes, self.waits_for, self.attempt
         if self._encoded[0] != made_of:
             self._encoded = made_of, self.record().model_dump_json().encode()
         return self._encoded[1]
@@ -341,6 +352,7 @@ class Transfer:
         self._move(TransferState.CONNECTING)
         peer, readers, others = await self._open(self.order)
         through: list[SourceReader] = []
+        self._reads = peer, through
         try:
             try:
                 await self._read_and_verify(peer, readers)
@@ -354,8 +366,6 @@ class Transfer:
         except BaseException as error:
             self._give_up(peer, readers, self._stop[1] if self._stop is not None else error)
             raise
-        finally:
-            self._around.spawn(self._settle(peer, through))
 
     async def _open(self, order: Order) -> tuple[PeerEngine, list[SourceReader], list[SourceReader]]:
         """Shake hands if need be and open the lease on every rank that is read; once more if the peer was stale."""
@@ -421,7 +431,7 @@ class Transfer:
         for flight in self._flights:
             self.phases_ms[flight.phase] += 1e3 * flight.seconds
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
-        await together(reader.verify(self.engine.agent) for reader in unproven)
+        await together(reader.verify(self.engine.agent, alone=peer.users == 1) for reader in unproven)
         if self._around.config.checksum:
             assert self.reservation is not None and self.tokens is not None
             await compare(self.engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
@@ -469,18 +479,19 @@ class Transfer:
         self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")
         return moves
 
-    async def _settle(self, peer: PeerEngine, through: list[SourceReader]) -> None:
-        """Close the leases that were read to their end. Once nothing can be written any more, release the claim, tell
-        the engine, and let the peer go."""
-        await self.ended.wait()
-        close_all(through, complete=True)
+    async def _settle(self) -> None:
+        """Once nothing can be written any more, release the claim, tell the engine, and let the peer go."""
         await asyncio.gather(*(flight.quiet for flight in self._flights))
-        if not self.quiet.is_set():
-            self._be_quiet()
-            safe = engine_pb2.BlocksSafe(request_id=self.request_id, transfer_id=self.transfer_id)
-            self.engine.session.tell(engine_pb2.Event(blocks_safe=safe))
+        self._be_quiet()
+        safe = engine_pb2.BlocksSafe(request_id=self.request_id, transfer_id=self.transfer_id)
+        self.engine.session.tell(engine_pb2.Event(blocks_safe=safe))
+        self._leave()
+
+    def _leave(self) -> None:
         self._flights.clear()
-        self._around.peers.leave(peer)
+        if self._reads is not None:
+            self._around.peers.leave(self._reads[0])
+            self._reads = None
 
     def _move(self, to: TransferState) -> None:
         now = time.monotonic()
@@ -502,7 +513,13 @@ class Transfer:
             self._be_quiet()
         self.engine.session.tell(self.event())  # before anything else that the end brings
         self.ended.set()
-        asyncio.get_running_loop().call_soon(self._around.on_end, self)
+        if self._reads is not None:
+            close_all(self._reads[1], complete=True)
+        self._around.on_end(self)
+        if self.quiet.is_set():
+            self._leave()
+        else:
+            self._around.spawn(self._settle())
 
     def tell_sources(self) -> None:
         """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them."""

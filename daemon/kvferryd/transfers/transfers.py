@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 import uuid
@@ -16,7 +17,7 @@ from cachetools import LRUCache
 from kvferry.errors import Conflict, Forbidden, Full, KvferryError, NotFound, PeerFailed, Unavailable
 from kvferry.schemas import TransferState
 from kvferryd import logs
-from kvferryd.aio import Tasks
+from kvferryd.aio import Notes, Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.metrics import Metrics
@@ -42,8 +43,10 @@ class Transfers:
     What an attempt of the past brought never answers for a later one.
     """
 
-    def __init__(self, config: Config, peers: Peers, metrics: Metrics, spans: Spans | None = None) -> None:
-        self._config, self._metrics, self._spans = config, metrics, spans
+    def __init__(
+        self, config: Config, peers: Peers, metrics: Metrics, notes: Notes, spans: Spans | None = None
+    ) -> None:
+        self._config, self._metrics, self._notes, self._spans = config, metrics, notes, spans
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
         self._around = Surroundings(config, peers, self._on_end, self._on_over, self._after.spawn)
@@ -243,12 +246,14 @@ class Transfers:
     # ---- the end ----
 
     def _on_end(self, transfer: Transfer) -> None:
-        transfer.wake()
-        transfer.tell_sources()
         self._finished[transfer.transfer_id] = transfer
         self._on_over(transfer)
         if transfer.state is not TransferState.DONE:
             self._ranks.abort(transfer)
+        self._notes.add(functools.partial(self._note_end, transfer))
+
+    def _note_end(self, transfer: Transfer) -> None:
+        transfer.tell_sources()
         source = transfer.order.engine_id if transfer.order else ""
         share = transfer.share()
         self._metrics.transfer_ended(share, source)

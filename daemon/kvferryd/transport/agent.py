@@ -21,7 +21,7 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferryd import logs
-from kvferryd.aio import settle, submit
+from kvferryd.aio import settle, submit, when_done
 from kvferryd.nixl import make_agent
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Reads, Span, TransportError, post, typed
@@ -58,6 +58,8 @@ class Agent:
         self._closed = self._gone = False
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
+        self._peeks: dict[str, list[tuple[int, asyncio.Future[int]]]] = {}
+        """Words that are asked for in this turn of the loop, by peer: their addresses, and who waits."""
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._nixl: Any = None
         self._landing: Span | None = None
@@ -130,13 +132,51 @@ class Agent:
             types = landing.memory_type, span.memory_type
             await self.read(peer, landing.row(1), span.row(1), *types, FETCH_PRIORITY).done
 
-    async def peek(self, peer: str, address: int) -> int:
-        """One word (8 bytes) of a peer's registered host memory. Raises TransportError."""
-        return await self._fetch(peer, Span(address, WORD, "host"), WORD)
+    async def peek(self, peer: str, address: int, *, alone: bool = True) -> int:
+        """One word (8 bytes) of a peer's registered host memory. Raises TransportError.
+
+        alone: do not wait for others; otherwise it is read with all that are asked for in the same turn of the loop.
+        """
+        if alone:
+            return await self._fetch(peer, Span(address, WORD, "host"), WORD)
+        peeks = self._peeks.setdefault(peer, [])
+        if not peeks:
+            self._loop.call_soon(self._peek_all, peer)
+        word: asyncio.Future[int] = self._loop.create_future()
+        peeks.append((address, word))
+        return await word
+
+    def _peek_all(self, peer: str) -> None:
+        """Read the words that were asked for together."""
+        peeks = self._peeks.pop(peer)
+        for first in range(0, len(peeks), QUICK_ROWS):
+            self._peek_some(peer, peeks[first : first + QUICK_ROWS])
+
+    def _peek_some(self, peer: str, peeks: list[tuple[int, asyncio.Future[int]]]) -> None:
+        if len(self._free) < len(peeks):
+            for _, word in peeks:
+                settle(word, error=_too_many())
+            return
+        indices = [self._free.pop() for _ in peeks]
+        self._scratch[indices] = 0
+        local, remote = (np.zeros((len(peeks), 3), dtype=np.uint64) for _ in range(2))
+        local[:, 0] = self._scratch.ctypes.data + WORD * np.array(indices, dtype=np.uint64)
+        remote[:, 0] = [address for address, _ in peeks]
+        local[:, 1] = remote[:, 1] = WORD
+        read = self.read(peer, local, remote, "DRAM", "DRAM", FETCH_PRIORITY)
+
+        def arrived(done: asyncio.Future[None]) -> None:
+            problem = done.exception()
+            assert problem is None or isinstance(problem, KvferryError)
+            for (_, word), index in zip(peeks, indices, strict=True):
+                settle(word, int(self._scratch[index]), error=problem)
+            when_done(read.quiet, lambda _: self._free.extend(indices))  # as in `_fetch`
+
+        when_done(read.done, arrived)
 
     async def _fetch(self, peer: str, span: Span, nbytes: int) -> int:
         if not self._free:
-            raise TransportError("transport_failed", f"{SCRATCH} words are being read already", value=SCRATCH)
+            raise _too_many()
         index = self._free.pop()
         self._scratch[index] = 0
         local = Span(self._scratch.ctypes.data + WORD * index, nbytes, "host")
@@ -267,3 +307,7 @@ class Agent:
 
     def _closed_error(self) -> TransportError:
         return TransportError("agent_closed", f"the NIXL agent {self.name} is closed")
+
+
+def _too_many() -> TransportError:
+    return TransportError("transport_failed", f"{SCRATCH} words are being read already", value=SCRATCH)

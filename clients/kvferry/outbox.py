@@ -1,0 +1,75 @@
+"""What waits for a stream to take it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+M = TypeVar("M", bound=Message)
+SEVERAL, SEVERAL_NBYTES = 256, 1 << 20
+"""The most messages, and about the most bytes, that go out as one."""
+
+
+class Outbox(Generic[M]):
+    """Messages for one stream, in order. While one is on its way the next ones gather, and `take` returns all of them
+    as one: many at once cost little more than one, and one alone waits for nobody."""
+
+    def __init__(self, bundle: Callable[[list[M]], M], *, several: bool = False) -> None:
+        """bundle: makes one message of several. several: the other side takes such a one; may be set later."""
+        self._bundle, self.several = bundle, several
+        self._waiting: OrderedDict[Callable[[], M | None], None] = OrderedDict()
+        self._next: M | None = None
+        """Taken already, and too large to go with those before it."""
+        self._taker: asyncio.Future[None] | None = None
+        self._over = False
+
+    def put(self, message: M) -> None:
+        self.ask(lambda: message)
+
+    def ask(self, compose: Callable[[], M | None]) -> None:
+        """Have `compose` called when it is its turn: once, however often it asks before; None if nothing is to be said
+        any more. Ignored after `end`."""
+        if not self._over:
+            self._waiting[compose] = None
+            self._wake()
+
+    def leave(self, compose: Callable[[], M | None]) -> None:
+        self._waiting.pop(compose, None)
+
+    def end(self) -> None:
+        """`take` returns None after what is there."""
+        self._over = True
+        self._wake()
+
+    async def take(self) -> M | None:
+        """What waits, as soon as there is anything. One caller at a time. None: it is over."""
+        while (taken := self.pop()) is None and not self._over:
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        return taken
+
+    def pop(self) -> M | None:
+        """What waits now: one message, or where the other side takes several, as many as fit into one."""
+        taken: list[M] = []
+        nbytes = 0
+        while (self._next is not None or self._waiting) and len(taken) < SEVERAL:
+            message = self._next if self._next is not None else self._waiting.popitem(last=False)[0]()
+            self._next = None
+            if message is None:
+                continue
+            if not self.several:
+                return message
+            nbytes += message.ByteSize()
+            if taken and nbytes > SEVERAL_NBYTES:
+                self._next = message
+                break
+            taken.append(message)
+        return None if not taken else taken[0] if len(taken) == 1 else self._bundle(taken)
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)

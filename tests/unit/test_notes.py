@@ -1,0 +1,54 @@
+"""What follows the end of a transfer waits for those under way, and nobody who looks misses it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from kvferryd.aio import Notes
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_notes_wait_for_what_is_under_way_unless_somebody_looks() -> None:
+    busy, written = [True], list[int]()
+    notes = Notes(lambda: busy[0])
+    for number in (1, 2):
+        notes.add(partial(written.append, number))
+    await turns()
+    assert not written
+    notes.flush()
+    assert written == [1, 2]
+    notes.add(partial(written.append, 3))
+    busy[0] = False
+    notes.add(partial(written.append, 4))  # the last of those under way has ended
+    await turns()
+    assert written == [1, 2, 3, 4]
+
+
+async def test_notes_are_written_though_something_is_always_under_way() -> None:
+    written = asyncio.Event()
+    Notes(lambda: True).add(written.set)
+    async with asyncio.timeout(10):
+        await written.wait()
+
+
+async def test_a_note_that_breaks_keeps_no_other_from_being_written() -> None:
+    written = list[int]()
+    notes = Notes(lambda: False)
+    notes.add(partial(written.index, 7))  # raises
+    notes.add(partial(written.append, 1))
+    await turns()
+    assert written == [1]
