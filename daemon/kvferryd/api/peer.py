@@ -48,6 +48,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         if request.staging:
             await engine.need_arena()
+        engine.agent.attend()
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         readable = {} if self._ferry.config.strict else engine.session.regions
         return peer_pb2.HandshakeReply(

@@ -77,7 +77,10 @@ async def _measure() -> None:
 
 async def _pair(fleet: Fleet, order: str, number: int, on: tuple[int, ...]) -> None:
     """on: the GPUs of source and reader; empty for host memory."""
-    name, model, tokens = f"{order}-{number}-{'gpu' if on else 'host'}", *((GPU, GPU_TOKENS) if on else (HOST, HOST_TOKENS))
+    name, model, tokens = (
+        f"{order}-{number}-{'gpu' if on else 'host'}",
+        *((GPU, GPU_TOKENS) if on else (HOST, HOST_TOKENS)),
+    )
     devices = [("--device", f"cuda:{each}") for each in on] or [("--device", "cpu")] * 2
     source_daemon = fleet.daemon(f"source-{name}", flags=devices[0])
     known = ("--known-peers", source_daemon.peer) if order == "known" else ()
@@ -105,7 +108,7 @@ async def _pair(fleet: Fleet, order: str, number: int, on: tuple[int, ...]) -> N
             f"| {'GPU' if on else 'host'} | {order} | {number} | {first.ms:.1f} | {p50:.1f} | {max(later):.1f} "
             f"| {first.ms - p50:.1f} | {first.path} |", " ".join(phases), "|", f"up after {up_s:.1f} s", flush=True,
         )  # fmt: skip
-        if first.phases_ms.get("connecting", 0.0) > 100 or number == 0:
+        if True:
             print("  first:", json.dumps(first.phases_ms), "met:", _met(reader_daemon), flush=True)
             print("  later:", json.dumps(every[-1].phases_ms), flush=True)
 

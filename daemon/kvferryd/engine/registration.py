@@ -206,6 +206,7 @@ async def make(
         await agent.register(leases.words.span)
         metadata = await agent.metadata()
         session.check_open()
+        agent.rehearse()
     except BaseException:
         await _close(runner, agent, arena)
         raise

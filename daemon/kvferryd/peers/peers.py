@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from cachetools import LRUCache
@@ -16,7 +18,7 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd import logs
-from kvferryd.aio import Tasks
+from kvferryd.aio import Tasks, to_the_end
 from kvferryd.certificates import Certificates
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
@@ -30,7 +32,7 @@ from kvferryd.plan import Plan, plan
 from kvferryd.plan.crossover import DIRECT_FROM
 from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport import Span
-from kvferryd.transport.metadata import Screen, parse
+from kvferryd.transport.metadata import Metadata, Screen, parse
 
 log = logs.get(__name__)
 UNLOAD_S = 5.0
@@ -119,6 +121,11 @@ class Peers:
             self._metrics.handshake(outcome, time.monotonic() - began)
             self.expect()
         self._metrics.known(engine_id)
+        took_ms = {step: round(1e3 * seconds, 1) for step, seconds in peer.took_s.items()}
+        log.info(
+            "peer met", engine_id=engine_id, epoch=peer.epoch, ranks=len(peer.ranks), unmapped=peer.unmapped,
+            took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - began), 1)},
+        )  # fmt: skip
         before = self._known.get((engine, engine_id))
         self._known[engine, engine_id] = peer
         self._homes[engine, engine_id] = peer.home
@@ -144,7 +151,9 @@ class Peers:
         """The ranks that have answered, whatever comes of it."""
         peer: PeerEngine | None = None
         try:
-            first, told = await self._ask(engine, engine_id, address)
+            took_s: defaultdict[str, float] = defaultdict(float)
+            with took(took_s, "asking"):
+                first, told = await self._ask(engine, engine_id, address)
             asked.append(first)
             if told.get(first.rank) != address:
                 # Whoever answers at the address of an order only names the ranks: each is read where its roster has it.
@@ -152,8 +161,9 @@ class Peers:
                 await first.close()
             whole = sorted(told) == list(range(len(told))) and len(told) == first.manifest.world_size
             others = [rank for rank in told if first not in asked or rank != first.rank] if whole else []
-            for _, members in await self._ask_all(engine, engine_id, [told[rank] for rank in others], asked):
-                whole = whole and members == told
+            with took(took_s, "asking"):
+                answers = await self._ask_all(engine, engine_id, [told[rank] for rank in others], asked)
+            whole = whole and all(members == told for _, members in answers)
             ranks = {rank.rank: rank for rank in sorted(asked, key=lambda rank: rank.rank)}
             epochs = {rank.manifest.epoch for rank in asked}
             if not whole or len(epochs) > 1 or set(ranks) != set(told):
@@ -166,11 +176,13 @@ class Peers:
                 )  # fmt: skip
             home = Home(epochs.pop(), tuple(rank.address for rank in ranks.values()))
             await self._check_home(engine, engine_id, home)
-            planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
+            with took(took_s, "planning"):
+                planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
             if self._wants_staging(engine, planned):
-                await self._have_arenas(engine, engine_id, planned, ranks, asked)
+                with took(took_s, "arenas"):
+                    await self._have_arenas(engine, engine_id, planned, ranks, asked)
             addresses = {address, *(rank.address for rank in asked)}
-            peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
+            peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses, took_s)
             await self._ready(peer)
         except BaseException:
             if peer is not None:
@@ -229,18 +241,33 @@ class Peers:
 
     async def _ready(self, peer: PeerEngine) -> None:
         """Make every rank readable, and the first transfer as fast as the next."""
-        engine, planned = peer.own, peer.plan
+        read, metadata = [peer.ranks[number] for number in peer.plan.reads_from], {}
         for number, rank in peer.ranks.items():
-            if number in planned.reads_from:
-                # First: what is held open UCX need not map for each descriptor.
-                await rank.map(engine, self._config.connect_timeout_s)
-            await self._load(rank, peer)
-        if engine.runner is not None and not peer.unmapped:
-            await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), engine.addresses))
-        if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
-            read = [peer.ranks[rank] for rank in planned.reads_from]
-            await asyncio.gather(*(self._pair(rank, planned) for rank in read if rank.staging))
-            await prepare_scatter(engine.arena, planned, engine.addresses)
+            metadata[number] = parse(rank.agent_name, rank.metadata)
+        await to_the_end(
+            [
+                *(self._map(rank, peer) for rank in read),
+                *(self._try(rank, metadata[rank.rank], peer) for rank in peer.ranks.values()),
+            ]
+        )
+        # After the mapping: what is held open UCX need not map for each descriptor.
+        loading = (self._load(rank, metadata[rank.rank], peer) for rank in peer.ranks.values())
+        await to_the_end([*loading, self._prepare_copies(peer, read)])
+        for rank in peer.ranks.values():
+            rank.stream.check()  # open from now on: leases are announced, and its end is the peer's
+
+    async def _map(self, rank: PeerRank, peer: PeerEngine) -> None:
+        with took(peer.took_s, "mapping"):
+            await rank.map(peer.own, self._config.connect_timeout_s)
+
+    async def _prepare_copies(self, peer: PeerEngine, read: Sequence[PeerRank]) -> None:
+        engine, planned = peer.own, peer.plan
+        with took(peer.took_s, "kernels"):
+            if engine.runner is not None and not peer.unmapped:
+                await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), engine.addresses))
+            if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
+                await asyncio.gather(*(self._pair(rank, planned) for rank in read if rank.staging))
+                await prepare_scatter(engine.arena, planned, engine.addresses)
 
     async def _pair(self, rank: PeerRank, planned: Plan) -> None:
         """What fails here is tried again by the first staged transfer."""
@@ -249,20 +276,22 @@ class Peers:
         except KvferryError as error:
             log.info("not staged yet", engine_id=rank.manifest.engine_id, rank=rank.rank, why=str(error))
 
-    async def _load(self, rank: PeerRank, peer: PeerEngine) -> None:
+    async def _try(self, rank: PeerRank, metadata: Metadata, peer: PeerEngine) -> None:
+        with took(peer.took_s, "screening"):
+            await self._screen.check(metadata, rank.readable, self._config.connect_timeout_s)
+
+    async def _load(self, rank: PeerRank, metadata: Metadata, peer: PeerEngine) -> None:
         """Make the rank readable: load its metadata, and pay for the wire-up now."""
-        agent, metadata = peer.own.agent, parse(rank.agent_name, rank.metadata)
-        readable = [rank.regions[id] for id in sorted(rank.regions)]
-        if rank.staging:
-            readable.append(rank.staging.span)
-        await self._screen.check(metadata, readable, self._config.connect_timeout_s)
-        await agent.add_peer(metadata)
+        agent = peer.own.agent
+        with took(peer.took_s, "loading"):
+            await agent.add_peer(metadata)
         rank.agent_name = metadata.alias
         peer.loaded.append(rank.agent_name)
         if rank.rank in peer.plan.reads_from:
             try:
-                async with asyncio.timeout(self._config.connect_timeout_s):
-                    await agent.warm(rank.agent_name, readable[0])
+                with took(peer.took_s, "first read"):
+                    async with asyncio.timeout(self._config.connect_timeout_s):
+                        await agent.warm(rank.agent_name, rank.readable[0])
             except TimeoutError:
                 raise PeerFailed(
                     "peer_unreachable", f"NIXL did not connect to {rank.address}", field="address", value=rank.address,
@@ -400,6 +429,16 @@ class Peers:
             await asyncio.wait(self._unloading, timeout=UNLOAD_S)
         await self._screen.close()
         await self.channels.close()
+
+
+@contextlib.contextmanager
+def took(seconds: defaultdict[str, float], step: str) -> Iterator[None]:
+    """Add what happens inside to the time of a step."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[step] += time.monotonic() - began
 
 
 def _taken(engine_id: str, home: Home) -> Conflict:
