@@ -8,6 +8,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cachetools import LRUCache
 
@@ -60,6 +61,8 @@ class Peers:
         self._preparing, self._unloading = Tasks(), Tasks()
         self._homes: LRUCache[tuple[Engine, str], Home] = LRUCache(HOMES)
         """Whose an engine id is: a stranger may answer to it as well."""
+        self._presumed: LRUCache[tuple[Engine, str], None] = LRUCache(HOMES)
+        """Those of which no order has named the address."""
         self._forgotten: LRUCache[tuple[Engine, str], Home] = LRUCache(FORGOTTEN)
 
     def __iter__(self) -> Iterator[PeerEngine]:
@@ -69,10 +72,20 @@ class Peers:
         """An engine is there that may read: do now what its next handshake would wait for."""
         self._preparing.spawn(self._screen.prepare())
 
-    async def get(self, engine: Engine, engine_id: str, address: str, epoch: str = "") -> PeerEngine:
+    async def meet(self, engine: Engine, address: str) -> PeerEngine:
+        """Whatever engine the daemon at this address serves, before any order names it. Raises KvferryError."""
+        rank, told = await self._ask(engine, "", address)
+        await rank.close()
+        # At its rank 0: then all of its ranks' daemons lead to the same handshake.
+        return await self.get(engine, rank.manifest.engine_id, told.get(0, address), ordered=False)
+
+    async def get(
+        self, engine: Engine, engine_id: str, address: str, epoch: str = "", *, ordered: bool = True
+    ) -> PeerEngine:
         """The peer engine, from memory or by a handshake that concurrent callers share.
 
-        Raises KvferryError: `peer_unreachable`, `unknown_engine`, `engine_taken`, `stale_epoch`, `protocol`, ...
+        ordered: an order names this engine at this address. Raises KvferryError: `peer_unreachable`, `unknown_engine`,
+        `engine_taken`, `stale_epoch`, `protocol`, ...
         """
         if engine_id == engine.engine_id:
             raise Malformed(
@@ -83,14 +96,20 @@ class Peers:
         current = known is not None and not known.lost and (not epoch or known.epoch == epoch)
         if known is not None and current and address in known.addresses:
             known.used_at = time.monotonic()
+            if ordered:
+                self._presumed.pop((engine, engine_id), None)
             return known
         # Known elsewhere, in another epoch, or with a daemon that has gone: only the engine can say what holds now.
         flight = (engine, engine_id, address)
         shaking = self._shaking.get(flight)
         if shaking is None:
-            shaking = self._shaking[flight] = asyncio.create_task(self._shake(engine, engine_id, address))
+            shaking = self._shaking[flight] = asyncio.create_task(
+                self._shake(engine, engine_id, address, ordered=ordered)
+            )
             shaking.add_done_callback(lambda task: self._shaken(flight, task))
         peer = await asyncio.shield(shaking)
+        if ordered:
+            self._presumed.pop((engine, engine_id), None)
         if epoch and peer.epoch != epoch:
             raise Conflict(
                 "stale_epoch", f"engine {engine_id} is in epoch {peer.epoch}", field="source.epoch", value=epoch,
@@ -103,17 +122,18 @@ class Peers:
         if not task.cancelled():
             task.exception()  # retrieved: every caller may have given up
 
-    async def _shake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
-        began, outcome = time.monotonic(), "ok"
+    async def _shake(self, engine: Engine, engine_id: str, address: str, *, ordered: bool = True) -> PeerEngine:
+        began, outcome, key = time.monotonic(), "ok", (engine, engine_id)
         try:
-            peer = await self._handshake(engine, engine_id, address)
+            peer = await self._handshake(engine, engine_id, address, ordered=ordered)
             if engine.session.retired.is_set():
                 await self._unload(peer)
                 raise Unavailable("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
-            home = self._homes.setdefault((engine, engine_id), peer.home)
-            if home.addresses != peer.home.addresses:  # of a handshake that was quicker
+            if taken := self._in_the_way(key, peer.home, ordered=ordered):  # of a handshake that was quicker
                 await self._unload(peer)
-                raise _taken(engine_id, home)
+                raise _taken(engine_id, taken)
+            if key not in self._homes and not ordered:
+                self._presumed[key] = None
         except KvferryError as error:
             outcome = error.code
             raise
@@ -126,9 +146,9 @@ class Peers:
             "peer met", engine_id=engine_id, epoch=peer.epoch, ranks=len(peer.ranks), unmapped=peer.unmapped,
             took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - began), 1)},
         )  # fmt: skip
-        before = self._known.get((engine, engine_id))
-        self._known[engine, engine_id] = peer
-        self._homes[engine, engine_id] = peer.home
+        before = self._known.get(key)
+        self._known[key] = peer
+        self._homes[key] = peer.home
         for rank in peer.ranks.values():
             if rank.mapping is not None:
                 rank.mapping.add_done_callback(lambda _: self._memory_gone(peer))
@@ -145,7 +165,7 @@ class Peers:
             if peer.own is engine and not peer.users and time.monotonic() - peer.used_at > IDLE_S:
                 self.forget(peer)
 
-    async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
+    async def _handshake(self, engine: Engine, engine_id: str, address: str, *, ordered: bool) -> PeerEngine:
         await engine.until_whole(self._config.connect_timeout_s)  # its ranks read as one by the roster's key
         asked: list[PeerRank] = []
         """The ranks that have answered, whatever comes of it."""
@@ -175,7 +195,7 @@ class Peers:
                     remedy="wait until all its daemons run with one roster and all its ranks registered in one epoch",
                 )  # fmt: skip
             home = Home(epochs.pop(), tuple(rank.address for rank in ranks.values()))
-            await self._check_home(engine, engine_id, home)
+            await self._check_home(engine, engine_id, home, ordered=ordered)
             with took(took_s, "planning"):
                 planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
             if self._wants_staging(engine, planned):
@@ -213,13 +233,21 @@ class Peers:
         if all(ranks[number].staging for number in planned.reads_from):
             await engine.need_arena()
 
-    async def _check_home(self, engine: Engine, engine_id: str, home: Home) -> None:
+    def _in_the_way(self, key: tuple[Engine, str], home: Home, *, ordered: bool) -> Home | None:
+        """Whose the engine id is, if it is another's. What only answered when it was asked who it is gives way to what
+        an order names."""
+        if ordered and key in self._presumed:
+            return None
+        before: Home | None = self._homes.get(key)
+        return None if before is None or before.addresses == home.addresses else before
+
+    async def _check_home(self, engine: Engine, engine_id: str, home: Home, *, ordered: bool) -> None:
         """The engine id is this one's: nobody else had it, or that engine is over. In one epoch an engine never moves.
 
         Raises KvferryError (`engine_taken`).
         """
-        before = self._homes.get((engine, engine_id))
-        if before is None or before.addresses == home.addresses:
+        before = self._in_the_way((engine, engine_id), home, ordered=ordered)
+        if before is None:
             return
         if before.epoch == home.epoch or await self._lives(engine, engine_id, before):
             raise _taken(engine_id, before)
@@ -318,8 +346,8 @@ class Peers:
     async def _ask(
         self, engine: Engine, engine_id: str, address: str, *, staging: bool = False
     ) -> tuple[PeerRank, dict[int, str]]:
-        """The rank that answers at this address, and where the engine's ranks are, as it says. staging: it should have
-        an arena."""
+        """The rank that answers at this address, and where the engine's ranks are, as it says. engine_id: empty for the
+        only engine there. staging: it should have an arena."""
         request = peer_pb2.HandshakeRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id,
             staging=staging,
@@ -329,7 +357,7 @@ class Peers:
             async with asking(channel.contact):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
             manifest = await asyncio.to_thread(manifest_from_proto, reply.manifest)
-            rank = _rank(reply, manifest, channel, engine, engine_id)
+            rank = _rank(reply, manifest, channel, engine, engine_id or manifest.engine_id)
             return rank, {each.rank: each.address for each in reply.members}
         except BaseException:
             await channel.close()
@@ -398,6 +426,7 @@ class Peers:
         bound = [key for key in self._homes if key[1] == engine_id]
         for key in bound:
             del self._homes[key]
+            self._presumed.pop(key, None)
         return bool(bound)
 
     async def forget_engine(self, engine: Engine) -> None:
@@ -406,8 +435,8 @@ class Peers:
             peer = self._known.pop(keys[0])
             peer.stale = True
             await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
-        homes: tuple[LRUCache[tuple[Engine, str], Home], ...] = (self._homes, self._forgotten)
-        for every in homes:
+        kept: tuple[LRUCache[tuple[Engine, str], Any], ...] = (self._homes, self._forgotten, self._presumed)
+        for every in kept:
             for key in [key for key in every if key[0] is engine]:
                 del every[key]
 
