@@ -78,8 +78,8 @@ class Config(BaseModel):
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
     known_peers: Addresses = _about(
         (),
-        "daemons whose engines will be read from: they are met before the first request, and again when they change. A "
-        "name that allow_peers does not admit stands for all addresses it has, as that of a headless service",
+        "daemons whose engines will be read from: they are met before the first request, and again when they change. "
+        "A name stands for all its addresses, as that of a headless service",
     )
     order_tables: settings.Flag = _about(
         True, "orders may name the blocks to write; false: only blocks that the engine reserved"

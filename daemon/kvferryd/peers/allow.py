@@ -33,18 +33,19 @@ def check(address: str, allowed: Sequence[str]) -> None:
     A literal IP is matched by CIDR and IP entries only, a name by name entries only: a name that resolves to an
     allowed IP is not thereby allowed, nor the other way round.
     """
-    host, _ = split(address)
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        admitted = any(fnmatch.fnmatchcase(host.lower(), entry.lower()) for entry in allowed if not _network(entry))
-    else:
-        admitted = any(ip in network for entry in allowed if (network := _network(entry)))
-    if not admitted:
+    if not admits(split(address)[0], allowed):
         raise Forbidden(
             "address_not_allowed", f"this daemon may not speak to {address}", field="address", value=address,
             remedy="add it to allow_peers (CIDR, IP or host pattern) if it is a daemon of yours",
         )  # fmt: skip
+
+
+def admits(host: str, allowed: Sequence[str]) -> bool:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return any(fnmatch.fnmatchcase(host.lower(), entry.lower()) for entry in allowed if not _network(entry))
+    return any(ip in network for entry in allowed if (network := _network(entry)))
 
 
 def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:

@@ -60,22 +60,19 @@ class KnownPeers:
                 task.cancel()
 
     async def _resolve(self, address: str) -> None:
-        """A name that `allow_peers` admits is dialled as it is, for its certificate's sake; of any other all addresses
-        that it has now. Where it cannot be looked up those of before hold."""
+        """A name stands for all addresses that it has now. One with a single address is dialled by its name where
+        `allow_peers` admits that, for the certificate's sake. Where it cannot be looked up those of before hold."""
         host, port = allow.split(address)
         try:
-            allow.check(address, self._config.allow_peers)
-        except KvferryError:
-            try:
-                async with asyncio.timeout(RESOLVE_S):
-                    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
-                log.debug("name not resolved", name=host, why=str(error))
-                return
-            hosts = sorted({str(each[4][0]) for each in found})
-            self._resolved[address] = tuple(f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts)
-        else:
-            self._resolved[address] = (address,)
+            async with asyncio.timeout(RESOLVE_S):
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
+            log.debug("name not resolved", name=host, why=str(error))
+            return
+        hosts = sorted({str(each[4][0]) for each in found})
+        if len(hosts) == 1 and allow.admits(host, self._config.allow_peers):
+            hosts = [host]
+        self._resolved[address] = tuple(f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts)
 
     def _meet_all(self) -> None:
         addresses = [each for every in self._resolved.values() for each in every][:MOST]
