@@ -104,6 +104,13 @@ async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def to_the_end(steps: Iterable[Coroutine[None, None, None]]) -> None:
+    """All at once, and all of them to their end, for what must not be cut off; then the first failure is raised."""
+    for failed in await asyncio.gather(*steps, return_exceptions=True):
+        if failed is not None:
+            raise failed
+
+
 class Tasks(set["asyncio.Task[None]"]):
     """Work that outlasts whoever started it, until it has ended."""
 

@@ -20,7 +20,21 @@ from pydantic.fields import FieldInfo
 from kvferry.errors import Malformed
 from kvferry.schemas import Way
 from kvferryd import settings
-from kvferryd.settings import ADDRESS, Device, Dial, File, Form, Listen, Peers, Seconds, SecretFile, Socket, Ucx, Whole
+from kvferryd.settings import (
+    ADDRESS,
+    Addresses,
+    Device,
+    Dial,
+    File,
+    Form,
+    Listen,
+    Peers,
+    Seconds,
+    SecretFile,
+    Socket,
+    Ucx,
+    Whole,
+)
 
 PREFIX = "KVFERRY_"
 WAYS: tuple[str, ...] = get_args(Way)
@@ -62,6 +76,11 @@ class Config(BaseModel):
     )
     strict: settings.Flag = _about(False, "register and export staging slots only: peers can read nothing else")
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
+    known_peers: Addresses = _about(
+        (),
+        "daemons whose engines will be read from: they are met before the first request, and again when they change. "
+        "A name stands for all its addresses, as that of a headless service",
+    )
     order_tables: settings.Flag = _about(
         True, "orders may name the blocks to write; false: only blocks that the engine reserved"
     )

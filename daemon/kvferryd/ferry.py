@@ -32,6 +32,7 @@ from kvferryd.metrics import Metrics, total
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
 from kvferryd.peers.contact import Contact
+from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers, reader_of
 from kvferryd.peers.roster import Roster, Seed
@@ -67,6 +68,7 @@ class Ferry:
         self.registry = Engines(
             config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire
         )
+        self.known_peers = KnownPeers(config, self.peers_known, lambda: self.registry)
 
     # ---- transfers ----
 

@@ -121,7 +121,8 @@ async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, 
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
         rest = RestServer(ferry)
-        serving = asyncio.create_task(rest.serve())
+        serving, meeting = asyncio.create_task(rest.serve()), asyncio.create_task(ferry.known_peers.run())
+        stack.callback(meeting.cancel)
         stack.push_async_callback(_stop_rest, rest, serving)
         log.info(
             "serving", version=__version__, rest=config.rest, peer=config.peer, advertise=config.advertise,

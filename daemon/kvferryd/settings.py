@@ -152,6 +152,11 @@ ADDRESS = Form("HOST:PORT, with brackets round IPv6", "HOST:PORT")
 Listen = Annotated[str, AfterValidator(_listen), ADDRESS]
 """Port 0 takes a free one, a wildcard every interface."""
 Dial = Annotated[str, AfterValidator(_dial), ADDRESS]
+Addresses = Annotated[
+    tuple[Dial, ...],
+    BeforeValidator(lambda raw: tuple(dict.fromkeys(_words(raw, r"[\s,]+"))) if raw else ()),
+    Form("HOST:PORT, with commas between", "HOST:PORT,..."),
+]
 Flag = Annotated[bool, BeforeValidator(lambda raw: raw.strip() if isinstance(raw, str) else raw)]
 Whole = Annotated[int, BeforeValidator(_no_flag)]
 Seconds = Annotated[float, BeforeValidator(_no_flag)]

@@ -54,6 +54,7 @@ class HandshakeRequest(google.protobuf.message.Message):
     protocol_max: builtins.int
     version: builtins.str
     engine_id: builtins.str
+    """empty: whichever it is, of a daemon with one engine"""
     staging: builtins.bool
     """the reader's runs are short: it asks for an arena, where there may be one"""
     def __init__(

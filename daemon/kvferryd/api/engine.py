@@ -135,6 +135,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         engine.leases.lost(request.lost)
         self._ferry.roster.follow(engine)
         self._ferry.peers_known.expect()
+        self._ferry.known_peers.look()
         nbytes = sum(region.nbytes for region in manifest.regions)
         log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)
         return engine_pb2.RegisterReply(notes=engine.notes)

@@ -44,10 +44,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @unary
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:
         version = protocol(request.protocol_min, request.protocol_max)
-        engine = self._ferry.registry.get(request.engine_id)
+        engine = self._ferry.registry.get(request.engine_id or None)
         await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         if request.staging:
             await engine.need_arena()
+        engine.agent.attend()
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         readable = {} if self._ferry.config.strict else engine.session.regions
         return peer_pb2.HandshakeReply(

@@ -86,6 +86,8 @@ class Copier:
         self._compiled: dict[Shape, Any] = {}
         self._tables: OrderedDict[Table, int] = OrderedDict()
         self._scratch: list[_Scratch] = []
+        with device:
+            self._take(SCRATCH_NBYTES)  # page-locked memory takes milliseconds
         self._using = threading.Lock()
         """The tables, from the look at them to the launch: once launched, `free` waits for who uses them."""
 
@@ -240,7 +242,11 @@ class Copier:
                 maxnreg=min(REGISTERS, 65536 // (32 * WARPS)),
                 grid=(1, 1, 1),
             )
-            compiled[(1, 1, 1)]  # loads it onto this GPU
+            # Loaded onto this GPU, and launched over no tiles: the driver does more at a kernel's first launch.
+            with closing(self.device.stream()) as stream:
+                constants = shape.word, shape.piece, TILE, shape.padded
+                compiled[(1, 1, 1)](2**40, 0, *constants, stream=stream.handle)
+                stream.synchronize()
         return compiled
 
 

@@ -8,23 +8,28 @@ import hashlib
 import hmac
 import secrets
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
+from kvferryd import logs
 from kvferryd.config import Config
+from kvferryd.copy import Move, mapped, sample
 from kvferryd.copy.runner import Runner
 from kvferryd.copy.sums import Sums
 from kvferryd.engine.session import Session, made
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider
+from kvferryd.plan import Plan, plan
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import STAGING_FACTOR, GpuCopies, HostCopies
-from kvferryd.staging.share import Pairings
+from kvferryd.staging.share import Pairings, prepare_gather, prepare_scatter
 from kvferryd.transport import Agent
+
+log = logs.get(__name__)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -206,6 +211,8 @@ async def make(
                 notes.append(f"region {region.id}: {slow}")
         await agent.register(leases.words.span)
         metadata = await agent.metadata()
+        agent.rehearse()
+        await _rehearse(manifest, runner, arena, {id: region.span.address for id, region in session.regions.items()})
         session.check_open()
     except BaseException:
         await _close(runner, agent, arena)
@@ -217,6 +224,28 @@ async def make(
         Sums(gpu, STAGING_FACTOR * config.programs),
     )  # fmt: skip
     return engine
+
+
+async def _rehearse(
+    manifest: Manifest, runner: Runner | None, arena: Arena | None, addresses: Mapping[int, int]
+) -> None:
+    """Plan a copy to an engine of the same layout, and prepare the kernels that it needs: most peers are such engines,
+    and nobody waits for it yet. What fails here fails, or not, with a peer."""
+
+    def planned() -> tuple[Plan, list[Move]]:
+        own = plan([manifest], manifest)
+        return own, sample(own) if own.mean_run else []
+
+    try:
+        own, moves = await asyncio.to_thread(planned)
+        if runner is not None:
+            sources = {(manifest.rank, id): address for id, address in addresses.items()}
+            await runner.prepare(mapped(moves, sources, addresses))
+        if arena is not None:
+            await prepare_gather(arena, own, addresses)
+            await prepare_scatter(arena, own, addresses)
+    except KvferryError as error:
+        log.info("not rehearsed", engine_id=manifest.engine_id, why=str(error))
 
 
 async def _made_arena(config: Config, memory: Provider, runner: Runner | None, unmapped: str) -> Arena:

@@ -34,7 +34,7 @@ def check(address: str, allowed: Sequence[str]) -> None:
     A literal IP is matched by CIDR and IP entries only, a name by name entries only: a name that resolves to an
     allowed IP is not thereby allowed, nor the other way round.
     """
-    if not _admitted(address, tuple(allowed)):
+    if not admits(split(address)[0], tuple(allowed)):
         raise Forbidden(
             "address_not_allowed", f"this daemon may not speak to {address}", field="address", value=address,
             remedy="add it to allow_peers (CIDR, IP or host pattern) if it is a daemon of yours",
@@ -42,8 +42,8 @@ def check(address: str, allowed: Sequence[str]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)  # every order asks, and there are few addresses
-def _admitted(address: str, allowed: tuple[str, ...]) -> bool:
-    host, _ = split(address)
+def admits(host: str, allowed: tuple[str, ...]) -> bool:
+    """Whether an entry admits this host: as of `check`."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -84,6 +84,12 @@ class PeerRank:
     @property
     def address(self) -> str:
         return self.channel.address
+
+    @property
+    def readable(self) -> list[Span]:
+        """What it lets us read."""
+        regions = [self.regions[id] for id in sorted(self.regions)]
+        return [*regions, self.staging.span] if self.staging else regions
 
     @property
     def stub(self) -> peer_pb2_grpc.PeerAsyncStub:
@@ -217,6 +223,8 @@ class PeerEngine:
     """Our engine that reads from it."""
     addresses: set[str]
     """Under which it is known: those of its ranks, and those that orders named."""
+    took_s: defaultdict[str, float]
+    """The steps of the handshake with it, those of all ranks together."""
     loaded: list[str] = field(default_factory=list)
     """NIXL names loaded into our engine's agent."""
     users: int = 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Any
 
 from cachetools import LRUCache
 
@@ -16,7 +19,7 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd import logs
-from kvferryd.aio import Tasks
+from kvferryd.aio import Tasks, to_the_end
 from kvferryd.certificates import Certificates
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
@@ -30,7 +33,7 @@ from kvferryd.plan import Plan, plan
 from kvferryd.plan.crossover import DIRECT_FROM
 from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport import Span, TransportError
-from kvferryd.transport.metadata import Screen, parse
+from kvferryd.transport.metadata import Metadata, Screen, parse
 
 log = logs.get(__name__)
 UNLOAD_S = 5.0
@@ -58,6 +61,8 @@ class Peers:
         self._preparing, self._unloading = Tasks(), Tasks()
         self._homes: LRUCache[tuple[Engine, str], Home] = LRUCache(HOMES)
         """Whose an engine id is: a stranger may answer to it as well."""
+        self._presumed: LRUCache[tuple[Engine, str], None] = LRUCache(HOMES)
+        """Those of which no order has named the address."""
         self._forgotten: LRUCache[tuple[Engine, str], Home] = LRUCache(FORGOTTEN)
 
     def __iter__(self) -> Iterator[PeerEngine]:
@@ -67,10 +72,20 @@ class Peers:
         """An engine is there that may read: do now what its next handshake would wait for."""
         self._preparing.spawn(self._screen.prepare())
 
-    async def get(self, engine: Engine, engine_id: str, address: str, epoch: str = "") -> PeerEngine:
+    async def meet(self, engine: Engine, address: str) -> PeerEngine:
+        """Whatever engine the daemon at this address serves, before any order names it. Raises KvferryError."""
+        rank, told = await self._ask(engine, "", address)
+        await rank.close()
+        # At its rank 0: then all of its ranks' daemons lead to the same handshake.
+        return await self.get(engine, rank.manifest.engine_id, told.get(0, address), ordered=False)
+
+    async def get(
+        self, engine: Engine, engine_id: str, address: str, epoch: str = "", *, ordered: bool = True
+    ) -> PeerEngine:
         """The peer engine, from memory or by a handshake that concurrent callers share.
 
-        Raises KvferryError: `peer_unreachable`, `unknown_engine`, `engine_taken`, `stale_epoch`, `protocol`, ...
+        ordered: an order names this engine at this address. Raises KvferryError: `peer_unreachable`, `unknown_engine`,
+        `engine_taken`, `stale_epoch`, `protocol`, ...
         """
         if engine_id == engine.engine_id:
             raise Malformed(
@@ -81,14 +96,20 @@ class Peers:
         current = known is not None and not known.lost and (not epoch or known.epoch == epoch)
         if known is not None and current and address in known.addresses:
             known.used_at = time.monotonic()
+            if ordered:
+                self._presumed.pop((engine, engine_id), None)
             return known
         # Known elsewhere, in another epoch, or with a daemon that has gone: only the engine can say what holds now.
         flight = (engine, engine_id, address)
         shaking = self._shaking.get(flight)
         if shaking is None:
-            shaking = self._shaking[flight] = asyncio.create_task(self._shake(engine, engine_id, address))
+            shaking = self._shaking[flight] = asyncio.create_task(
+                self._shake(engine, engine_id, address, ordered=ordered)
+            )
             shaking.add_done_callback(lambda task: self._shaken(flight, task))
         peer = await asyncio.shield(shaking)
+        if ordered:
+            self._presumed.pop((engine, engine_id), None)
         if epoch and peer.epoch != epoch:
             raise Conflict(
                 "stale_epoch", f"engine {engine_id} is in epoch {peer.epoch}", field="source.epoch", value=epoch,
@@ -101,17 +122,18 @@ class Peers:
         if not task.cancelled():
             task.exception()  # retrieved: every caller may have given up
 
-    async def _shake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
-        began, outcome = time.monotonic(), "ok"
+    async def _shake(self, engine: Engine, engine_id: str, address: str, *, ordered: bool = True) -> PeerEngine:
+        began, outcome, key = time.monotonic(), "ok", (engine, engine_id)
         try:
-            peer = await self._handshake(engine, engine_id, address)
+            peer = await self._handshake(engine, engine_id, address, ordered=ordered)
             if engine.session.retired.is_set():
                 await self._unload(peer)
                 raise Unavailable("engine_gone", f"engine {engine.engine_id} was retired during the handshake")
-            home = self._homes.setdefault((engine, engine_id), peer.home)
-            if home.addresses != peer.home.addresses:  # of a handshake that was quicker
+            if taken := self._in_the_way(key, peer.home, ordered=ordered):  # of a handshake that was quicker
                 await self._unload(peer)
-                raise _taken(engine_id, home)
+                raise _taken(engine_id, taken)
+            if key not in self._homes and not ordered:
+                self._presumed[key] = None
         except KvferryError as error:
             outcome = error.code
             raise
@@ -119,9 +141,14 @@ class Peers:
             self._metrics.handshake(outcome, time.monotonic() - began)
             self.expect()
         self._metrics.known(engine_id)
-        before = self._known.get((engine, engine_id))
-        self._known[engine, engine_id] = peer
-        self._homes[engine, engine_id] = peer.home
+        took_ms = {step: round(1e3 * seconds, 1) for step, seconds in peer.took_s.items()}
+        log.info(
+            "peer met", engine_id=engine_id, epoch=peer.epoch, ranks=len(peer.ranks), unmapped=peer.unmapped,
+            took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - began), 1)},
+        )  # fmt: skip
+        before = self._known.get(key)
+        self._known[key] = peer
+        self._homes[key] = peer.home
         for rank in peer.ranks.values():
             if rank.mapping is not None:
                 rank.mapping.add_done_callback(lambda _: self._memory_gone(peer))
@@ -138,13 +165,15 @@ class Peers:
             if peer.own is engine and not peer.users and time.monotonic() - peer.used_at > IDLE_S:
                 self.forget(peer)
 
-    async def _handshake(self, engine: Engine, engine_id: str, address: str) -> PeerEngine:
+    async def _handshake(self, engine: Engine, engine_id: str, address: str, *, ordered: bool) -> PeerEngine:
         await engine.until_whole(self._config.connect_timeout_s)  # its ranks read as one by the roster's key
         asked: list[PeerRank] = []
         """The ranks that have answered, whatever comes of it."""
         peer: PeerEngine | None = None
         try:
-            first, told = await self._ask(engine, engine_id, address)
+            took_s: defaultdict[str, float] = defaultdict(float)
+            with took(took_s, "asking"):
+                first, told = await self._ask(engine, engine_id, address)
             asked.append(first)
             if told.get(first.rank) != address:
                 # Whoever answers at the address of an order only names the ranks: each is read where its roster has it.
@@ -152,8 +181,9 @@ class Peers:
                 await first.close()
             whole = sorted(told) == list(range(len(told))) and len(told) == first.manifest.world_size
             others = [rank for rank in told if first not in asked or rank != first.rank] if whole else []
-            for _, members in await self._ask_all(engine, engine_id, [told[rank] for rank in others], asked):
-                whole = whole and members == told
+            with took(took_s, "asking"):
+                answers = await self._ask_all(engine, engine_id, [told[rank] for rank in others], asked)
+            whole = whole and all(members == told for _, members in answers)
             ranks = {rank.rank: rank for rank in sorted(asked, key=lambda rank: rank.rank)}
             epochs = {rank.manifest.epoch for rank in asked}
             if not whole or len(epochs) > 1 or set(ranks) != set(told):
@@ -165,12 +195,14 @@ class Peers:
                     remedy="wait until all its daemons run with one roster and all its ranks registered in one epoch",
                 )  # fmt: skip
             home = Home(epochs.pop(), tuple(rank.address for rank in ranks.values()))
-            await self._check_home(engine, engine_id, home)
-            planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
+            await self._check_home(engine, engine_id, home, ordered=ordered)
+            with took(took_s, "planning"):
+                planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
             if self._wants_staging(engine, planned):
-                await self._have_arenas(engine, engine_id, planned, ranks, asked)
+                with took(took_s, "arenas"):
+                    await self._have_arenas(engine, engine_id, planned, ranks, asked)
             addresses = {address, *(rank.address for rank in asked)}
-            peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses)
+            peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, addresses, took_s)
             await self._ready(peer)
         except BaseException:
             if peer is not None:
@@ -201,13 +233,21 @@ class Peers:
         if all(ranks[number].staging for number in planned.reads_from):
             await engine.need_arena()
 
-    async def _check_home(self, engine: Engine, engine_id: str, home: Home) -> None:
+    def _in_the_way(self, key: tuple[Engine, str], home: Home, *, ordered: bool) -> Home | None:
+        """Whose the engine id is, if it is another's. What only answered when it was asked who it is gives way to what
+        an order names."""
+        if ordered and key in self._presumed:
+            return None
+        before: Home | None = self._homes.get(key)
+        return None if before is None or before.addresses == home.addresses else before
+
+    async def _check_home(self, engine: Engine, engine_id: str, home: Home, *, ordered: bool) -> None:
         """The engine id is this one's: nobody else had it, or that engine is over. In one epoch an engine never moves.
 
         Raises KvferryError (`engine_taken`).
         """
-        before = self._homes.get((engine, engine_id))
-        if before is None or before.addresses == home.addresses:
+        before = self._in_the_way((engine, engine_id), home, ordered=ordered)
+        if before is None:
             return
         if before.epoch == home.epoch or await self._lives(engine, engine_id, before):
             raise _taken(engine_id, before)
@@ -229,18 +269,39 @@ class Peers:
 
     async def _ready(self, peer: PeerEngine) -> None:
         """Make every rank readable, and the first transfer as fast as the next."""
-        engine, planned = peer.own, peer.plan
+        read, metadata = [peer.ranks[number] for number in peer.plan.reads_from], {}
         for number, rank in peer.ranks.items():
-            if number in planned.reads_from:
-                # First: what is held open UCX need not map for each descriptor.
-                await rank.map(engine, self._config.connect_timeout_s)
-            await self._load(rank, peer)
-        if engine.runner is not None and not peer.unmapped:
-            await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), engine.addresses))
-        if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
-            read = [peer.ranks[rank] for rank in planned.reads_from]
-            await asyncio.gather(*(self._pair(rank, planned) for rank in read if rank.staging))
-            await prepare_scatter(engine.arena, planned, engine.addresses)
+            metadata[number] = parse(rank.agent_name, rank.metadata)
+        await to_the_end(
+            [
+                *(self._map(rank, peer) for rank in read),
+                *(
+                    self._while_it_lives(rank, peer, self._try(rank, metadata[rank.rank], peer))
+                    for rank in peer.ranks.values()
+                ),
+            ]
+        )
+        # After the mapping: what is held open UCX need not map for each descriptor.
+        loading = (
+            self._while_it_lives(rank, peer, self._load(rank, metadata[rank.rank], peer))
+            for rank in peer.ranks.values()
+        )
+        await to_the_end([*loading, self._prepare_copies(peer, read)])
+        for rank in peer.ranks.values():
+            rank.stream.check()  # open from now on: leases are announced, and its end is the peer's
+
+    async def _map(self, rank: PeerRank, peer: PeerEngine) -> None:
+        with took(peer.took_s, "mapping"):
+            await rank.map(peer.own, self._config.connect_timeout_s)
+
+    async def _prepare_copies(self, peer: PeerEngine, read: Sequence[PeerRank]) -> None:
+        engine, planned = peer.own, peer.plan
+        with took(peer.took_s, "kernels"):
+            if engine.runner is not None and not peer.unmapped:
+                await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), engine.addresses))
+            if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
+                await asyncio.gather(*(self._pair(rank, planned) for rank in read if rank.staging))
+                await prepare_scatter(engine.arena, planned, engine.addresses)
 
     async def _pair(self, rank: PeerRank, planned: Plan) -> None:
         """What fails here is tried again by the first staged transfer."""
@@ -249,11 +310,11 @@ class Peers:
         except KvferryError as error:
             log.info("not staged yet", engine_id=rank.manifest.engine_id, rank=rank.rank, why=str(error))
 
-    async def _load(self, rank: PeerRank, peer: PeerEngine) -> None:
-        """Make the rank readable. What NIXL says of a peer that has gone meanwhile is not what is wrong with it."""
+    async def _while_it_lives(self, rank: PeerRank, peer: PeerEngine, work: Awaitable[None]) -> None:
+        """What NIXL says of a peer that has gone meanwhile is not what is wrong with it."""
         name = rank.agent_name
         try:
-            await self._load_living(rank, peer)
+            await work
         except TransportError:
             now, _ = await self._ask(peer.own, peer.engine_id, rank.address)
             await now.close()
@@ -264,20 +325,22 @@ class Peers:
                 ) from None  # fmt: skip
             raise
 
-    async def _load_living(self, rank: PeerRank, peer: PeerEngine) -> None:
-        """Load its metadata, and pay for the wire-up now."""
-        agent, metadata = peer.own.agent, parse(rank.agent_name, rank.metadata)
-        readable = [rank.regions[id] for id in sorted(rank.regions)]
-        if rank.staging:
-            readable.append(rank.staging.span)
-        await self._screen.check(metadata, readable, self._config.connect_timeout_s)
-        await agent.add_peer(metadata)
+    async def _try(self, rank: PeerRank, metadata: Metadata, peer: PeerEngine) -> None:
+        with took(peer.took_s, "screening"):
+            await self._screen.check(metadata, rank.readable, self._config.connect_timeout_s)
+
+    async def _load(self, rank: PeerRank, metadata: Metadata, peer: PeerEngine) -> None:
+        """Make the rank readable: load its metadata, and pay for the wire-up now."""
+        agent = peer.own.agent
+        with took(peer.took_s, "loading"):
+            await agent.add_peer(metadata)
         rank.agent_name = metadata.alias
         peer.loaded.append(rank.agent_name)
         if rank.rank in peer.plan.reads_from:
             try:
-                async with asyncio.timeout(self._config.connect_timeout_s):
-                    await agent.warm(rank.agent_name, readable[0])
+                with took(peer.took_s, "first read"):
+                    async with asyncio.timeout(self._config.connect_timeout_s):
+                        await agent.warm(rank.agent_name, rank.readable[0])
             except TimeoutError:
                 raise PeerFailed(
                     "peer_unreachable", f"NIXL did not connect to {rank.address}", field="address", value=rank.address,
@@ -304,8 +367,8 @@ class Peers:
     async def _ask(
         self, engine: Engine, engine_id: str, address: str, *, staging: bool = False
     ) -> tuple[PeerRank, dict[int, str]]:
-        """The rank that answers at this address, and where the engine's ranks are, as it says. staging: it should have
-        an arena."""
+        """The rank that answers at this address, and where the engine's ranks are, as it says. engine_id: empty for the
+        only engine there. staging: it should have an arena."""
         request = peer_pb2.HandshakeRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id,
             staging=staging,
@@ -315,7 +378,7 @@ class Peers:
             async with asking(channel.contact):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
             manifest = await asyncio.to_thread(manifest_from_proto, reply.manifest)
-            rank = _rank(reply, manifest, channel, engine, engine_id)
+            rank = _rank(reply, manifest, channel, engine, engine_id or manifest.engine_id)
             return rank, {each.rank: each.address for each in reply.members}
         except BaseException:
             await channel.close()
@@ -384,6 +447,7 @@ class Peers:
         bound = [key for key in self._homes if key[1] == engine_id]
         for key in bound:
             del self._homes[key]
+            self._presumed.pop(key, None)
         return bool(bound)
 
     async def forget_engine(self, engine: Engine) -> None:
@@ -392,8 +456,8 @@ class Peers:
             peer = self._known.pop(keys[0])
             peer.stale = True
             await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
-        homes: tuple[LRUCache[tuple[Engine, str], Home], ...] = (self._homes, self._forgotten)
-        for every in homes:
+        kept: tuple[LRUCache[tuple[Engine, str], Any], ...] = (self._homes, self._forgotten, self._presumed)
+        for every in kept:
             for key in [key for key in every if key[0] is engine]:
                 del every[key]
 
@@ -415,6 +479,16 @@ class Peers:
             await asyncio.wait(self._unloading, timeout=UNLOAD_S)
         await self._screen.close()
         await self.channels.close()
+
+
+@contextlib.contextmanager
+def took(seconds: defaultdict[str, float], step: str) -> Iterator[None]:
+    """Add what happens inside to the time of a step."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[step] += time.monotonic() - began
 
 
 def _taken(engine_id: str, home: Home) -> Conflict:

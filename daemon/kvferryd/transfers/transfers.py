@@ -131,6 +131,8 @@ class Transfers:
         if from_rank is None:
             transfer.brought = brought
             self._ranks.hand_on(transfer)
+        if transfer.reservation is None:
+            self._after.spawn(self._meet(engine, order))
         return transfer, True
 
     def receive(
@@ -200,6 +202,11 @@ class Transfers:
         if reservation is not None and claim is not None:
             transfer.take_reservation(reservation, claim)
         return transfer
+
+    async def _meet(self, engine: Engine, order: Order) -> None:
+        """The order waits for its reservation: shake hands meanwhile. What fails here fails again when it is needed."""
+        with contextlib.suppress(KvferryError):
+            await self._around.peers.get(engine, order.engine_id, order.address, order.epoch)
 
     def _next(self, key: Key) -> int:
         return self._attempts.get(key, 0) + 1

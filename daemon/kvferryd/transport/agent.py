@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferryd import logs
 from kvferryd.aio import settle, submit, when_done
-from kvferryd.nixl import make_agent
+from kvferryd.nixl import make_agent, rehearse
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Reads, Span, TransportError, post, typed
 
@@ -34,6 +35,9 @@ FETCH_PRIORITY = 1 << 20
 SCRATCH = 8192
 """Words that can be fetched at once, ahead of all other reads."""
 WORD = 8
+ATTEND_S, ATTEND_POLL_S = 0.25, 1e-3
+"""NIXL's own thread looks for a new reader every 10 ms, and a reader connects in several steps: after a handshake ours
+looks more often, for so long."""
 QUICK_ROWS, QUICK_NBYTES = 256, 1 << 20
 """The most that the loop posts itself: 0.2 to 0.4 ms."""
 
@@ -56,6 +60,7 @@ class Agent:
         self._peers: dict[str, int] = {}
         """Users of each loaded peer, by alias. A peer without users is unloaded when no read from it is under way."""
         self._closed = self._gone = False
+        self._attend_until = 0.0
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
         self._peeks: dict[str, list[tuple[int, asyncio.Future[int]]]] = {}
@@ -89,6 +94,22 @@ class Agent:
     async def metadata(self) -> bytes:
         """What a peer needs to read from this agent: a bearer capability, for authenticated peers only."""
         return await self._call(lambda: bytes(self._nixl.get_agent_metadata()))
+
+    def rehearse(self) -> None:
+        """Soon, on the thread: what makes the first connection to a peer slower than the next."""
+        self._hand_over(self._rehearse)
+
+    def _rehearse(self) -> None:
+        try:
+            if self._nixl is not None:
+                rehearse(self._nixl, Span(self._scratch.ctypes.data, WORD, "host").row(1))
+        except Exception as error:  # noqa: BLE001  the first connection is slower then
+            log.warning("the first connection was not rehearsed", agent=self.name, error=str(error))
+
+    def attend(self) -> None:
+        """A reader will connect now: be quick to answer."""
+        self._attend_until = time.monotonic() + ATTEND_S
+        self._hand_over(lambda: None)  # wake the thread
 
     async def add_peer(self, peer: Metadata) -> None:
         """Load a peer, from then on known by its alias; `remove_peer` as often as this was called."""
@@ -245,7 +266,7 @@ class Agent:
         try:
             while True:
                 try:
-                    work = self._inbox.get(block=True, timeout=self._reads.patience())
+                    work = self._inbox.get(block=True, timeout=self._patience())
                 except queue.Empty:
                     work = self._advance
                 if work is None:
@@ -257,8 +278,16 @@ class Agent:
             self._closed = True
         self._destroy()
 
+    def _patience(self) -> float | None:
+        patience = self._reads.patience()
+        if time.monotonic() >= self._attend_until:
+            return patience
+        return ATTEND_POLL_S if patience is None else min(patience, ATTEND_POLL_S)
+
     def _advance(self) -> None:
         self._reads.advance(self._nixl)
+        if time.monotonic() < self._attend_until:
+            self._nixl.get_new_notifs()  # there are none: asking for them serves who connects
         if 0 in self._peers.values():
             self._unload()
 

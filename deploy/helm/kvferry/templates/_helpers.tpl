@@ -65,6 +65,19 @@ app.kubernetes.io/part-of: kvferry
     - {name: KVFERRY_ROSTER, value: "$(POD_IP):7411"}
     {{- end }}
     - {name: KVFERRY_ALLOW_PEERS, value: "{{ .Values.podNetwork }},*.{{ .Release.Namespace }}.svc"}
+    {{- if eq .role "decode" }}
+    # Every prefill engine is met before its first request.
+    {{- $prefill := dict "Values" .Values "Release" .Release "role" "prefill" }}
+    {{- if .Values.tls.enabled }}
+    {{- $pods := list }}
+    {{- range $pod := until (int .Values.prefill.replicas) }}
+    {{- $pods = append $pods (printf "%s.$(POD_NAMESPACE).svc:7411" (include "kvferry.podName" (merge (dict "pod" $pod) $prefill))) }}
+    {{- end }}
+    - {name: KVFERRY_KNOWN_PEERS, value: "{{ join "," $pods }}"}
+    {{- else }}
+    - {name: KVFERRY_KNOWN_PEERS, value: "{{ include "kvferry.name" $prefill }}-peers:7411"}
+    {{- end }}
+    {{- end }}
     # vLLM reserves the blocks that are written: no order need name any.
     - {name: KVFERRY_ORDER_TABLES, value: "false"}
     - {name: KVFERRY_ENGINE_SOCKET, value: {{ include "kvferry.socket" . }}}

@@ -1,0 +1,123 @@
+"""Peers are met before anybody waits: those of the settings, and those of orders that wait for reservations."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+from fleet import Daemons, until
+from lives import engine_on, published, receives
+from ranks import Shape, TestEngine
+
+from kvferry.errors import KvferryError
+from kvferry.router import RouterClient
+from kvferry.schemas import Awaited, OrderBody, PeerRequest, SourceBody
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = pytest.mark.anyio
+LOOPBACK = "127.0.0.0/8,::1"
+"""Not the name localhost: it stands for the addresses that it has."""
+
+
+async def peers(router: RouterClient) -> dict[str, str]:
+    """Epochs of the engines that the daemon knows."""
+    return {peer.engine_id: peer.epoch for peer in await router.peers()}
+
+
+async def met(router: RouterClient, engine: TestEngine) -> None:
+    async def known() -> bool:
+        return (await peers(router)).get(engine.engine_id) == engine.epoch
+
+    await until(known, f"{engine.engine_id} is met")
+
+
+@pytest.fixture(scope="module")
+async def far(daemons: Daemons) -> DaemonService:
+    (daemon,) = await daemons.start("known-far")
+    return daemon
+
+
+async def test_a_known_peer_is_met_before_any_order_and_again_in_a_new_epoch(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack
+) -> None:
+    (near,) = await daemons.start("known-near", 1, "--known-peers", far.peer)
+    reader, router = await engine_on(stack, "known-reader", near)
+    source, _ = await engine_on(stack, "known-source", far)  # it comes later
+    await met(router, source)
+    kv, _ = await published(source, "first")
+    await receives(reader, "first", kv, source.source())
+    await source.close()
+    again, _ = await engine_on(stack, "known-source", far)
+    await met(router, again)
+    kv, _ = await published(again, "second")
+    await receives(reader, "second", kv, again.source())
+
+
+async def test_a_name_that_is_not_admitted_stands_for_its_addresses_our_own_among_them(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack
+) -> None:
+    name = f"localhost:{far.peer.rpartition(':')[2]}"
+    (near,) = await daemons.start("named-near", 1, "--allow-peers", LOOPBACK, "--known-peers", f"{name},no.such.name:1")
+    source, _ = await engine_on(stack, "named-source", far)
+    reader, router = await engine_on(stack, "named-reader", near)
+    await met(router, source)
+    kv, _ = await published(source, "named")
+    await receives(reader, "named", kv, source.source())
+
+
+async def test_ranks_of_one_engine_that_are_known_to_each_other_do_not_meet(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack
+) -> None:
+    """As with a headless service that all pods have as their known peers."""
+    (first,) = await daemons.start("ranks-first", 1, "--known-peers", far.peer)
+    second = await daemons.start_rank("ranks-second", first, "--known-peers", f"{first.peer},{far.peer}")
+    source, _ = await engine_on(stack, "ranks-source", far)
+    reader = await TestEngine.start("ranks-reader", [first, second], Shape.tp(2))
+    stack.push_async_callback(reader.close)
+    for daemon in (first, second):
+        router = await stack.enter_async_context(RouterClient(daemon.url))
+        await met(router, source)
+        assert set(await peers(router)) == {"ranks-source"}
+
+
+async def test_an_order_that_waits_for_its_reservation_shakes_hands_meanwhile(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack
+) -> None:
+    (near,) = await daemons.start("ahead-near")
+    reader, router = await engine_on(stack, "ahead-reader", near)
+    source, _ = await engine_on(stack, "ahead-source", far)
+    kv, _ = await published(source, "ahead")
+    ordered = await router.order(OrderBody(request_id="ahead", source=source.source()))
+    await met(router, source)
+    assert (await router.transfer(ordered.transfer_id)).waits_for is Awaited.RESERVATION
+    await receives(reader, "ahead", kv, source.source())
+
+
+async def test_what_an_order_names_owns_an_engine_id_that_a_known_peer_only_claimed(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack
+) -> None:
+    (liar,) = await daemons.start("claimed-liar")
+    (near,) = await daemons.start("claimed-near", 1, "--known-peers", liar.peer)
+    claimed, _ = await engine_on(stack, "claimed", liar)
+    real, _ = await engine_on(stack, "claimed", far)
+    reader, router = await engine_on(stack, "claimed-reader", near)
+    await met(router, claimed)
+    await published(claimed, "r")
+    kv, _ = await published(real, "r")
+    await receives(reader, "r", kv, real.source())
+    with pytest.raises(KvferryError) as refused:  # from now on nobody else is
+        await router.prewarm(PeerRequest(engine_id="claimed", address=claimed.address))
+    assert refused.value.code == "engine_taken"
+    assert await peers(router) == {"claimed": real.epoch}
+
+
+async def test_a_known_peer_that_serves_two_engines_is_left_to_orders(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack
+) -> None:
+    (near,) = await daemons.start("two-near", 1, "--known-peers", far.peer)
+    first, _ = await engine_on(stack, "two-first", far)
+    await engine_on(stack, "two-second", far)
+    reader, router = await engine_on(stack, "two-reader", near)
+    kv, _ = await published(first, "r")
+    await receives(reader, "r", kv, SourceBody(engine_id=first.engine_id, address=first.address))
+    assert set(await peers(router)) == {"two-first"}
