@@ -14,6 +14,7 @@ from kvferry.schemas import LeaseState as L
 from kvferry.schemas import RankTransfer
 from kvferry.schemas import TransferState as T
 from kvferryd.config import Config
+from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.leases import Leases
@@ -89,7 +90,7 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     rank = Rank("decode", "1", 0, 1)
     engine = Engine(
         *rank, Session(rank), a_manifest(), Agent("never started"), b"", Leases("decode", "1", print, 1),
-        strict=False, arena=None, runner=None, unmapped="", notes=(), members={}, make_arena=None,
+        strict=False, arena=None, runner=None, unmapped="", notes=(), members={}, make_arena=None, sums=Sums(),
     )  # fmt: skip
     ended: list[Transfer] = []
     around = Surroundings(config, Peers(config, metrics), ended.append, ended.append, lambda work: work.close())
