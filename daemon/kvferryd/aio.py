@@ -14,8 +14,9 @@ from kvferryd import logs
 log = logs.get(__name__)
 T = TypeVar("T")
 
-NOTED_S, NOTES_S = 0.2, 5e-4
-"""How long notes wait for the loop to have time, and how much of a turn they may take then."""
+QUIET_S, NOTED_S, NOTES_S, NOTES = 2e-3, 0.2, 5e-4, 1024
+"""Notes: the pause before them, in which the next request may come; how long they wait for a loop that has none; how
+much of a turn they may take; how many may wait."""
 FEW = 8192
 """Blocks, segments or runs that are bound, cut or expanded on the loop: half a millisecond at most. More take several,
 which others would wait for; these are not worth the way to a thread and back."""
@@ -122,37 +123,34 @@ class Tasks(set["asyncio.Task[None]"]):
 
 class Notes:
     """What is written down of requests that are over: lines, metrics, records. Nobody waits for it, so it is done when
-    nothing is `busy` any more, or NOTED_S later, and little at a time; `flush` does the rest at once."""
+    nothing is `busy`, or NOTED_S later, and little at a time; `flush` does the rest at once."""
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy
         self._notes: deque[Callable[[], None]] = deque()
-        self._soon: asyncio.Handle | None = None
-        self._late: asyncio.TimerHandle | None = None
+        self._since = 0.0
+        """When the first of them came."""
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, note: Callable[[], None]) -> None:
-        self._notes.append(note)
-        if self._soon is None:
+        if self._timer is None:
             loop = asyncio.get_running_loop()
-            if not self._busy():
-                self._soon = loop.call_soon(self._write)
-            elif self._late is None:
-                self._late = loop.call_later(NOTED_S, self._write)
+            self._since, self._timer = loop.time(), loop.call_later(QUIET_S, self._write)
+        self._notes.append(note)
+
+    def __len__(self) -> int:
+        return len(self._notes)
 
     def flush(self) -> None:
         while self._notes:
             self._write_one()
 
     def _write(self) -> None:
-        self._soon = None
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-        until = time.monotonic() + NOTES_S
-        while self._notes and time.monotonic() < until:
-            self._write_one()
-        if self._notes:
-            self._soon = asyncio.get_running_loop().call_soon(self._write)
+        loop, until = asyncio.get_running_loop(), time.monotonic() + NOTES_S
+        if not self._busy() or loop.time() - self._since > NOTED_S or len(self._notes) > NOTES:
+            while self._notes and (time.monotonic() < until or len(self._notes) > NOTES):
+                self._write_one()
+        self._timer = loop.call_later(QUIET_S, self._write) if self._notes else None
 
     def _write_one(self) -> None:
         try:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from kvferryd.aio import Notes
+from kvferryd.aio import NOTES, Notes
 
 pytestmark = pytest.mark.anyio
 
@@ -17,9 +17,11 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def turns(count: int = 5) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
+async def until_written(notes: Notes) -> None:
+    last = asyncio.Event()
+    notes.add(last.set)
+    async with asyncio.timeout(10):
+        await last.wait()
 
 
 async def test_notes_wait_for_what_is_under_way_unless_somebody_looks() -> None:
@@ -27,15 +29,27 @@ async def test_notes_wait_for_what_is_under_way_unless_somebody_looks() -> None:
     notes = Notes(lambda: busy[0])
     for number in (1, 2):
         notes.add(partial(written.append, number))
-    await turns()
     assert not written
     notes.flush()
     assert written == [1, 2]
     notes.add(partial(written.append, 3))
-    busy[0] = False
-    notes.add(partial(written.append, 4))  # the last of those under way has ended
-    await turns()
+    busy[0] = False  # the last of those under way has ended
+    notes.add(partial(written.append, 4))
+    await until_written(notes)
     assert written == [1, 2, 3, 4]
+
+
+async def test_no_more_notes_wait_than_may() -> None:
+    written, first = list[int](), asyncio.Event()
+    notes = Notes(lambda: True)
+    notes.add(first.set)
+    for number in range(NOTES + 500):
+        notes.add(partial(written.append, number))
+    async with asyncio.timeout(10):
+        await first.wait()
+    await asyncio.sleep(0)
+    assert written == [*range(len(written))]
+    assert len(notes) <= NOTES
 
 
 async def test_notes_are_written_though_something_is_always_under_way() -> None:
@@ -50,5 +64,5 @@ async def test_a_note_that_breaks_keeps_no_other_from_being_written() -> None:
     notes = Notes(lambda: False)
     notes.add(partial(written.index, 7))  # raises
     notes.add(partial(written.append, 1))
-    await turns()
+    await until_written(notes)
     assert written == [1]

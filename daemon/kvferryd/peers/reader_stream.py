@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import grpc
-from cachetools import LRUCache
 
 from kvferry.errors import KvferryError, PeerFailed
 from kvferry.outbox import Outbox
@@ -20,7 +19,7 @@ from kvferryd.peers.contact import Contact, asking, of_peer
 
 CLOSE_S = 1.0
 ANNOUNCED = 1024
-"""Announced leases kept until a transfer asks for them. The least recent go first."""
+"""Announced leases kept until a transfer asks for them. The oldest go first."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
 
 
@@ -45,7 +44,7 @@ class ReaderStream:
         self._outbox = Outbox(_several, several=several)
         self._numbers = itertools.count(1)
         self._listeners: dict[int, Listener] = {}
-        self._announced: LRUCache[str, peer_pb2.LeaseUpdate] = LRUCache(ANNOUNCED)
+        self._announced: dict[str, peer_pb2.LeaseUpdate] = {}
         self._why: KvferryError | None = None
         self._call: _Call = stub.Read()
         self._writing = asyncio.create_task(self._write(), name=f"to-{contact.address}")
@@ -62,8 +61,7 @@ class ReaderStream:
 
     def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
         """The lease as the source announced it before it was asked. Each announcement is given out once."""
-        update: peer_pb2.LeaseUpdate | None = self._announced.pop(announced_as(request_id), None)
-        return update
+        return self._announced.pop(announced_as(request_id), None)
 
     def follow(self, listener: Listener) -> int:
         """The number of a new reading: replies of that number go to `listener`."""
@@ -100,6 +98,8 @@ class ReaderStream:
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("announced"):
             self._announced[reply.announced.request_id] = reply.announced.update
+            if len(self._announced) > ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
         elif (listener := self._listeners.get(reply.reading)) is not None:
             listener.on_reply(reply)
         elif not reply.reading and reply.HasField("problem"):

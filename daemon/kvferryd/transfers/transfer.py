@@ -488,10 +488,14 @@ class Transfer:
         self._leave()
 
     def _leave(self) -> None:
+        """Close the leases that were read to their end, and let the peer go."""
         self._flights.clear()
         if self._reads is not None:
-            self._around.peers.leave(self._reads[0])
-            self._reads = None
+            (peer, through), self._reads = self._reads, None
+            try:
+                close_all(through, complete=True)
+            finally:
+                self._around.peers.leave(peer)
 
     def _move(self, to: TransferState) -> None:
         now = time.monotonic()
@@ -513,8 +517,6 @@ class Transfer:
             self._be_quiet()
         self.engine.session.tell(self.event())  # before anything else that the end brings
         self.ended.set()
-        if self._reads is not None:
-            close_all(self._reads[1], complete=True)
         self._around.on_end(self)
         if self.quiet.is_set():
             self._leave()
