@@ -173,7 +173,7 @@ def _cannot_listen(field: str, address: str) -> KvferryError:
 async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     config = ferry.config
     options = [*PEER_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)]
-    server = grpc.aio.server(interceptors=[Undecoded()], options=options, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(interceptors=[Undecoded()], options=options, maximum_concurrent_rpcs=2 * MAX_CALLS)
     callers = Callers(config.allow_peers, ferry.proof)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers), server)
     await _describe(server, "kvferry.v1.Peer", reflected=bool(ferry.proof))

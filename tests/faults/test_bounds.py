@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import httpx
 import pytest
-from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal, until
+from authority import Authority, replace
+from bounded import bounded
+from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal, resident_mb, until
 from lives import engine_on, published, receives
+from ranks import Shape
 from test_peer_secret import secret_file
 
+from kvferry.schemas import OrderBody, PeerRequest, SourceBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.wire import manifest_from_proto
 from kvferryd.api.callers import MAX_FROM_ONE, MAX_WAITING
+from kvferryd.api.rest.explain import AT_ONCE
 from kvferryd.demo.fleet import DaemonService
 from kvferryd.transport import TransportError
 from kvferryd.transport.metadata import MAX_NBYTES, parse
@@ -174,3 +182,205 @@ def test_metadata_of_more_than_a_megabyte_is_not_even_read() -> None:
         parse("x", b"nixlSerDes|".ljust(MAX_NBYTES + 1, b"x"))
     assert refused.value.code == "malformed_metadata"
     assert str(MAX_NBYTES + 1) in str(refused.value)
+
+
+def plain(daemon: DaemonService, stack: AsyncExitStack) -> socket.socket:
+    """A connection to the REST port that says nothing yet."""
+    host, _, port = daemon.url.removeprefix("http://").rpartition(":")
+    return stack.enter_context(socket.create_connection((host, int(port)), TIMEOUT_S))
+
+
+async def ended_by_the_other_side(connection: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.to_thread(connection.recv, 1) == b""
+    return True
+
+
+async def test_calls_of_all_addresses_together_are_bounded(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded(monkeypatch, {"kvferryd.api.callers.MAX_CALLS": 8, "kvferryd.api.callers.MAX_FROM_ONE": 5})
+    (daemon,) = await daemons.start("crowded")
+    engine, _ = await engine_on(stack, "crowded", daemon)
+    asked = peer_pb2.MapRequest(engine_id="crowded", epoch=engine.epoch)
+    held = []
+    for address in ("127.0.0.2", "127.0.0.3"):
+        stub = await stack.enter_async_context(from_address(daemon, address))
+        for _ in range(4):
+            held.append(stub.Map(asked))
+            assert isinstance(await held[-1].read(), peer_pb2.MapReply)
+    ours = await stack.enter_async_context(peer_stub(daemon))
+    assert (await refusal(ours.Map(asked).read())).code == "too_many_calls"
+    held.pop().cancel()
+
+    async def let_in() -> bool:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            return isinstance(await ours.Map(asked).read(), peer_pb2.MapReply)
+        return False
+
+    await until(let_in, "there is room again")
+    for call in held:
+        call.cancel()
+
+
+async def test_a_peer_that_is_not_read_from_for_long_is_forgotten(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When another one is met: a fleet that replaces its pods leaves no trace."""
+    bounded(monkeypatch, {"kvferryd.peers.peers.IDLE_S": 1.0})
+    (here,), (there,), (beside,) = [await daemons.start(f"idle-{name}") for name in ("r", "s", "t")]
+    reader, router = await engine_on(stack, "idle-r", here)
+    source, _ = await engine_on(stack, "idle-s", there)
+    other, _ = await engine_on(stack, "idle-t", beside)
+    kv, _ = await published(source, "r")
+    await receives(reader, "r", kv, source.source())
+    body = PeerRequest(engine_id=other.engine_id, address=other.address)
+
+    async def forgotten() -> bool:
+        await router.forget_peer(other.engine_id) if await known() > {other.engine_id} else None
+        await router.prewarm(body)
+        return source.engine_id not in await known()
+
+    async def known() -> set[str]:
+        return {peer.engine_id for peer in await router.peers()}
+
+    await until(forgotten, "it is forgotten")
+    kv, _ = await published(source, "again")
+    await receives(reader, "again", kv, source.source())
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a byte of it comes now and then."""
+    bounded(monkeypatch, {"kvferryd.api.rest.gate.BODY_TIMEOUT_S": 0.3})
+    (daemon,) = await daemons.start("bodies")
+    connection = plain(daemon, stack)
+    connection.sendall(b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
+    connection.settimeout(0.05)
+    said = b""
+    async with asyncio.timeout(TIMEOUT_S):
+        while b"\r\n\r\n" not in said:
+            with contextlib.suppress(TimeoutError):
+                said += await asyncio.to_thread(connection.recv, 4096)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b" ")
+    assert b" 408 " in said.splitlines()[0], said
+    assert b"connection: close" in said.lower()
+
+
+async def test_a_poll_is_answered_as_things_stand_when_it_was_long_enough(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded(monkeypatch, {"kvferryd.api.rest.routes.LONGEST_WAIT_S": 0.2})
+    (there,), (here,) = await daemons.start("polled-s"), await daemons.start("polled-r")
+    source, _ = await engine_on(stack, "polled-s", there)
+    await engine_on(stack, "polled-r", here)
+    order = {"request_id": "r", "source": source.source().model_dump()}
+    async with httpx.AsyncClient(base_url=here.url, trust_env=False, timeout=TIMEOUT_S) as http:
+        ordered = (await http.post("/v1/transfers", json=order)).json()
+        for asked in (f"/v1/transfers/{ordered['transfer_id']}?wait=3600", "/v1/transfers?request_id=r&wait=3600"):
+            answer = await http.get(asked)
+            assert answer.status_code == 200
+            assert '"waiting"' in answer.text
+
+
+async def test_so_many_explanations_are_in_work_and_more_are_told_to_come_again(daemons: Daemons) -> None:
+    """Each takes seconds of a core; the daemon answers others meanwhile."""
+    (daemon,) = await daemons.start("explaining")
+    large = hostile(1 << 18)
+    large.components[-1].dtype, large.regions[0].nbytes = "float16", 1 << 45
+    for component in large.components:
+        component.offset = component.layer << 30
+    manifest = manifest_from_proto(large).model_dump(mode="json")
+    body = {"sources": [manifest | {"engine_id": "s"}], "destination": manifest}
+    async with httpx.AsyncClient(base_url=daemon.url, trust_env=False, timeout=4 * TIMEOUT_S) as http:
+        answers = await asyncio.gather(*(http.post("/v1/explain", json=body) for _ in range(AT_ONCE + 2)))
+        assert (await http.get("/healthz")).status_code == 200
+        full = [answer for answer in answers if answer.status_code == 429]
+        assert full
+        assert {(answer.json()["code"], answer.headers["retry-after"]) for answer in full} == {("full", "1")}
+        assert sum(answer.status_code == 200 for answer in answers) >= AT_ONCE
+        assert (await http.post("/v1/explain", json=body)).status_code == 200
+
+
+async def test_orders_beyond_the_bound_are_refused_before_they_cost_memory(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    """Each with tables of 100 KB: if they were kept it would be more than 40 MB."""
+    (there,), (here,) = await daemons.start("flood-s"), await daemons.start("flood-r", 1, "--max-transfers", "4")
+    source, _ = await engine_on(stack, "flood-s", there)
+    reader, _ = await engine_on(stack, "flood-r", here, Shape.tp(1, block_size=1, num_blocks=20_000))
+    tables = reader.take(20_000).json()
+    order = {"source": source.source().model_dump()}
+    large = {"destination": {"tables": tables, "token_range": [0, 20_000]}}
+    async with httpx.AsyncClient(base_url=here.url, trust_env=False, timeout=TIMEOUT_S) as http:
+
+        async def ordered(name: str, **more: object) -> httpx.Response:
+            return await http.post("/v1/transfers", json=order | {"request_id": name} | more)
+
+        for number in range(4):
+            assert (await ordered(f"taken-{number}")).status_code == 202
+
+        async def refused(first: int, count: int) -> None:
+            for number in range(first, first + count):
+                answer = await ordered(f"r{number}", **large)
+                assert (answer.status_code, answer.headers.get("retry-after")) == (429, "1"), answer.text
+
+        await refused(0, 50)
+        before = resident_mb(here)
+        await asyncio.gather(*(refused(1000 * each, 100) for each in range(1, 5)))
+        assert resident_mb(here) - before < 40
+        assert len((await http.get("/v1/transfers")).json()["transfers"]) == 4
+
+
+async def test_more_connections_than_the_bound_end_the_one_longest_without_a_request(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each has a request the new one is ended."""
+    bounded(monkeypatch, {"kvferryd.api.rest.server.MAX_CONNECTIONS": 8})
+    (daemon,) = await daemons.start("connections")
+    engine, router = await engine_on(stack, "connections", daemon)
+    ordered = await router.order(OrderBody(request_id="r", source=SourceBody(engine_id="x", address=engine.address)))
+    await router.close()
+    poll = f"GET /v1/transfers/{ordered.transfer_id}?wait=30 HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+    first, *_ = [plain(daemon, stack) for _ in range(9)]
+    assert await ended_by_the_other_side(first)
+
+    async def one_more_is_ended() -> bool:
+        """One that polls: unless it is ended at once it keeps its place."""
+        one_more = plain(daemon, stack)
+        one_more.settimeout(0.5)
+        with contextlib.suppress(ConnectionError):
+            one_more.sendall(poll)
+        try:
+            return await ended_by_the_other_side(one_more)
+        except TimeoutError:
+            return False
+
+    await until(one_more_is_ended, "all have a request, and a new connection is ended")
+
+
+async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    bounded(monkeypatch, {"kvferryd.api.rest.server.HEADER_S": 0.3})
+    folder, authority = tmp_path_factory.mktemp("tls"), Authority("rest")
+    cert, key = authority.issue("127.0.0.1")
+    flags = []
+    for kind, content in {"cert": cert, "key": key, "ca": authority.certificate}.items():
+        replace(folder / kind, content)
+        flags += [f"--tls-{kind}", str(folder / kind)]
+    daemon = daemons.fleet.daemon("tls", flags=[*flags, "--rest-tls"])
+
+    async def listens() -> bool:
+        with contextlib.suppress(OSError), contextlib.closing(plain(daemon, stack)):
+            return True
+        return False
+
+    await until(listens, "it listens")
+    assert await ended_by_the_other_side(plain(daemon, stack))
+    context = ssl.create_default_context(cadata=authority.certificate.decode())
+    context.load_cert_chain(folder / "cert", folder / "key")
+    async with httpx.AsyncClient(verify=context, trust_env=False, timeout=TIMEOUT_S) as http:
+        assert (await http.get(f"{daemon.url.replace('http:', 'https:')}/healthz")).status_code == 200

@@ -49,7 +49,7 @@ async def schemathesis(url: str, *flags: str, addresses: list[str] | None = None
     "flags",
     [
         ("--phases", "examples,fuzzing", "--max-examples", "3"),
-        pytest.param(("--max-examples", "60"), marks=pytest.mark.long),
+        pytest.param(("--max-examples", "60"), marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
     ids=["short", "whole"],
 )

@@ -17,7 +17,8 @@ from kvferryd.peers import allow
 
 log = logs.get(__name__)
 MAX_CALLS = 8192
-"""Calls and open streams at once: leases being read, orders followed, roster members."""
+"""Calls and open streams at once: leases being read, orders followed, roster members. Of all that gRPC lets in they are
+half: nobody is kept out by who asks after the daemon's health."""
 MAX_FROM_ONE = MAX_CALLS // 4
 """Of them from one address: that of a host with eight daemons, of which each hands on 256 orders."""
 
@@ -55,6 +56,8 @@ class Callers:
         host = host_of(context)
         if self._from[host] >= MAX_FROM_ONE:
             raise _too_many(MAX_FROM_ONE, host)
+        if len(self._under_way) >= MAX_CALLS:
+            raise _too_many(MAX_CALLS, "all addresses")
         task = asyncio.current_task()
         assert task is not None
         self._from[host] += 1
