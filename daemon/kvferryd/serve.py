@@ -26,7 +26,7 @@ from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
 from kvferryd import logs, nixl, ucx
-from kvferryd.api.answer import Undecoded
+from kvferryd.api.answer import Context, Undecoded
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
 from kvferryd.api.handover import Handovers
@@ -220,10 +220,17 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
         path.unlink(missing_ok=True)
 
 
+class _Health(health.aio.HealthServicer):
+    """Without Watch: a stream that never says anything new takes a place of gRPC's for as long as its caller likes."""
+
+    async def Watch(self, request: object, context: Context) -> None:  # noqa: N802  gRPC names it
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "nothing changes while the process lives: call Check")
+
+
 async def _describe(server: grpc.aio.Server, service: str, *, reflected: bool) -> None:
-    """Add what grpcurl and probes ask for: grpc.health.v1, which says that the process answers, as /healthz does, and
+    """Add what grpcurl and probes ask for: health, which says that the process answers, as /healthz does, and
     reflection: the protos, and no data. Who is not proven gets none."""
-    answering = health.aio.HealthServicer()
+    answering = _Health()
     await answering.set(service, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(answering, server)
     if reflected:

@@ -46,6 +46,16 @@ async def test_both_doors_say_that_the_process_answers(daemons: Daemons) -> None
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_nobody_takes_a_place_by_watching_the_daemons_health(daemons: Daemons) -> None:
+    """Without proof, and for as long as he likes: it never changes."""
+    (daemon,) = await daemons.start("watched")
+    for target in (f"unix:{daemon.socket}", daemon.peer):
+        async with grpc.aio.insecure_channel(target) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=2).read()
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_an_engine_and_a_proven_peer_are_told_the_protos_and_a_stranger_is_not(
     daemons: Daemons, tmp_path: Path
 ) -> None:

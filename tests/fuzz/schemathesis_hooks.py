@@ -1,4 +1,5 @@
-"""What schemathesis is told about this API: hostile addresses are worth trying, and waiting is not."""
+"""What schemathesis is told about this API: hostile addresses are worth trying, and waiting is not; and what counts as
+a fault."""
 
 from __future__ import annotations
 
@@ -22,6 +23,12 @@ def _plain(node: Any) -> None:
         _plain(each)
     if isinstance(node, dict) and "prefixItems" in node:
         node["items"] = node.pop("prefixItems")[0]
+
+
+@schemathesis.check
+def no_fault_of_its_own(context: Any, response: Any, case: Any) -> None:
+    """502 to 504 are documented answers: of a peer, of a daemon that drains, of what takes too long."""
+    assert response.status_code < 500 or response.status_code in (502, 503, 504), response.text
 
 
 @schemathesis.hook

@@ -22,6 +22,7 @@ import pytest
 
 from kvferryd.transport import Agent, Metadata, Read, Span, TransportError
 from kvferryd.transport.metadata import parse
+from kvferryd.transport.read import CHUNK_DESCRIPTORS
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30.0
@@ -124,6 +125,25 @@ def held_up() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "call_soon_threadsafe", send_and_wait)
         yield
+
+
+async def test_reads_take_turns_chunk_by_chunk_and_urgent_ones_come_first(source: Source, reader: Reader) -> None:
+    """All three wait when the thread turns to them; the last one is urgent, the second a third of the first."""
+    ended, busy = [], threading.Event()
+    reader.agent._hand_over(busy.wait)
+    first, reads = 0, []
+    for name, chunks, priority in (("long", 3, 0), ("short", 1, 0), ("urgent", 2, 1)):
+        words = np.arange(first, first := first + chunks * CHUNK_DESCRIPTORS, dtype=np.uint64)
+        rows = [np.zeros((len(words), 3), dtype=np.uint64) for _ in range(2)]
+        for row, base in zip(rows, (reader.memory.ctypes.data, source.span.address), strict=True):
+            row[:, 0], row[:, 1] = base + WORD * words, WORD
+        reads.append(reader.agent.read(source.name, *rows, "DRAM", "DRAM", priority))
+        reads[-1].done.add_done_callback(lambda _, name=name: ended.append(name))
+    busy.set()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*(read.done for read in reads))
+    assert ended == ["urgent", "short", "long"]
+    assert (reader.memory[:first] == np.arange(first, dtype=np.uint64)).all()
 
 
 async def test_a_read_is_quiet_by_the_time_that_it_is_done(source: Source, reader: Reader) -> None:

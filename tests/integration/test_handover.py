@@ -9,7 +9,7 @@ import socket
 import stat
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, open_files, owned_regions, refusal, until
@@ -25,7 +25,7 @@ from kvferry.memory.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed
 from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
 from kvferry.v1 import engine_pb2
-from kvferryd.api.handover import HELD_S
+from kvferryd.api.handover import HELD_S, MAX_CONNECTIONS
 
 pytestmark = pytest.mark.anyio
 
@@ -138,6 +138,17 @@ async def test_too_many_files_are_refused_and_closed(victim: Victim) -> None:
         await given(victim, [file] * (MAX_FILES + 1))
     assert refused.value.code == "too_many_files"
     os.close(file)
+    await files_are_closed(victim, before)
+
+
+async def test_those_who_say_nothing_keep_an_engine_waiting_and_not_out(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    with ExitStack() as silent:
+        for _ in range(MAX_CONNECTIONS + 4):
+            silent.enter_context(socket.socket(socket.AF_UNIX)).connect(door(victim) + SUFFIX)
+        file = sealed_file("test", 4096)
+        assert await given(victim, [file])
+        os.close(file)
     await files_are_closed(victim, before)
 
 

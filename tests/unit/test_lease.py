@@ -12,8 +12,9 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
+from kvferryd.leases import lease as lease_module
 from kvferryd.leases.lease import MAX_READERS, Lease, Opened, Publication, ReaderId
-from kvferryd.leases.leases import Leases
+from kvferryd.leases.leases import TOMBSTONES, Leases
 
 pytestmark = pytest.mark.anyio
 TABLES = {"full": BlockTable.of([4, 7])}
@@ -323,6 +324,36 @@ async def test_readers_that_gave_up_take_no_place(leases: Leases, publish: Publi
         read(leases, ReaderId(f"stranger-{number}", "1", 0, 1), lease, complete=False)
     read(leases, READER, lease)
     assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_lease_remembers_so_many_readers(
+    publish: Publish, leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an engine of many ranks, which has not read with all of them."""
+    monkeypatch.setattr(lease_module, "MAX_READERS", 8)
+    lease = publish()
+    for rank in range(8):
+        lease.finished(ReaderId("wide", "1", rank, 9))
+    for refused in (lambda: read(leases, READER, lease), lambda: lease.finished(READER)):
+        with pytest.raises(KvferryError) as full:
+            refused()
+        assert (full.value.code, full.value.value) == ("full", "8")
+    assert lease.state is LeaseState.PUBLISHED
+
+
+async def test_of_leases_that_have_ended_so_many_are_remembered(leases: Leases, publish: Publish) -> None:
+    """A reader of an older one waits, as if it were still to be published."""
+    for number in range(TOMBSTONES + 1):
+        publish(f"r{number}")
+        leases.revoke(f"r{number}", "aborted")
+    assert len(list(leases.ended)) == TOMBSTONES
+    with pytest.raises(KvferryError, match="aborted"):
+        await lasting(leases.find("r1", READER))
+    waiting = asyncio.create_task(leases.find("r0", READER))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    publish("r0")
+    assert (await lasting(waiting)).request_id == "r0"
 
 
 async def test_a_reader_may_come_before_the_publish(publish: Publish, leases: Leases) -> None:

@@ -46,6 +46,7 @@ class Handovers:
         self._introduce = introduce
         self._held: dict[str, _Held] = {}
         self._exchanges = Tasks()
+        self._places = asyncio.Semaphore(MAX_CONNECTIONS)
 
     def take(self, session: str, ticket: str) -> Files:
         """The caller's from now on. Raises KvferryError (`unknown_ticket`)."""
@@ -86,14 +87,13 @@ class Handovers:
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await self._places.acquire()
             try:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as error:  # no descriptor is left: there is no event to wait for
                 log.warning("handover not accepted", error=str(error))
+                self._places.release()
                 await asyncio.sleep(BREATH_S)
-                continue
-            if len(self._exchanges) >= MAX_CONNECTIONS:
-                connection.close()
                 continue
             connection.setblocking(False)
             self._exchanges.spawn(self._exchange(connection))
@@ -115,6 +115,7 @@ class Handovers:
         finally:
             files.close()  # those that no ticket has
             connection.close()
+            self._places.release()
 
     async def _take_in(self, connection: socket.socket, files: Files) -> tuple[engine_pb2.HandoverReply, Files]:
         """(the answer, what goes with it)"""

@@ -25,7 +25,8 @@ gather and the last scatter of a transfer overlap with nothing."""
 
 
 class HostCopies:
-    """On host memory: one thread of its own. `run` copies batches and returns when all bytes have arrived."""
+    """On host memory: one thread of its own, which takes them as they come, for there are few slots and so few copies.
+    `run` copies batches and returns when all bytes have arrived."""
 
     def __init__(self, run: Callable[[Sequence[Batch]], None] = host.copy) -> None:
         self._run = run
