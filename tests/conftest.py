@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # processes are started beside gRPC's threads; none forks to use gRPC
 
@@ -14,11 +15,11 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would also use a device th
 
 import pytest
 
-from kvferryd.demo import fleet
+from kvferryd.demo import fleet as demo_fleet
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-fleet.PORTS = fleet.PORTS[WORKER::WORKERS]
+demo_fleet.PORTS = demo_fleet.PORTS[WORKER::WORKERS]
 """A port is found free before a daemon takes it: workers beside each other must not find the same one."""
 
 
@@ -51,3 +52,11 @@ def request_id(request: pytest.FixtureRequest) -> str:
 async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
         yield stack
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[demo_fleet.Fleet]:
+    """For the daemons of one test alone."""
+    fleet = demo_fleet.Fleet(tmp_path)
+    yield fleet
+    fleet.close()

@@ -25,13 +25,6 @@ Seen = Callable[[str, object], None]
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
 def pair(fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService]:
     """A source's daemon and a reader's, each under a keeper."""
     flags = getattr(request, "param", ())

@@ -1,7 +1,7 @@
 """GPU memory under a keeper: the daemon dies, and the next one is given the same memory under a living engine.
 
-On two GPUs: `pytest -s -m gpu tests/gpu/test_kept_gpu.py` prints a line of figures; with one, both sides share it.
-it. A daemon takes about 10 s to load torch and Triton; the one that stands by has done so.
+On two GPUs: `pytest -s -m gpu tests/gpu/test_kept_gpu.py` prints a line of figures; with one, both
+sides share it. A daemon takes about 10 s to load torch and Triton; the one that stands by has done so.
 """
 
 from __future__ import annotations
@@ -65,13 +65,6 @@ class GpuEngine(Engine):
     def held(self) -> Bytes:
         held: Bytes = self.tensor.cpu().numpy()
         return held
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    yield fleet
-    fleet.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import queue
 import signal
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import needs  # noqa: F401  skips without a GPU
 import pytest
@@ -27,13 +26,6 @@ pytestmark = pytest.mark.gpu
 WAIT_S = 60.0
 CACHE = (16, 16, 2, 8)
 """Blocks, slots, heads, dim."""
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    yield fleet
-    fleet.close()
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from ranks import Kv
 from kvferry import __version__
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.router import DaemonError
+from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import LeaseState, OrderBody, TransferState
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 
@@ -93,14 +94,22 @@ async def test_a_drain_can_be_taken_back_and_the_log_says_who_asked(
     assert f'"asked_by": "127.0.0.1 (kvferry/{__version__})"' in log
 
 
-async def test_a_daemon_that_stops_cannot_be_called_back(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
-) -> None:
-    (daemon,) = await daemons.start("drain-g", 1, "--drain-timeout-s", "60")
-    engine, router = await engine_on(stack, "drain-g", daemon)
+async def told_to_stop(
+    name: str, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> tuple[DaemonService, RouterClient]:
+    """A daemon whose engine knows that it drains, and holds a lease that nobody reads."""
+    (daemon,) = await daemons.start(name, 1, "--drain-timeout-s", "60")
+    engine, router = await engine_on(stack, name, daemon)
     await published(engine, request_id)
     daemon.signal(signal.SIGTERM)
     await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
+    return daemon, router
+
+
+async def test_a_daemon_that_stops_cannot_be_called_back(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    _, router = await told_to_stop("drain-g", daemons, stack, request_id)
     with pytest.raises(DaemonError) as refused:
         await router.cancel_drain()
     assert (refused.value.code, refused.value.status) == ("stopping", 409)
@@ -109,11 +118,7 @@ async def test_a_daemon_that_stops_cannot_be_called_back(
 async def test_a_second_signal_stops_without_waiting_and_leaves_nothing(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("drain-d", 1, "--drain-timeout-s", "60")
-    engine, _ = await engine_on(stack, "drain-d", daemon)
-    await published(engine, request_id)
-    daemon.signal(signal.SIGTERM)
-    await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
+    daemon, _ = await told_to_stop("drain-d", daemons, stack, request_id)
     assert await ended(daemon, signal.SIGTERM) == 0
     assert "not drained" in daemon.tail()
 
