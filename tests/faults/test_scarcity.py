@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import AsyncIterator, Callable
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from fleet import Daemons
 from lives import TP1
-from remote import remote
-from scene import COUNT, DIRECT, SMALL, TOKENS, Held, Scene, scened
+from ranks import TestEngine
+from scene import DIRECT, SMALL, Held, Scene, scened
 
 from kvferry.errors import KvferryError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 HOUR_S = 3600
 ROOM = 1 << 17
 """Bytes that a file may have: less than one more engine wants, and more than a log has."""
@@ -28,7 +31,7 @@ async def scene(daemons: Daemons) -> AsyncIterator[Scene]:
         yield scene
 
 
-async def test_memory_that_cannot_be_shared_any_more(scene: Scene, stack: AsyncExitStack) -> None:
+async def test_memory_that_cannot_be_shared_any_more(scene: Scene) -> None:
     """A file in memory may not grow: an engine is refused by name, those that are there go on, and later it comes."""
     (daemon,) = scene.source.daemons
     before, limits = Held.of(daemon), resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
@@ -36,15 +39,14 @@ async def test_memory_that_cannot_be_shared_any_more(scene: Scene, stack: AsyncE
     try:
         for _ in range(3):
             with pytest.raises(KvferryError) as refused:
-                await stack.enter_async_context(remote(daemon, "one-too-many", TP1))
+                await TestEngine.start("one-too-many", [daemon], TP1)
             assert refused.value.code == "out_of_memory"
         await scene.serves()
     finally:
         resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, limits)
     await scene.at_rest()
     assert Held.of(daemon).regions == before.regions
-    async with remote(daemon, "one-too-many", TP1):
-        pass
+    await (await TestEngine.start("one-too-many", [daemon], TP1)).close()
     await scene.at_rest()
 
 
@@ -73,32 +75,42 @@ async def test_descriptors_that_are_used_up(scene: Scene, record_property: Calla
     record_property("seen", ["descriptors used up", ", ".join(sorted(ends)), "", ""])
 
 
-@pytest.mark.skipif(FAKETIME is None, reason="jumps of the clock need libfaketime (a Debian package)")
-@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S], ids=["forth", "back"])
-async def test_the_clock_of_the_wall_jumps(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jump_s: int
-) -> None:
-    """By an hour, in both daemons, while a request is read and others wait: deadlines and leases count on."""
-    shown = tmp_path / "clock"
-    shown.write_text("+0")
+@pytest.fixture
+def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Moves the clock of the wall of the processes that are started meanwhile by so many seconds."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("jumps of the clock need a C compiler")
+    clock, ahead = tmp_path / "clock.so", tmp_path / "ahead"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", clock, Path(__file__).parent / "clock.c"], check=True)
+
+    def jump(seconds: int) -> None:
+        with ahead.open("r+b") as file:
+            file.write(struct.pack("l", seconds))
+
+    ahead.touch()
+    jump(0)
     with monkeypatch.context() as inherited:
-        inherited.setenv("LD_PRELOAD", str(FAKETIME))
-        inherited.setenv("FAKETIME_TIMESTAMP_FILE", str(shown))
-        inherited.setenv("FAKETIME_NO_CACHE", "1")
-        inherited.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-        scene = await stack.enter_async_context(scened(daemons, DIRECT))
-    waiting = await scene.published(SMALL, 30.0, COUNT - 1)
-    scene.receive(waiting, ordered=False)
-    request = scene.request(TOKENS - SMALL, 30.0)
-    await scene.publish(request)
-    created = (await scene.reader.routers[0].transfers(waiting.request_id))[0].created_at
-    shown.write_text(f"{jump_s:+d}")
-    scene.receive(request)
-    await scene.ended(request)
-    await scene.order(waiting)
-    await scene.ended(waiting)
-    assert (request.ends, waiting.ends) == (["done"], ["done"])
-    jumped = (await scene.reader.routers[0].transfers(request.request_id))[0].created_at - created
-    assert abs(jumped - jump_s) < HOUR_S / 2, "the daemon has not seen the clock jump"
-    for each in (request, waiting):
-        await scene.holds(each)
+        inherited.setenv("LD_PRELOAD", str(clock))
+        inherited.setenv("WALL_AHEAD", str(ahead))
+        yield jump
+
+
+async def test_the_clock_of_the_wall_jumps(
+    daemons: Daemons, stack: AsyncExitStack, jump: Callable[[int], None], record_property: Callable[[str, object], None]
+) -> None:
+    """By hours, forth and back, on both sides, in every state that lasts: deadlines and leases count on."""
+    scene = await stack.enter_async_context(scened(daemons, DIRECT))
+    for state, ahead_s in (("waiting", HOUR_S), ("reading", 0), ("connecting", -HOUR_S), ("reading", HOUR_S)):
+        async with scene.brought(state, 30.0) as request:
+            jump(ahead_s)
+            await request.goes_on()
+            if state == "waiting":
+                await scene.order(request)
+            elif state == "connecting":
+                await scene.publish(request)
+            await scene.ended(request)
+        assert request.ends == ["done"], request.said
+        await scene.holds(request)
+        said_s = max(record.created_at for record in await scene.reader.routers[0].transfers(limit=1))
+        assert abs(said_s - time.time() - ahead_s) < HOUR_S / 2, "the daemon has not seen the clock jump"
+    record_property("seen", ["the clock jumps by an hour or two", "done", "", ""])

@@ -31,6 +31,20 @@ async def test_the_same_order_again_is_the_same_transfer(pair: Pair, request_id:
     assert await order(pair, request_id) == first
 
 
+async def test_the_same_order_at_another_rank_is_the_same_request(pair: Pair, request_id: str) -> None:
+    """Though the first one came there with less of its deadline."""
+    await prefilled(pair, request_id)
+    body = OrderBody(request_id=request_id, source=pair.prefill.source(), deadline_ms=60_000)
+    first = await pair.routers[0].order(body)
+    await until(lambda: is_in(pair.routers[1], request_id, TransferState.WAITING), "it is handed on")
+    await pair.routers[1].order(body)
+    with pytest.raises(DaemonError) as refused:
+        await pair.routers[1].order(body.model_copy(update={"priority": 7}))
+    assert refused.value.code == "order_conflict"
+    await pair.decode.receive(request_id, pair.decode.take(TOKENS))
+    assert (await pair.routers[0].wait(first.transfer_id)).state is TransferState.DONE
+
+
 DIFFERENT: dict[str, dict[str, Any]] = {
     "another source": {"source": {"engine_id": "another", "address": "127.0.0.1:9"}},
     "another epoch": {"source": {"epoch": "another"}},

@@ -148,6 +148,11 @@ class Transfer:
         return self.machine.state
 
     @property
+    def handed_on(self) -> bool:
+        """Its order came by way of another rank: with what was left of its deadline, and this rank's tables alone."""
+        return self.engine.world_size > 1 and not self.ranks
+
+    @property
     def trace(self) -> logs.Trace:
         return self.order.trace if self.order else logs.UNTRACED
 

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from cachetools import LRUCache
@@ -121,7 +122,7 @@ class Transfers:
             remedy = "leave the tables to the engine, or set order_tables = true"
             raise Forbidden("tables_not_allowed", why, field="destination.tables", remedy=remedy)
         if current is not None and _has(current, order, exactly=from_rank is None):
-            if from_rank is None and brought != current.brought:
+            if from_rank is None and not current.handed_on and brought != current.brought:
                 raise _conflict(request_id, "was ordered already, with other tables")
             _check_reserved(current, reservation)
             return current, False
@@ -367,6 +368,8 @@ def _has(transfer: Transfer, order: Order, *, exactly: bool) -> bool:
     Orders of one request that reach a rank in several ways need only agree on the source (`exactly` false).
     """
     known = transfer.order
+    if known is not None and transfer.handed_on:
+        order = replace(order, deadline_s=known.deadline_s)
     if known is not None and (known.engine_id != order.engine_id or (exactly and known != order)):
         how = f"was ordered already, otherwise, from {known.engine_id} at {known.address}"
         raise _conflict(transfer.request_id, how)
