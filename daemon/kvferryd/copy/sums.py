@@ -25,7 +25,7 @@ Pack = Callable[[Chunk, int], Iterable[Batch]]
 
 
 def sums(chunks: Sequence[Chunk], pack: Pack) -> list[int]:
-    """CRC-32 of each chunk. What lies between its pieces is left of the chunk before: the same on both sides."""
+    """CRC-32 of each chunk. Bytes between its pieces are those of the chunk before, on either side."""
     buffer = np.zeros(CHUNK_NBYTES, np.uint8)
     found = []
     for chunk in chunks:
@@ -35,7 +35,7 @@ def sums(chunks: Sequence[Chunk], pack: Pack) -> list[int]:
 
 
 class Sums:
-    """The checksums of one engine, on a thread that the first of them starts. `close` it before the memory."""
+    """One engine's: a thread of their own, which is there from the first on. Closed before the memory is."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sums")
