@@ -349,7 +349,7 @@ class EngineClient:
 
         async def left() -> None:
             with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await asyncio.shield(said.answer)  # an abort before that would find nothing to end
+                answer = await asyncio.shield(said.answer)  # the daemon ignores an abort that comes before the request
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return
