@@ -73,16 +73,18 @@ def variables(config: Config) -> Iterator[Finding]:
 
 
 def roster(config: Config) -> Iterator[Finding]:
-    for name, address in (("roster", config.roster), ("advertise", config.advertise)):
-        try:
-            if address and (name == "roster" or config.roster):
-                allow.check(address, config.allow_peers)
-        except KvferryError:
-            whom = "this daemon will not dial it" if name == "roster" else "rank 0's daemon calls back there"
-            why = f"{name} = {address} is not in allow_peers = {','.join(config.allow_peers)}: {whom}"
-            yield wrong(why, "add it to allow_peers, on the daemons of all ranks")
     if config.roster is None:
         yield ok("no roster: right for engines of one rank, and for rank 0")
+        return
+    for name, address, who in (
+        ("roster", config.roster, "this daemon will not dial it"),
+        ("advertise", config.advertise, "rank 0's daemon calls back there"),
+    ):
+        try:
+            allow.check(address, config.allow_peers)
+        except KvferryError:
+            why = f"{name} = {address} is not in allow_peers = {','.join(config.allow_peers)}: {who}"
+            yield wrong(why, "add it to allow_peers, on the daemons of all ranks")
 
 
 def certificates(config: Config) -> Iterator[Finding]:

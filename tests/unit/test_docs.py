@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shlex
@@ -51,6 +52,7 @@ def links(page: Path) -> Iterator[str]:
                     yield str(child.attrGet(attribute))
 
 
+@functools.cache  # some pages link to one another hundreds of times
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings, and those that are named."""
     found = set(re.findall(r'<a id="([^"]+)">', page.read_text()))
