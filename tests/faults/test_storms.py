@@ -19,7 +19,7 @@ from kvferry.errors import KvferryError
 from kvferry.schemas import OrderBody
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.timeout(900)]
-REQUESTS, AT_ONCE = 1000, 24
+REQUESTS, AT_ONCE = 1000, 12
 SHUFFLED, SHUFFLED_AT_ONCE = 200, 8
 SMALL_NBYTES = SMALL * TOKEN_NBYTES + STATE_NBYTES
 RESTARTS, LOAD = 50, 4
