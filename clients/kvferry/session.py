@@ -17,7 +17,7 @@ from kvferry.memory.handover import fetch, hand_over
 from kvferry.outbox import Outbox
 from kvferry.outcomes import Unsettled
 from kvferry.process import Process
-from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, error_of
+from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, UNREACHABLE, error_of
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import problem_from_proto
 
@@ -104,7 +104,9 @@ class Session:
                 with contextlib.suppress(KvferryError):  # without it neither side can see that the other's process died
                     await self.hand_over([])
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, self._whom) from None
+            why, remedy = f"{self._whom} ended the session before it had begun", "attach again"
+            ended = Unavailable(UNREACHABLE, why, field="socket", value=self._socket, remedy=remedy)
+            raise error_of(error, self._whom, ended) from None
         except (TimeoutError, StopAsyncIteration):
             message = f"no daemon opened a session on {self._socket} within {timeout_s:g} s"
             remedy = "start `kvferry serve`, or give the engine_socket it listens on"

@@ -411,6 +411,7 @@ class Ferry:
         """End everything, in the order in which it depends on each other."""
         await self.jobs.close()
         await self.registry.close()
+        self.roster.seed.close()
         await self.peers_known.close()
         self.notes.flush()
         if self.spans is not None:

@@ -186,7 +186,7 @@ def several(
             name: fleet.daemons(name, side.get("ranks", 1), flags=daemon_flags) if kvferry else []
             for name, side in sides.items()
         }
-        asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=60))
+        asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=start_s))
         folder = fleet.model(model)
         engines = {name: fleet.vllm(name, folder, daemons[name], **side) for name, side in sides.items()}
         asyncio.run(fleet.ready(*engines.values(), timeout_s=start_s))

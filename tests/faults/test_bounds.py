@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import grpc
 import httpx
@@ -19,6 +22,7 @@ from lives import engine_on, published, receives
 from ranks import Shape
 from test_peer_secret import secret_file
 
+from kvferry.errors import KvferryError
 from kvferry.schemas import OrderBody, PeerRequest, SourceBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto
@@ -182,6 +186,43 @@ def test_metadata_of_more_than_a_megabyte_is_not_even_read() -> None:
         parse("x", b"nixlSerDes|".ljust(MAX_NBYTES + 1, b"x"))
     assert refused.value.code == "malformed_metadata"
     assert str(MAX_NBYTES + 1) in str(refused.value)
+
+
+def trying(daemon: DaemonService) -> set[int]:
+    """The process that loads peers' metadata first."""
+    pids = (
+        int(pid)
+        for task in Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
+        for pid in task.read_text().split()
+    )
+    return {pid for pid in pids if b"kvferryd.screening" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons, stack: AsyncExitStack) -> None:
+    """With the process that tried it."""
+    (there,), (here,) = await daemons.start("tried-s"), await daemons.start("tried-r", 1, "--connect-timeout-s", "1")
+    source, _ = await engine_on(stack, "tried-s", there)
+    _, router = await engine_on(stack, "tried-r", here)
+    body = PeerRequest(engine_id=source.engine_id, address=source.address)
+
+    async def there_is_one() -> bool:
+        return bool(trying(here))
+
+    await until(there_is_one, "it has been started")
+    (pid,) = trying(here)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(KvferryError) as refused:
+        await router.prewarm(body)
+    assert refused.value.code == "peer_unreachable"
+    assert pid not in trying(here)
+
+    async def met() -> bool:
+        """A second may be too short for it on a busy machine."""
+        with contextlib.suppress(KvferryError):
+            return bool(await router.prewarm(body))
+        return False
+
+    await until(met, "it is met with another process")
 
 
 def plain(daemon: DaemonService, stack: AsyncExitStack) -> socket.socket:

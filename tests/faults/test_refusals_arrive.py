@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 from fleet import TIMEOUT_S, Daemons, peer_stub
 
+from kvferry.engine import EngineClient
+from kvferry.errors import Unavailable
 from kvferry.rpc import error_of
-from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferry.v1 import engine_pb2_grpc, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 
 pytestmark = pytest.mark.anyio
@@ -46,3 +50,22 @@ async def refused_while_writing(stub: peer_pb2_grpc.PeerAsyncStub) -> str:
         await asyncio.wait([writing], timeout=TIMEOUT_S)
         call.cancel()
     return problem_from_proto(reply.problem).code if isinstance(reply, peer_pb2.ReadReply) else "an end without a word"
+
+
+class Breaks(engine_pb2_grpc.EngineServicer):
+    """A daemon whose connection breaks as its engine attaches: so gRPC has it."""
+
+    async def Attach(self, requests: object, context: grpc.aio.ServicerContext) -> AsyncIterator[object]:  # type: ignore[override, type-arg]
+        await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+        yield
+
+
+async def test_an_engine_whose_session_breaks_as_it_begins_is_told_that_its_daemon_is_not_there(tmp_path: Path) -> None:
+    server = grpc.aio.server()
+    engine_pb2_grpc.add_EngineServicer_to_server(Breaks(), server)
+    server.add_insecure_port(f"unix:{tmp_path}/engine.sock")
+    await server.start()
+    with pytest.raises(Unavailable) as told:
+        await EngineClient.connect(f"{tmp_path}/engine.sock", engine_id="e", epoch="1")
+    assert told.value.code == "unreachable"
+    await server.stop(0)

@@ -166,15 +166,19 @@ class TestEngine:
     ) -> TestEngine:
         """more: for `EngineClient.connect`."""
         epoch = epoch or uuid.uuid4().hex
-        ranks = await asyncio.gather(
-            *(
-                start_rank(engine_id, daemon.socket, shape, rank, epoch, fingerprint, **more)
-                for rank, daemon in enumerate(daemons)
-            )
-        )
+        starting = [
+            start_rank(engine_id, daemon.socket, shape, rank, epoch, fingerprint, **more)
+            for rank, daemon in enumerate(daemons)
+        ]
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        ranks = [rank for rank in started if isinstance(rank, Rank)]
+        for failed in started:
+            if isinstance(failed, BaseException):
+                await asyncio.gather(*(rank.client.close() for rank in ranks), return_exceptions=True)
+                raise failed
         # Neighbouring tokens in blocks far apart: what a cache looks like after a while.
         order = np.random.default_rng(7).permutation(shape.num_blocks).tolist()
-        return cls(engine_id, epoch, shape, daemons, list(ranks), itertools.cycle(order), itertools.cycle(order))
+        return cls(engine_id, epoch, shape, daemons, ranks, itertools.cycle(order), itertools.cycle(order))
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.client.close() for rank in self.ranks))

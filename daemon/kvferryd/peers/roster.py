@@ -56,6 +56,13 @@ class Seed:
     def __init__(self) -> None:
         self._joined: dict[tuple[str, str], _Ranks] = {}
         self._secret = secrets.token_bytes(32)
+        self._closed = False
+
+    def close(self) -> None:
+        """End every stream: those that the server cancels as it stops leave tracebacks behind."""
+        self._closed = True
+        for ranks in self._joined.values():
+            ranks.wake()
 
     def key(self, engine_id: str, epoch: str) -> bytes:
         """What the daemons of this engine's ranks know, and nobody else."""
@@ -86,7 +93,7 @@ class Seed:
         own = ranks.members[rank] = _Member(address)
         try:
             ranks.wake()
-            while True:
+            while not self._closed:
                 own.changed.clear()
                 yield {rank: member.address for rank, member in ranks.members.items()}
                 await own.changed.wait()
