@@ -51,6 +51,8 @@ class Ferry:
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self._stopping = False
+        self.closing = asyncio.Event()
+        """The process ends now: nobody is to wait for anything any more."""
         self.memory = provider(config, keeper)
         self.certificates = CertificateFiles.of(config)
         self.proof = self.certificates or _shared_secret(config)
@@ -273,6 +275,11 @@ class Ferry:
         ]
         faults = ((engine, self.roster.fault(engine)) for engine in registered)
         reasons += [f"engine {engine.engine_id}: {fault}" for engine, fault in faults if fault]
+        reasons += [
+            f"engine {engine.engine_id}: NIXL has broken ({engine.agent.broken}): start the daemon and the engine again"
+            for engine in registered
+            if engine.agent.broken
+        ]
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
         reasons += [

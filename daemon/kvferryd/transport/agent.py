@@ -56,6 +56,8 @@ class Agent:
         self._peers: dict[str, int] = {}
         """Users of each loaded peer, by alias. A peer without users is unloaded when no read from it is under way."""
         self._closed = self._gone = False
+        self.broken = ""
+        """Why the thread has ended without being told to."""
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
@@ -212,9 +214,9 @@ class Agent:
                     break
                 with self._in_nixl:
                     work()
-        except Exception:
+        except Exception as error:
             log.exception("the NIXL thread broke", agent=self.name)
-            self._closed = True
+            self._closed, self.broken = True, f"{type(error).__name__}: {error}"
         self._destroy()
 
     def _advance(self) -> None:

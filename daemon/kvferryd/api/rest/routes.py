@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import AfterValidator
 
 from kvferry import schemas
-from kvferry.errors import Malformed
+from kvferry.errors import Malformed, Unavailable
 from kvferryd import logs
 from kvferryd.api.rest.openapi import problems
 from kvferryd.ferry import Ferry
@@ -39,23 +39,28 @@ class ClientGone(Exception):
     """The client closed the connection while its answer was being waited for."""
 
 
-async def while_connected(request: Request, work: Coroutine[object, object, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes the connection; raises ClientGone then."""
+async def while_connected(request: Request, ferry: Ferry, work: Coroutine[object, object, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes the connection, or the daemon stops; raises
+    ClientGone or KvferryError (`draining`) then."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnected())
+    working = asyncio.create_task(work)
+    leaving, stopping = asyncio.create_task(disconnected()), asyncio.create_task(ferry.closing.wait())
+    tasks = {working, leaving, stopping}
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving.done():
             raise ClientGone
-        return working.result()
+        raise Unavailable("draining", "the daemon stops", remedy="ask again once another serves")
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def transfers(ferry: Ferry) -> APIRouter:
@@ -96,7 +101,7 @@ def transfers(ferry: Ferry) -> APIRouter:
             why, remedy = "there is nothing to wait for", "name a request_id, or ask for one transfer by its id"
             raise Malformed("malformed_request", why, field="wait", value=wait, remedy=remedy)
         if wait and request_id is not None:
-            await while_connected(request, ferry.wait_request(request_id, wait))
+            await while_connected(request, ferry, ferry.wait_request(request_id, wait))
         records, cursor, whole = ferry.transfers(request_id, state, since, limit)
         rest = json.dumps({"cursor": cursor, "whole": whole}).encode()
         return Response(b'{"transfers":[' + b",".join(records) + b"]," + rest[1:], media_type="application/json")
@@ -106,7 +111,7 @@ def transfers(ferry: Ferry) -> APIRouter:
         """A transfer as it is now, or with `wait` as it ended."""
         if not wait:
             return ferry.transfer(transfer_id)
-        return await while_connected(request, ferry.wait_transfer(transfer_id, wait))
+        return await while_connected(request, ferry, ferry.wait_transfer(transfer_id, wait))
 
     @router.delete("/{transfer_id}", responses=problems(404))
     async def abort(transfer_id: str) -> schemas.TransferRecord:
@@ -153,7 +158,7 @@ def held(ferry: Ferry) -> APIRouter:
     @router.post("/peers", tags=["peers"], responses=problems(403, 404, 413, 415, 502, 503, 504))
     async def prewarm(request: Request, body: schemas.PeerRequest) -> schemas.PeerList:
         """Shake hands with every rank of an engine now, so that the first transfer need not."""
-        return schemas.PeerList(peers=await while_connected(request, ferry.prewarm(body)))
+        return schemas.PeerList(peers=await while_connected(request, ferry, ferry.prewarm(body)))
 
     @router.delete("/peers", tags=["peers"], responses=problems(404))
     async def forget(engine_id: Name) -> schemas.PeerList:
@@ -188,7 +193,7 @@ def daemon(ferry: Ferry) -> APIRouter:
 
         A client that leaves ends the wait, not the drain.
         """
-        return await while_connected(request, ferry.drain(body.wait_s if body else 0.0, _who(request)))
+        return await while_connected(request, ferry, ferry.drain(body.wait_s if body else 0.0, _who(request)))
 
     @router.delete("/v1/drain", responses=problems(409))
     async def cancel(request: Request) -> schemas.DrainStatus:
