@@ -60,7 +60,9 @@ class Config(BaseModel):
     checksum: settings.Flag = _about(
         False, "compare a checksum of all that was read with the source's, before a transfer is done"
     )
-    strict: settings.Flag = _about(False, "register and export staging slots only: peers can read nothing else")
+    strict: settings.Flag = _about(
+        False, "register and export staging slots only: peers can read nothing else; needs TLS in ucx"
+    )
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
     order_tables: settings.Flag = _about(
         True, "orders may name the blocks to write; false: only blocks that the engine reserved"
