@@ -124,17 +124,14 @@ async def test_a_second_signal_stops_without_waiting_and_leaves_nothing(
     assert "not drained" in daemon.tail()
 
 
-async def test_who_waits_for_a_transfer_is_told_that_the_daemon_stops(
-    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
-) -> None:
+async def test_who_waits_for_a_transfer_is_told_that_the_daemon_stops(daemons: Daemons) -> None:
     (daemon,) = await daemons.start("drain-h")
-    _, router = await engine_on(stack, "drain-h", daemon)
-    ordered = await router.order(OrderBody(request_id=request_id, source=pair.prefill.source()))
     host, _, port = daemon.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"GET /v1/transfers/{ordered.transfer_id}?wait=60 HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+    writer.write(f"GET /v1/transfers?request_id=never&wait=60 HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
     await writer.drain()
-    assert await router.healthy()  # asked later
+    async with RouterClient(daemon.url) as router:
+        assert await router.healthy()  # asked later
     daemon.signal(signal.SIGTERM)
     answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
     writer.close()
