@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Never, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -86,18 +86,26 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client closes the connection; raises ClientDisconnect then."""
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(disconnected(receive))
+async def unless(end: Coroutine[Any, Any, Never], work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when `end` comes first; raises what that raises then."""
+    working, ending = asyncio.ensure_future(work), asyncio.create_task(end)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else ending.result()
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        ending.cancel()
+        await asyncio.gather(working, ending, return_exceptions=True)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client closes the connection; raises ClientDisconnect then."""
+
+    async def left() -> Never:
+        await disconnected(receive)
+        raise ClientDisconnect
+
+    return await unless(left(), work)
 
 
 async def client_gone(request: Request, error: Exception) -> Response:

@@ -74,7 +74,9 @@ class Config(BaseModel):
     checksum: settings.Flag = _about(
         False, "compare a checksum of all that was read with the source's, before a transfer is done"
     )
-    strict: settings.Flag = _about(False, "register and export staging slots only: peers can read nothing else")
+    strict: settings.Flag = _about(
+        False, "register and export staging slots only: peers can read nothing else; needs TLS in ucx"
+    )
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
     known_peers: Addresses = _about(
         (),
@@ -100,7 +102,7 @@ class Config(BaseModel):
     fence_timeout_s: Seconds = _about(30.0, "longest wait for the fence of a publish", ge=0.1, le=3600)
     deadline_s: Seconds = _about(60.0, "life of a transfer whose order names no deadline", ge=0.1, le=3600)
     max_transfers: Whole = _about(256, "unfinished transfers; more orders are answered 429", ge=1)
-    max_leases: Whole = _about(4096, "live leases; more are refused", ge=1)
+    max_leases: Whole = _about(4096, "live leases; more are refused", ge=1, le=1 << 20)
     history: Whole = _about(1000, "ended transfers that can still be looked up", ge=0)
     drain_timeout_s: Seconds = _about(300.0, "longest wait for leases to be read at exit", ge=0, le=86400)
     require_rdma: settings.Flag = _about(False, "without RDMA or NVLink, /readyz says no")
@@ -130,8 +132,12 @@ class Config(BaseModel):
         """What is allowed but should be known, one sentence each."""
         if not settings.is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
             yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
-        if self.strict and any(each in self.ucx.get("TLS", "all") for each in ("tcp", "all", "^")):
-            yield "strict = true does not hold over TCP, where UCX checks no key: leave tcp out of its transports (ucx)"
+        if self.strict and self.may_use_tcp:
+            yield "strict = true does not hold over TCP, where UCX checks no key: who reaches UCX reads this process"
+
+    @property
+    def may_use_tcp(self) -> bool:
+        return any(each in self.ucx.get("TLS", "all") for each in ("tcp", "all", "^"))
 
 
 OPTIONS: Mapping[str, FieldInfo] = Config.model_fields
@@ -270,8 +276,16 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str,
     if not config.arena_mb and (config.strict or config.way == "staged"):
         why = f"is too little: {'strict = true' if config.strict else 'way = staged'} needs a staging arena"
         yield "arena_mb", why, "raise arena_mb, or set strict = false and way = auto, direct or mapped"
+    if config.strict and "TLS" not in config.ucx:
+        why = "does not hold over TCP, which UCX takes if it is not told: there it checks no key"
+        remedy = (
+            "set TLS in ucx, without tcp: TLS=rc,cuda_copy,cuda_ipc; or with it, if whoever reaches UCX may read all"
+        )
+        yield "strict", why, remedy
     if config.strict and config.way in ("direct", "mapped"):
         yield "way", "cannot be had with strict = true", "set way = auto or staged, or strict = false"
+    if config.advertise.endswith(":0"):
+        yield "peer", "has port 0, by which no other daemon reaches this one", "name a port"
     if settings.is_wildcard(config.peer) and origins["advertise"] == "default":
         why = f"is no address to dial, as peer = {config.peer} is every interface"
         yield "advertise", why, "set advertise to the HOST:PORT at which other daemons reach this one"

@@ -55,6 +55,8 @@ class Ferry:
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self._stopping = False
+        self.closing = asyncio.Event()
+        """The process ends now: nobody is to wait for anything any more."""
         self.memory = provider(config, keeper)
         self.certificates = CertificateFiles.of(config)
         self.proof = self.certificates or _shared_secret(config)
@@ -277,6 +279,9 @@ class Ferry:
                 reasons.append(f"{name}: the daemons of ranks {missing} have not joined, or have gone")
             if fault := self.roster.fault(engine):
                 reasons.append(f"{name}: {fault}")
+            if engine.agent.broken:
+                why = f"NIXL has broken ({engine.agent.broken})"
+                reasons.append(f"{name}: {why}: start the daemon and the engine again")
             if engine.unseeded:
                 reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from kvferry.errors import KvferryError
@@ -24,11 +25,16 @@ LOADED, SERVING = "loaded", "serving"
 """What a daemon says of itself."""
 MOST = 4096
 """Bytes of a message."""
+LASTED_S = 5.0
+"""A daemon that has served for so long does not count as one that dies at once."""
+PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
+"""Before the next daemon's turn, by how many in a row have died before LASTED_S."""
 HELP = """\
 usage: kvferry keep [the flags of `kvferry serve`]
 
 Runs `kvferry serve` as its child and starts it again when it dies. Host memory of an engine outlives a daemon anyway;
 under a keeper GPU memory does too. The engine attaches again by itself: what was under way has failed, nothing else.
+Where one after the other dies within 5 s the next one waits, 4 s at most; nobody listens meanwhile.
 
 SIGTERM, SIGINT   the daemon drains and stops, and so does the keeper; a second one stops both at once
 SIGHUP            another daemon is loaded, of the code and the settings that are there now; then the one that serves
@@ -41,15 +47,27 @@ examples:
 
 @dataclasses.dataclass(eq=False)
 class Daemon:
-    """One start of it. `serving`: engines can attach."""
+    """One start of it. `since`: on the monotonic clock, when engines could attach; None before and after."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
-    serving: bool = False
+    since: float | None = None
 
     def signal(self, number: int) -> None:
         """Not through Popen, which would reap it behind our back. Until we reap it the number is its own."""
         os.kill(self.process.pid, number)
+
+
+class Deaths:
+    """How long to wait before the next daemon's turn."""
+
+    in_a_row = 0
+    """That did not last."""
+
+    def pause_s(self, lasted_s: float) -> float:
+        """Another has died, which had served for so long."""
+        self.in_a_row = 0 if lasted_s >= LASTED_S else self.in_a_row + 1
+        return PAUSES_S[min(self.in_a_row, len(PAUSES_S) - 1)]
 
 
 class Keeper:
@@ -58,6 +76,9 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._served = self._stopping = self._upgrading = False
         self._status: int | None = None
+        self._deaths = Deaths()
+        self._next_turn: tuple[float, str] | None = None
+        """When the next daemon's turn is, and what became of the one before: none serves now."""
         self._standby: Daemon | None = None
         self._current = self._start()
         self._turn(self._current, "")
@@ -74,8 +95,10 @@ class Keeper:
         self._gpu = cuda.device
         self._reap()  # what ended before its signal was heard
         while self._status is None:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._left_s()):
                 key.data()
+            if self._left_s() == 0:
+                self._follow()
         return self._status
 
     def _start(self) -> Daemon:
@@ -108,7 +131,7 @@ class Keeper:
                 if self._upgrading and daemon is self._standby:
                     self._current.signal(signal.SIGTERM)
             case "serving":
-                daemon.serving = self._served = True
+                daemon.since, self._served = time.monotonic(), True
                 self._standby = self._standby or self._start()
             case {"device": str(device), "nbytes": int(nbytes)}:
                 self._allocate(daemon, device, nbytes)
@@ -151,12 +174,15 @@ class Keeper:
                 self._upgrade()
             else:
                 self._stopping = True
-                self._current.signal(number)
                 self._end_standby()
+                if self._next_turn is None:
+                    self._current.signal(number)
+                else:
+                    self._ended(self._current.process.returncode)
 
     def _upgrade(self) -> None:
-        if not self._stopping and not self._upgrading and self._current.serving:
-            self._upgrading = True
+        if not self._stopping and not self._upgrading and (self._next_turn or self._current.since is not None):
+            self._upgrading = self._next_turn is None
             self._end_standby()
             self._standby = self._start()
 
@@ -170,7 +196,7 @@ class Keeper:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended[0], os.waitstatus_to_exitcode(ended[1])
-                if pid == self._current.process.pid:
+                if pid == self._current.process.pid and self._next_turn is None:
                     self._current.process.returncode = status
                     self._current_ended(status)
                 elif self._standby is not None and pid == self._standby.process.pid:
@@ -183,12 +209,30 @@ class Keeper:
     def _current_ended(self, status: int) -> None:
         if self._stopping or not self._served:
             self._end_standby()
-            self._status = status if status >= 0 else 128 - status
+            self._ended(status)
             return
-        why = "it was upgraded" if self._upgrading else _words(status)
-        self._upgrading = False
+        why, pause_s, now = _words(status), 0.0, time.monotonic()
+        if self._upgrading:
+            why = "it was upgraded"
+        elif pause_s := self._deaths.pause_s(0.0 if self._current.since is None else now - self._current.since):
+            times = f"{self._deaths.in_a_row} daemons in a row have not lasted {LASTED_S:g} s"
+            _report(f"{times}; of the last one: {why}. The next one's turn is in {pause_s:g} s")
+        self._upgrading, self._current.since = False, None
+        self._next_turn = now + pause_s, why
+
+    def _left_s(self) -> float | None:
+        """Until the next daemon's turn; None while one has it."""
+        return None if self._next_turn is None else max(0.0, self._next_turn[0] - time.monotonic())
+
+    def _follow(self) -> None:
+        assert self._next_turn is not None
+        why, self._next_turn = self._next_turn[1], None
         self._current, self._standby = self._standby or self._start(), None
         self._turn(self._current, why)
+
+    def _ended(self, status: int) -> None:
+        """The keeper ends as its daemon has."""
+        self._status = status if status >= 0 else 128 - status
 
 
 def _received(channel: socket.socket) -> bytes:

@@ -157,6 +157,7 @@ async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
     status = ferry.drain_status()
     if not status.drained:
         log.warning("not drained", leases=status.leases, transfers=status.transfers)
+    ferry.closing.set()
 
 
 async def _stop_rest(rest: uvicorn.Server, serving: asyncio.Task[None]) -> None:

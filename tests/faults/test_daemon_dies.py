@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -12,14 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from fleet import TIMEOUT_S
 from keepers import ROOT, before_this, children, eventually, kill, path_of, serving
-from load import Engine, Load
+from load import SHAPE, Engine, Load
+from ranks import Blocks, Kv
 from wire import TCP
 
 from kvferryd.demo.fleet import DaemonService, Fleet
+from kvferryd.keeper import LASTED_S, Deaths
 
+START_S = 5 * TIMEOUT_S
+"""Of a keeper and its daemon, on a machine with other work."""
 DEATHS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]
 Seen = Callable[[str, object], None]
 
@@ -109,6 +115,81 @@ def test_what_ucx_does_when_a_reader_dies_in_mid_read_costs_the_source_failed_re
             aborted += serving(source) != pid
     died = f"source died {aborted} times"
     record_property("seen", [f"reader killed in mid-read {times} times, over TCP", died, "", ""])
+
+
+def test_the_next_daemon_has_all_that_the_one_before_had(
+    load: Load, pair: list[DaemonService], request_id: str, record_property: Seen
+) -> None:
+    """Memory with what is in it, manifest, epoch; and it serves, without an engine that was started again."""
+    source, reader = load.source, load.reader
+    kv, blocks = Kv.random(40), Blocks((3, 1, 4), 5)
+    source.publish(f"{request_id}-before", kv, blocks)
+    engines = httpx.get(f"{pair[0].url}/v1/engines", trust_env=False).json()
+    held, gone = source.memory.copy(), serving(pair[0])
+    eventually(lambda: stands_by(pair[0]), "another daemon stands by")
+    began = time.monotonic()
+    os.kill(gone, signal.SIGKILL)
+    assert "has gone" in source.said.get(timeout=TIMEOUT_S)
+    assert "there again" in source.said.get(timeout=TIMEOUT_S)
+    took_s = time.monotonic() - began
+    assert serving(pair[0]) != gone
+    assert httpx.get(f"{pair[0].url}/v1/engines", trust_env=False).json() == engines
+    assert np.array_equal(source.memory, held)
+    source.client.publish(request_id, blocks.tables(), kv.tokens)  # its bytes were written before the death
+    reader.receive(request_id, blocks, source)
+    assert SHAPE.wrong(0, reader.held(), kv, blocks) == 0
+    record_property("seen", ["source's daemon killed under a keeper", "registered again", "", f"{took_s:.2f}"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_an_engine_outlives_the_step_to_a_keeper_and_back(
+    fleet: Fleet, request_id: str, number: signal.Signals
+) -> None:
+    """serve, keep, serve at the same addresses: the engine hears that its daemon has gone and is there again."""
+    daemons = [fleet.daemon(name) for name in ("source", "reader")]
+    asyncio.run(fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in daemons]
+    load = Load(*engines)
+    with load.running():
+        load.more()
+        for command in ("keep", "serve"):
+            for nth, engine in enumerate(engines):
+                of_keeper = children(engine.daemon)
+                engine.daemon.signal(number)
+                assert "has gone" in engine.said.get(timeout=TIMEOUT_S)
+                engine.daemon.process.wait(TIMEOUT_S)
+                eventually(lambda each=of_keeper: not any(map(_lives, each)), "the keeper's daemons are dead")
+                engine.daemon = daemons[nth] = fleet.again(engine.daemon, command)
+                assert "there again" in engine.said.get(timeout=START_S)
+                load.more()
+    for engine in engines:
+        engine.client.close()
+
+
+def test_daemons_that_die_again_and_again_wait_for_their_turn(pair: list[DaemonService]) -> None:
+    """The keeper says so; and being told to stop meanwhile, it ends at once, as the last one has."""
+    daemon = pair[0]
+    eventually(lambda: stands_by(daemon), "another daemon stands by")
+    pids: set[int] = set()
+
+    def died() -> bool:
+        with contextlib.suppress(IndexError):
+            if (pid := serving(daemon)) not in pids:
+                pids.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        return "daemons in a row have not lasted" in daemon.log.read_text()
+
+    eventually(died, "the keeper waits")
+    assert "it was ended by SIGKILL. The next one's turn is in 0.5 s" in daemon.log.read_text()
+    eventually(lambda: died() and "turn is in 4 s" in daemon.log.read_text(), "the longest pause")
+    daemon.signal(signal.SIGTERM)
+    assert daemon.process.wait(TIMEOUT_S) == 128 + signal.SIGKILL
+
+
+def test_a_daemon_that_lasts_ends_the_waiting() -> None:
+    deaths = Deaths()
+    assert [deaths.pause_s(0.0) for _ in range(6)] == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0]
+    assert [deaths.pause_s(lasted_s) for lasted_s in (LASTED_S, 0.0, 0.0)] == [0.0, 0.0, 0.5]
 
 
 def test_the_keeper_takes_its_daemons_with_it(fleet: Fleet, pair: list[DaemonService]) -> None:

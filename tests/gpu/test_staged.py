@@ -36,7 +36,7 @@ FAR = len(GPUS) - 1
 TOKENS, MANY = 300, 5000
 MARK = 0xA5
 STAGED = ("--way", "staged", "--arena-mb", "1")
-STRICT = ("--strict", "--arena-mb", "1")
+STRICT = ("--strict", "--arena-mb", "1", "--ucx", "TLS=all")
 BIG = Shape(num_blocks=640)
 
 

@@ -88,7 +88,8 @@ async def test_an_announced_lease_that_was_revoked_is_not_read(two: Two, request
 
 
 async def test_a_strict_source_announces_nothing(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
-    near, far = await daemons.start("source-strict", 1, "--strict"), await daemons.start("reader-strict", 1, "--strict")
+    flags = "--strict", "--ucx", "TLS=all"
+    near, far = [await daemons.start(f"{side}-strict", 1, *flags) for side in ("source", "reader")]
     source, router = await engine_on(stack, "source-strict", near[0])
     reader, _ = await engine_on(stack, "reader-strict", far[0])
     strict = Two(source, reader, router, far[0])

@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from tempfile import TemporaryDirectory
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, open_files, owned_regions, refusal, until
@@ -62,6 +63,40 @@ async def test_the_socket_is_for_its_own_user_only(victim: Victim) -> None:
     mode = os.stat(door(victim) + SUFFIX).st_mode
     assert stat.S_ISSOCK(mode)
     assert stat.S_IMODE(mode) == 0o600
+
+
+def said_by(path: str, uid: int) -> bytes:
+    """What another user gets who connects to a socket: a process of his own asks."""
+    told, telling = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setuid(uid)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(TIMEOUT_S)
+                connection.connect(path)
+                os.write(telling, b"connected " + connection.recv(4096))
+        except OSError as error:
+            os.write(telling, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(telling)
+    os.waitpid(child, 0)
+    with open(told, "rb") as answer:
+        return answer.read()
+
+
+async def test_another_user_gets_through_neither_socket(daemons: Daemons) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can ask as another user")
+    with TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        path = f"{folder}/engine.sock"
+        await daemons.start("others", 1, "--engine-socket", path)
+        for each in (path, path + SUFFIX):
+            assert await asyncio.to_thread(said_by, each, 65534) == b"PermissionError"
+            os.chmod(each, 0o666)
+        assert b"wrong_user" in await asyncio.to_thread(said_by, path + SUFFIX, 65534), "the kernel says who calls"
+        assert b"wrong_user" not in await asyncio.to_thread(said_by, path + SUFFIX, 0)
 
 
 async def test_files_that_nobody_asks_for_are_closed(victim: Victim) -> None:

@@ -15,6 +15,7 @@ from ranks import Kv
 from kvferry import __version__
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
+from kvferry.memory.handover import SUFFIX
 from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import LeaseState, OrderBody, TransferState
 from kvferryd.demo.fleet import DaemonService
@@ -121,6 +122,29 @@ async def test_a_second_signal_stops_without_waiting_and_leaves_nothing(
     daemon, _ = await told_to_stop("drain-d", daemons, stack, request_id)
     assert await ended(daemon, signal.SIGTERM) == 0
     assert "not drained" in daemon.tail()
+
+
+async def test_who_waits_for_a_transfer_is_told_that_the_daemon_stops(daemons: Daemons) -> None:
+    (daemon,) = await daemons.start("drain-h")
+    host, _, port = daemon.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET /v1/transfers?request_id=never&wait=60 HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+    await writer.drain()
+    async with RouterClient(daemon.url) as router:
+        assert await router.healthy()  # asked later
+    daemon.signal(signal.SIGTERM)
+    answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 503") and b'"code":"draining"' in answer, answer
+    assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
+
+
+async def test_a_daemon_whose_sockets_were_removed_still_stops_cleanly(daemons: Daemons, stack: AsyncExitStack) -> None:
+    (daemon,) = await daemons.start("drain-i")
+    daemon.socket.unlink()
+    daemon.socket.with_name(f"{daemon.socket.name}{SUFFIX}").unlink()
+    assert await ended(daemon, signal.SIGTERM) == 0
+    assert "Traceback" not in daemon.tail()
 
 
 async def test_a_daemon_that_is_told_to_stop_over_and_over_still_exits_0(

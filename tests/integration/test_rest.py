@@ -249,5 +249,14 @@ def test_a_request_keeps_its_name_and_gets_one_where_it_has_none() -> None:
 def test_a_page_of_another_origin_cannot_change_anything() -> None:
     origin = {"origin": "http://elsewhere"}
     problem(asked(lambda client: client.post("/v1/drain", headers=origin)), 403, "cross_origin")
-    own = {"origin": "http://daemon"}
-    assert asked(lambda client: client.post("/v1/drain", headers=own)).status_code == 200
+    for host in ("127.0.0.1:7410", "[::1]:7410", "localhost:7410"):
+        own = {"origin": f"http://{host}", "host": host}
+        assert asked(lambda client, own=own: client.post("/v1/drain", headers=own)).status_code == 200
+
+
+def test_a_name_that_leads_here_does_not_make_a_page_ours() -> None:
+    """Whoever owns it decides where it leads: a browser would think the page and this daemon one origin."""
+    rebound = {"origin": "http://rebound.example:7410", "host": "rebound.example:7410"}
+    problem(asked(lambda client: client.post("/v1/drain", headers=rebound)), 403, "cross_origin")
+    program = {"host": "kvferry.example:7410"}
+    assert asked(lambda client: client.post("/v1/drain", headers=program)).status_code == 200

@@ -22,7 +22,7 @@ from kvferryd.transport.metadata import parse
 
 pytestmark = pytest.mark.anyio
 SHAPE = Shape.tp(1, num_blocks=64)
-STRICT = ("--strict", "--arena-mb", "4")
+STRICT = ("--strict", "--arena-mb", "4", "--ucx", "TLS=all")
 
 
 @pytest.fixture(scope="module")

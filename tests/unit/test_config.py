@@ -55,9 +55,9 @@ def test_an_empty_variable_is_no_word() -> None:
 @pytest.mark.parametrize(
     ("name", "raw", "value"),
     [
-        ("strict", "yes", True),
-        ("strict", " true\n", True),
-        ("strict", "OFF", False),
+        ("checksum", "yes", True),
+        ("checksum", " true\n", True),
+        ("checksum", "OFF", False),
         ("lease_ttl_s", "2.5", 2.5),
         ("device", "cuda:3", "cuda:3"),
         ("rest", "[::1]:0", "[::1]:0"),

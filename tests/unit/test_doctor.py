@@ -107,7 +107,12 @@ def test_certificates_that_expire_are_told_in_time(
 
 def checked(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """What a check that fails says on stderr."""
-    assert main(["serve", "--check", "--rest", "127.0.0.1:0", "--peer", "127.0.0.1:0", *flags]) == 2
+    assert (
+        main(
+            ["serve", "--check", "--rest", "127.0.0.1:0", "--peer", "127.0.0.1:0", "--advertise", "127.0.0.1:9", *flags]
+        )
+        == 2
+    )
     captured = capsys.readouterr()
     assert "arena_mb" in captured.out  # the settings are shown all the same
     return captured.err

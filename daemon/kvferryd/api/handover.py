@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,8 @@ class Handovers:
             try:
                 yield
             finally:
-                os.unlink(path)
+                with suppress(FileNotFoundError):  # somebody has removed it
+                    os.unlink(path)
                 tasks = [accepting, *self._exchanges]
                 for task in tasks:
                     task.cancel()

@@ -120,10 +120,12 @@ class Fleet:
         first = self.daemon(f"{name}-0", flags=flags)
         return [first, *(self.daemon(f"{name}-{rank}", roster=first, flags=flags) for rank in range(1, count))]
 
-    def again(self, daemon: DaemonService) -> DaemonService:
-        """Start a daemon that has ended once more, as it was: its addresses, its socket, its flags."""
+    def again(self, daemon: DaemonService, command: str = "") -> DaemonService:
+        """Start a daemon that has ended once more, as it was: its addresses, its socket, its flags; or by `command`,
+        serve or keep."""
         assert isinstance(daemon.process.args, list)
-        process, log = self._start(daemon.name, daemon.process.args)
+        arguments = [command if command and each in ("serve", "keep") else each for each in daemon.process.args]
+        process, log = self._start(daemon.name, arguments)
         self.services.remove(daemon)
         return self._add(replace(daemon, process=process, log=log))
 

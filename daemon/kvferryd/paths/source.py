@@ -4,6 +4,7 @@ that the source gathers of it."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -216,14 +217,14 @@ class ChunkStream:
 
     def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
         """Ask for a chunk. The caller has a slot for it, or will have one when a copy has ended. Done when packed."""
-        self._wanted_at[index] = self._loop.time()
+        self._wanted_at[index] = time.clock_gettime(time.CLOCK_BOOTTIME)  # the loop's stands still with the machine
         self._pending.want.append(index)
         self._queue()
         return self._packed[index]
 
     def was_read(self, index: int) -> None:
         """The source may have its slot back."""
-        took_s = self._loop.time() - self._wanted_at[index]
+        took_s = time.clock_gettime(time.CLOCK_BOOTTIME) - self._wanted_at[index]
         self._in_time = self._in_time and 1e3 * took_s < self._packed[index].result().kept_ms
         self._pending.read.append(index)
         self._queue()

@@ -61,6 +61,8 @@ class Agent:
         """Users of each loaded peer, by alias. A peer without users is unloaded when no read from it is under way."""
         self._closed = self._gone = False
         self._attend_until = 0.0
+        self.broken = ""
+        """Why the thread has ended without being told to."""
         self._scratch = np.zeros(SCRATCH, dtype=np.uint64)
         self._free = list(range(SCRATCH))
         self._peeks: dict[str, list[tuple[int, asyncio.Future[int]]]] = {}
@@ -273,9 +275,9 @@ class Agent:
                     break
                 with self._in_nixl:
                     work()
-        except Exception:
+        except Exception as error:
             log.exception("the NIXL thread broke", agent=self.name)
-            self._closed = True
+            self._closed, self.broken = True, f"{type(error).__name__}: {error}"
         self._destroy()
 
     def _patience(self) -> float | None:

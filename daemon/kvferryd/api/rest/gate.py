@@ -9,7 +9,9 @@ import asyncio
 import hmac
 import time
 import uuid
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -79,7 +81,7 @@ class Gate:
 
         Before it sends JSON or a DELETE to another origin a browser asks in advance (CORS preflight), which is not
         answered here. It does send a POST without a body: so the Origin of a request that changes something must be
-        our own.
+        our own; and no name, where neither token nor certificate is asked for: a name's owner can have it lead here.
         """
         if self._tokens is not None and scope["path"] not in OPEN:
             scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -92,12 +94,24 @@ class Gate:
         if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
             why, remedy = "a page of another origin may not change anything here", "call the API from a program"
             raise Forbidden("cross_origin", why, field="origin", value=origin, remedy=remedy)
+        if origin is not None and self._tokens is None and scope["scheme"] == "http" and not _own(origin):
+            why, remedy = "a page may have any name lead here", "open it by the daemon's IP address, or set token_file"
+            raise Forbidden("cross_origin", why, field="origin", value=origin, remedy=remedy)
         body = await _read(headers, receive)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if body and kind != "application/json":
             why, remedy = "the body is not declared as JSON", "send Content-Type: application/json"
             raise Malformed("unsupported_media_type", why, field="content-type", value=kind, remedy=remedy)
         return replayed(body, receive)
+
+
+def _own(origin: str) -> bool:
+    """Whether it is an address, or this machine: no name server is asked then."""
+    host = urlsplit(origin).hostname or ""
+    try:
+        return host == "localhost" or bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 async def _read(headers: Headers, receive: Receive) -> bytes:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Coroutine
+from typing import Annotated, Any, Never, TypeVar
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import AfterValidator
 
 from kvferry import schemas
-from kvferry.asgi import while_connected
-from kvferry.errors import Malformed
+from kvferry.asgi import unless, while_connected
+from kvferry.errors import Malformed, Unavailable
 from kvferryd import logs
 from kvferryd.api.rest.openapi import problems
 from kvferryd.ferry import Ferry
 
+T = TypeVar("T")
 LONGEST_WAIT_S = 60.0
 LIMIT, MOST = 100, 10_000
 CURSOR = r"^([0-9a-f]{8}-\d{1,15})?$"
@@ -31,6 +33,17 @@ Wait = Annotated[
     AfterValidator(lambda wait_s: min(wait_s, LONGEST_WAIT_S)),
 ]
 Name = Annotated[str, Query(min_length=1, max_length=256)]
+
+
+async def _stopping(ferry: Ferry) -> Never:
+    await ferry.closing.wait()
+    raise Unavailable("draining", "the daemon stops", remedy="ask again once another serves")
+
+
+async def waited_for(request: Request, ferry: Ferry, work: Coroutine[object, object, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes the connection or the daemon stops; raises
+    ClientDisconnect or KvferryError (`draining`) then."""
+    return await while_connected(request.receive, unless(_stopping(ferry), work))
 
 
 def transfers(ferry: Ferry) -> APIRouter:
@@ -71,7 +84,7 @@ def transfers(ferry: Ferry) -> APIRouter:
             why, remedy = "there is nothing to wait for", "name a request_id, or ask for one transfer by its id"
             raise Malformed("malformed_request", why, field="wait", value=wait, remedy=remedy)
         if wait and request_id is not None:
-            await while_connected(request.receive, ferry.wait_request(request_id, wait))
+            await waited_for(request, ferry, ferry.wait_request(request_id, wait))
         records, cursor, whole = ferry.transfers(request_id, state, since, limit)
         rest = json.dumps({"cursor": cursor, "whole": whole}).encode()
         return Response(b'{"transfers":[' + b",".join(records) + b"]," + rest[1:], media_type="application/json")
@@ -81,7 +94,7 @@ def transfers(ferry: Ferry) -> APIRouter:
         """A transfer as it is now, or with `wait` as it ended."""
         if not wait:
             return ferry.transfer(transfer_id)
-        return await while_connected(request.receive, ferry.wait_transfer(transfer_id, wait))
+        return await waited_for(request, ferry, ferry.wait_transfer(transfer_id, wait))
 
     @router.delete("/{transfer_id}", responses=problems(404))
     async def abort(transfer_id: str) -> schemas.TransferRecord:
@@ -128,7 +141,7 @@ def held(ferry: Ferry) -> APIRouter:
     @router.post("/peers", tags=["peers"], responses=problems(403, 404, 413, 415, 502, 503, 504))
     async def prewarm(request: Request, body: schemas.PeerRequest) -> schemas.PeerList:
         """Shake hands with every rank of an engine now, so that the first transfer need not."""
-        return schemas.PeerList(peers=await while_connected(request.receive, ferry.prewarm(body)))
+        return schemas.PeerList(peers=await waited_for(request, ferry, ferry.prewarm(body)))
 
     @router.delete("/peers", tags=["peers"], responses=problems(404))
     async def forget(engine_id: Name) -> schemas.PeerList:
@@ -163,8 +176,7 @@ def daemon(ferry: Ferry) -> APIRouter:
 
         A client that leaves ends the wait, not the drain.
         """
-        draining = ferry.drain(body.wait_s if body else 0.0, _who(request))
-        return await while_connected(request.receive, draining)
+        return await waited_for(request, ferry, ferry.drain(body.wait_s if body else 0.0, _who(request)))
 
     @router.delete("/v1/drain", responses=problems(409))
     async def cancel(request: Request) -> schemas.DrainStatus:
