@@ -15,19 +15,22 @@ PARTS = {
     "control": "the control path: turns, messages, tasks, calls and microseconds of a transfer on each event loop",
     "rpc": "grpc.aio between two processes: what a message and its answer cost at least",
     "watch": "what open status pages cost a daemon, with a full history",
+    "first": "the first request between two engines that have never met, on host memory and on GPUs, beside later ones",
+    "peers": "many peers: to meet them, to keep them, to order beside them, to replace all of them",
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the part gpu. `device`: cuda, or cpu for a rehearsal on host memory, much smaller."""
+    """Of the parts gpu and peers. `device`: cuda, or cpu for a rehearsal on host memory, much smaller."""
 
     quick: bool = False
     case: str = ""
     json: Path | None = None
     device: str = "cuda"
     checksum: bool = False
+    peers: int = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,19 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="parts:\n" + "\n".join(f"  {name:7} {what}" for name, what in PARTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="which parts to run (default: those without a GPU)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="which parts to run (default: the short ones)")
     parser.add_argument("--quick", action="store_true", help="gpu: the cases to know, with few repeats")
     parser.add_argument("--case", default="", metavar="TEXT", help="gpu: cases whose name has this, such as TP or MLA")
     parser.add_argument("--json", type=Path, metavar="FILE", help="gpu: keep every row as a line of JSON as well")
     parser.add_argument("--checksum", action="store_true", help="gpu: readers compare checksums of what they have read")
+    parser.add_argument("--peers", type=int, default=100, metavar="N", help="peers: how many (1000 take some 8 GB)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    wanted = arguments.parts or [name for name in PARTS if name != "gpu"]
+    wanted = arguments.parts or [name for name in PARTS if name not in ("gpu", "first", "peers")]
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]}: choose from {', '.join(PARTS)}")
-    options = Options(arguments.quick, arguments.case, arguments.json, arguments.device, arguments.checksum)
-    if options != Options() and "gpu" not in wanted:
+    options = Options(
+        arguments.quick, arguments.case, arguments.json, arguments.device, arguments.checksum, arguments.peers
+    )
+    if options != Options(peers=arguments.peers) and "gpu" not in wanted:
         parser.error("--quick, --case, --json and --checksum are for the part gpu")
     return max(_run(name, options) for name in wanted)
 
@@ -58,5 +64,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(part: str, options: Options) -> int:
     # Each part has its own imports: the planner is measured without NIXL.
     module = importlib.import_module(f"kvferryd.bench.{part}")
-    status: int = module.main(options) if part == "gpu" else module.main()
+    status: int = module.main(options) if part in ("gpu", "peers") else module.main()
     return status

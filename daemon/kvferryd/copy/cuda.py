@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry.errors import Unavailable
 from kvferry.memory import cuda
-from kvferryd.copy.batch import Batch, Side, Table
+from kvferryd.copy.batch import WIDEST, Batch, Side, Table
 from kvferryd.plan.axes import Ints
 
 PROGRAMS = 16
@@ -51,6 +51,10 @@ class _Scratch:
     used: cuda.Event
     words: Ints
     """The host's memory, as an array."""
+
+
+USUAL = tuple(Shape(WIDEST, piece, False) for piece in reversed(PIECES))
+"""Of runs that are aligned to 16 bytes and have a power of two of them, the longest first: what other layouts need."""
 
 
 class NotPrepared(Exception):
@@ -128,8 +132,13 @@ class Copier:
                 if table not in self._tables:
                     self._upload(table)
             for shape, _ in groups:
-                if shape not in self._compiled:
-                    self._compiled[shape] = self._compile(shape)
+                self.compile(shape)
+
+    def compile(self, shape: Shape) -> None:
+        """Have the kernel of this shape on the GPU."""
+        with self.device:
+            if shape not in self._compiled:
+                self._compiled[shape] = self._compile(shape)
 
     def close(self) -> None:
         """Wait for every copy and give back all memory."""

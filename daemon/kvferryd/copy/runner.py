@@ -20,12 +20,14 @@ from typing import TypeVar
 
 from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.memory import CudaRegion, cuda
+from kvferryd import logs
 from kvferryd.aio import settle, submit
 from kvferryd.copy.batch import Batch
-from kvferryd.copy.cuda import Copier, NotPrepared
+from kvferryd.copy.cuda import USUAL, Copier, NotPrepared, Shape
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import read
 
+log = logs.get(__name__)
 T = TypeVar("T")
 IN_FLIGHT = 2
 """Launches on the stream at once: the next is made while one runs. More would only take its SMs away."""
@@ -123,6 +125,10 @@ class Runner:
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Compile what such batches need: about a second for each new shape of kernel."""
         await self.call(lambda: self._copier.prepare(batches))
+
+    def prepare_usual(self) -> None:
+        """Compile, one by one between other work, what peers of other layouts may need. Triton keeps it on disk."""
+        self._inbox.put(lambda: self._compile(USUAL))
 
     async def open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None = None) -> CudaRegion:
         """Map a peer's region and make sure that it is the peer's; without `probe` it is only held, not read.
@@ -277,6 +283,14 @@ class Runner:
             for copy in launch.copies:
                 settle(copy.quiet)
                 settle(copy.done, error=_closed())
+
+    def _compile(self, shapes: Sequence[Shape]) -> None:
+        if shapes and not self._closing:
+            try:
+                self._copier.compile(shapes[0])
+            except Exception as error:  # noqa: BLE001  it fails again for who needs it
+                log.warning("kernel not compiled", shape=shapes[0], why=str(_typed(error)))
+            self._inbox.put(lambda: self._compile(shapes[1:]))
 
     def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None) -> CudaRegion:
         mapping = self.device.open(allocation.handle)

@@ -241,6 +241,7 @@ async def _rehearse(
         if runner is not None:
             sources = {(manifest.rank, id): address for id, address in addresses.items()}
             await runner.prepare(mapped(moves, sources, addresses))
+            runner.prepare_usual()
         if arena is not None:
             await prepare_gather(arena, own, addresses)
             await prepare_scatter(arena, own, addresses)

@@ -33,7 +33,7 @@ MEMORY_TYPES = (0, 1)
 """NIXL's DRAM and VRAM."""
 UCX_MEMORY_TYPES = 3
 """UCX's host, CUDA and CUDA managed memory."""
-LOADS = 8
+LOADS = 32
 """Peers that one process loads: UCX closes a connection, at both ends, only when one of their processes ends."""
 LENGTH, DESCRIPTOR, KEY = struct.Struct("<Q"), struct.Struct("<QQQ"), struct.Struct("<QB")
 
