@@ -14,7 +14,7 @@ export NIXL_LOG_LEVEL ?= ERROR
 .PHONY: help setup demo test test-long test-all engines-venv test-engines bench-vllm soak lint format proto reference bench clean
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install the development environment into .venv
 
@@ -72,6 +72,9 @@ bench: $(READY) ## the benchmarks of docs/benchmarks.md
 
 bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, beside vLLM's NixlConnector
 	@$(BIN)/python tests/engines/bench_handover.py $(BENCH)
+
+bench-vllm-gpu: $(READY) ## the same on two GPUs; ENGINES_VENV: an environment with vLLM for CUDA
+	@$(BIN)/python tests/engines/bench_gpu.py $(BENCH)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) $(ENGINES_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ body: every field is checked, and whatever it holds, only its own request can fa
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvferry.errors import Conflict, KvferryError, Malformed, first_breach
-from kvferry.schemas import SourceBody
+from kvferry.schemas import MAX_REQUEST_ID, SourceBody
 
 PARAMS = "kv_transfer_params"
 MALFORMED = "malformed_kv_transfer_params"
 REMEDY = "hand over the object that the prefill answered with, unchanged"
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID)]
 V = TypeVar("V")
 REMEMBERED = 1 << 16
 """Requests that are remembered: as many as by a daemon, which refuses an attempt whose number it has seen."""
@@ -100,7 +101,8 @@ class Handoff(BaseModel):
                 remedy="send them with the prompt that was prefilled, or with one that continues it",
             )  # fmt: skip
         digest = digest_of(num_tokens) if num_tokens else b""
-        return Origin(self.remote_request_id or request_id, num_tokens, source, self.remote_room or 0, digest)
+        name = self.remote_request_id or lease_name(request_id)
+        return Origin(name, num_tokens, source, self.remote_room or 0, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,19 @@ class Origin:
     source: SourceBody | None
     room: int = 0
     digest: bytes = b""
+
+
+def lease_name(request_id: str) -> str:
+    """The request id by which daemons know a request of an engine.
+
+    Engines make theirs of a client's header, which may be longer than a daemon takes, or no Unicode: such an id is cut,
+    and its digest keeps it apart from others.
+    """
+    said = request_id.encode(errors="backslashreplace").decode()
+    if said == request_id and len(request_id) <= MAX_REQUEST_ID:
+        return request_id
+    digest = hashlib.sha256(said.encode()).hexdigest()
+    return f"{said[: MAX_REQUEST_ID - len(digest) - 1]}-{digest}"
 
 
 class Remembered(OrderedDict[str, V]):
@@ -149,14 +164,14 @@ def answer(
 ) -> Handoff:  # fmt: skip
     """What another engine needs to read the request.
 
-    address: host:port of a daemon's peer service. room: as of Origin.
+    address: host:port of a daemon's peer service. request_id: the engine's. room: as of Origin.
     """
     host, _, port = address.rpartition(":")
     return Handoff(
         do_remote_prefill=not second_turn, do_remote_decode=second_turn, remote_engine_id=engine_id,
-        remote_request_id=request_id, remote_host=host.strip("[]"), remote_port=int(port), remote_epoch=epoch,
+        remote_request_id=lease_name(request_id), remote_host=host.strip("[]"), remote_port=int(port),
         remote_block_ids=[list(ids) for ids in block_ids], remote_num_tokens=num_tokens, remote_room=room or None,
-        tp_size=tp, dcp_size=1, pp_size=1, transfer_mode="read",
+        remote_epoch=epoch, tp_size=tp, dcp_size=1, pp_size=1, transfer_mode="read",
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ def _number(given: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(_number)]
 Span = tuple[Annotated[Whole, Field(ge=0)], Annotated[Whole, Field(ge=0)]]
-RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+MAX_REQUEST_ID = 256
+RequestId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REQUEST_ID)]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}$", max_length=300)]
 
 

@@ -47,6 +47,12 @@ class Engines(Fleet):
     """A Fleet that also starts vLLM, from a virtual environment of its own (`make engines-venv`)."""
 
     running: ClassVar[list[Engines]] = []
+    flags: ClassVar[Sequence[str]] = (
+        "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "4096",
+        "--max-num-batched-tokens", "512",
+    )  # fmt: skip
+    """Of every engine."""
+    python_path: ClassVar[Sequence[str]] = (str(SITE),)
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,12 +90,11 @@ class Engines(Fleet):
         """
         port = self.free_port()
         command = [
-            "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}", f"PYTHONPATH={_python_path()}",
+            "/usr/bin/env", f"VLLM_NIXL_SIDE_CHANNEL_PORT={self.free_port()}", f"PYTHONPATH={self._python_path()}",
             *(f"{name}={value}" for name, value in (environment or {}).items()),
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
-            "--host", HOST, "--port", str(port), "--dtype", "float32", "--seed", "0", "--enforce-eager",
-            "--skip-tokenizer-init", "--block-size", str(block_size), "--kv-cache-memory-bytes", str(64 << 20),
-            "--max-model-len", "4096", "--max-num-batched-tokens", "512", *flags,
+            "--host", HOST, "--port", str(port), "--seed", "0", "--skip-tokenizer-init",
+            "--block-size", str(block_size), *self.flags, *flags,
         ]  # fmt: skip
         connector: dict[str, Any] = {"kv_role": "kv_both", "engine_id": name, "kv_connector": "NixlConnector"}
         if daemons:
@@ -100,6 +105,9 @@ class Engines(Fleet):
         command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]
         process, log = self._start(f"vllm-{name}", command)
         return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
+
+    def _python_path(self) -> str:
+        return os.pathsep.join(filter(None, (*self.python_path, os.environ.get("PYTHONPATH"))))
 
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {
@@ -215,10 +223,6 @@ def handed_over(engines: Pair, prompts: Sequence[Sequence[int]], at_once: int = 
     assert not different, f"prompts of {different} tokens have other tokens: {moved}, alone {alone}"
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
-
-
 def hybrid(folder: Path, groups: int) -> None:
     """Write the checkpoint of tests/engines/hybrid_checkpoint.py."""
     script = Path(__file__).with_name("hybrid_checkpoint.py")
@@ -248,10 +252,13 @@ def complete(engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, **
 
 
 def tokens_of(response: httpx.Response) -> list[int]:
+    return choices_of(response)[0]
+
+
+def choices_of(response: httpx.Response) -> list[list[int]]:
+    """The tokens of each answer to one prompt."""
     assert response.status_code == 200, response.text
-    ids = response.json()["choices"][0]["token_ids"]
-    assert isinstance(ids, list)
-    return ids
+    return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
 def metric(engine: Service, name: str) -> float:

@@ -16,6 +16,7 @@ from engines import (
     PREFILL_LEG,
     Pair,
     cache_usage,
+    choices_of,
     complete,
     eventually,
     handed_over,
@@ -35,8 +36,12 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    checked = {"flags": ("--middleware", "kvferry.asgi.CheckTransferParams")}
-    with pair(prefill=checked, daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "30")) as both:
+    """Prefill as vLLM knows it by a plug-in's name, decode under the name that some routers and runtimes insist on."""
+    checked = {
+        "flags": ("--middleware", "kvferry.asgi.CheckTransferParams"), "transfer": {"kv_connector_module_path": None},
+    }  # fmt: skip
+    named = {"transfer": {"kv_connector": "NixlConnector"}}
+    with pair(prefill=checked, decode=named, daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "30")) as both:
         yield both
 
 
@@ -57,6 +62,45 @@ def test_a_request_alone(engines: Pair, length: int) -> None:
 
 def test_eight_at_once(engines: Pair) -> None:
     handed_over(engines, [prompt(length, seed=1) for length in LENGTHS], at_once=8)
+
+
+@pytest.mark.parametrize("length", [250, 400, 4000])
+def test_a_request_id_may_be_longer_than_a_daemon_takes(engines: Pair, length: int) -> None:
+    """vLLM makes it of the client's X-Request-Id. Two that begin alike are two requests."""
+    prompts = [prompt(100, seed=8), prompt(100, seed=9)]
+    params = [
+        complete(engines.prefill, tokens, request_id="i" * length + last, max_tokens=1, kv_transfer_params=PREFILL_LEG)
+        for tokens, last in zip(prompts, "ab", strict=True)
+    ]
+    for tokens, prefilled in zip(prompts, params, strict=True):
+        moved = complete(
+            engines.decode, tokens, request_id="j" * length, kv_transfer_params=prefilled.json()["kv_transfer_params"]
+        )
+        assert tokens_of(moved) == engines.alone(tokens)
+        assert engines.transfers()[-1].state == "done"
+
+
+SEVERAL: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 7}
+
+
+@pytest.mark.parametrize("length", [96, 200])
+def test_several_answers_to_one_prompt_are_those_of_one_engine(engines: Pair, length: int) -> None:
+    """Their KV is read once: each finds what the first has read, and computes the rest itself."""
+    tokens = prompt(length, seed=10)
+    before = len(engines.transfers())
+    prefilled = complete(engines.prefill, tokens, max_tokens=1, kv_transfer_params=PREFILL_LEG, **SEVERAL)
+    assert eventually(lambda: len(engines.leases()) == 1)  # of three that were published one is told
+    params = prefilled.json()["kv_transfer_params"]
+    moved = complete(engines.decode, tokens, kv_transfer_params=params, **SEVERAL)
+    assert choices_of(moved) == choices_of(complete(engines.prefill, tokens, **SEVERAL))
+    assert [one.state for one in engines.transfers()[before:]] == ["done"]
+    assert eventually(lambda: not engines.leases())
+
+
+def test_a_load_that_fails_fails_all_answers_to_its_prompt(engines: Pair) -> None:
+    tokens = prompt(100, seed=11)
+    assert complete(engines.decode, tokens, kv_transfer_params=NOBODY, **SEVERAL).status_code == 500
+    assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
 
 
 def test_what_decode_has_already_is_not_moved(engines: Pair) -> None:

@@ -53,7 +53,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -63,7 +63,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.next_step(scheduler_output, self._kv_cache_manager.get_block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.arrived(connector_output.finished_recving or ())
+        self._scheduler.ended(connector_output.finished_recving or (), connector_output.failed_recving)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_l
 from vllm.v1.request import RequestStatus
 
 from kvferry.errors import KvferryError
-from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer
+from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer, lease_name
 from kvferry.tables import BlockTable
 from kvferry.vllm.identity import digest_of
 from kvferry.vllm.options import Options
@@ -40,7 +40,10 @@ class Exchange:
     """Where its KV is to be read from; None once the read has begun."""
     problem: KvferryError | None = None
     """Why its kv_transfer_params cannot be followed."""
-    loading: bool = False
+    loading: str = ""
+    """The name of the lease that is being read for it."""
+    waits: bool = False
+    """Another request reads the lease that it came with."""
     published: bool = False
     complete: bool = False
     """All that will ever be published has been."""
@@ -70,6 +73,10 @@ class SchedulerSide:
         self._attempts = Attempts()
         self._expected: Remembered[bytes] = Remembered()
         """By remote request id: the digest of the last prompt that came with it."""
+        self._answered: Remembered[str] = Remembered()
+        """By the name that vLLM gives to several answers to one prompt: the last of them that has published."""
+        self._loads: Remembered[tuple[bytes, bool]] = Remembered()
+        """By remote request id: the digest of what is being read, or has been; and whether it is there."""
         self._step = Step()
 
     def reached_at(self, workers: Mapping[tuple[int, int], Address]) -> None:
@@ -100,7 +107,7 @@ class SchedulerSide:
         """Where to read a first part of the request's KV from. Raises KvferryError."""
         if not handoff.reads:
             return None
-        name = handoff.remote_request_id or request.request_id
+        name = handoff.remote_request_id or lease_name(request.request_id)
         if getattr(request, "abort_immediately", False):
             # vLLM's server has refused the request, and reports it with a dummy prompt. Its KV will not be read, so its
             # lease is ended, unless the lease is another prompt's.
@@ -110,14 +117,26 @@ class SchedulerSide:
         digest = self._expected[name] = digest_of(request, handoff.remote_num_tokens or request.num_prompt_tokens)
         return handoff.origin(request.request_id, request.num_prompt_tokens, lambda _: digest)
 
-    def loadable(self, request: Request, computed: int) -> tuple[int, bool]:
+    def loadable(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How many tokens after the first `computed` are read from elsewhere, between steps. Asked any number of times.
 
         A request that is refused asks for one token, which then fails to arrive: the one way vLLM has to end it.
+        None: ask again later. Several answers to one prompt (`n`) come with one lease, which is read for the first; the
+        others wait until that has ended, find in the prefix cache what it has read, and compute the rest.
         """
         exchange = self._exchanges.get(request.request_id)
         if exchange is None:
             return 0, False
+        if (origin := exchange.origin) is not None:
+            digest, there = self._loads.get(origin.request_id, (None, False))
+            if digest == origin.digest:
+                exchange.waits |= not there
+                if not there:
+                    return None, False
+                if exchange.waits:
+                    exchange.origin = None
+                else:  # it comes late; if its lease is a new one of the same name, that one ends
+                    self._release(exchange)
         count = 1 if exchange.problem else self._reach(exchange.origin, request) - computed
         return (count, True) if count > 0 else (0, False)
 
@@ -136,14 +155,24 @@ class SchedulerSide:
             tables = self._tables(block_ids, reach - external, reach)
             tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
             self._step.load.append(self._load(request, exchange.origin, tables, tokens))
-            exchange.origin, exchange.loading = None, True
+            exchange.loading = exchange.origin.request_id
+            self._loads[exchange.loading] = exchange.origin.digest, False
+            exchange.origin = None
         else:
             self._release(exchange)
 
-    def arrived(self, request_ids: Sequence[str]) -> None:
+    def ended(self, request_ids: Collection[str], failed: Collection[str]) -> None:
         """Loads that have ended on every rank, well or not."""
         for request_id in self._exchanges.keys() & set(request_ids):
-            self._exchanges[request_id].loading = False
+            self._loaded(self._exchanges[request_id], request_id not in failed)
+
+    def _loaded(self, exchange: Exchange, there: bool) -> None:
+        """Where it is not there, the next request that comes with this lease reads it itself."""
+        name, exchange.loading = exchange.loading, ""
+        if there and name in self._loads:
+            self._loads[name] = self._loads[name][0], True
+        else:
+            self._loads.pop(name, None)
 
     def next_step(self, output: SchedulerOutput, block_ids: Callable[[str], tuple[list[int], ...]]) -> Step:
         """What the workers are to do with this step. `block_ids`: a request's blocks by group."""
@@ -181,6 +210,7 @@ class SchedulerSide:
             return False, None
         if exchange.loading:
             self._step.cancel.append(request.request_id)
+            self._loaded(exchange, False)
         self._release(exchange)
         handoff = exchange.handoff
         again = self._options.second_turn and not self._behind  # a state may be some tokens ahead of num_tokens
@@ -196,6 +226,11 @@ class SchedulerSide:
             digest = digest_of(request, num_tokens)
             self._step.finished.append(Publish(request.request_id, tables, room, True, digest, metadata))
         self._step.hold.append(request.request_id)
+        index, _, several = request.request_id.partition("_")  # vLLM's answers to one prompt are 0_name, 1_name, ...
+        if several and index.isdigit():  # and the client gets the kv_transfer_params of the one that ends last
+            if (before := self._answered.get(several)) is not None:
+                self._step.unread.append(before)
+            self._answered[several] = request.request_id
         return True, answer(
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
             block_ids=[block_ids[group_id] for group_id, _ in self._groups], num_tokens=num_tokens,

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import Unsettled
 from kvferry.errors import KvferryError
+from kvferry.handoff import lease_name
 from kvferry.memory.fences import Fence
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Load, Publish
@@ -103,6 +104,10 @@ class Session:
         """Report the request as sent when its lease has ended."""
         self._start(self._hold(request_id))
 
+    def end_unread(self, request_id: str) -> None:
+        """End its lease, which no reader will come for; it is reported as sent like any other that is held."""
+        self._start(self._end_unread(request_id))
+
     def load(self, load: Load, before: Before | None = None) -> None:
         """Report the request as arrived when its KV is there, or when the load has failed and its blocks are safe.
 
@@ -155,8 +160,8 @@ class Session:
                 if self._kept.get(publish.request_id) is not kept:
                     return  # revoked meanwhile
                 lease = await self._daemon.client.publish(
-                    publish.request_id, publish.tables, publish.num_tokens, more=not publish.last, after=after,
-                    metadata=publish.metadata, ttl_s=self._options.lease_ttl_s, digest=publish.digest,
+                    lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
+                    metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
                 )  # fmt: skip
             if publish.last:
                 await lease.ended()
@@ -174,6 +179,11 @@ class Session:
             del self._kept[request_id]
             self._ends.put((request_id, End.SENT))
 
+    async def _end_unread(self, request_id: str) -> None:
+        if (kept := self._kept.get(request_id)) is not None:
+            async with kept.order:
+                await self._daemon.client.abort(lease_name(request_id))
+
     async def _revoke(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
         if kept is None:
@@ -181,7 +191,7 @@ class Session:
         async with kept.order:
             client = self._daemon.client
             try:
-                await client.abort(request_id)
+                await client.abort(lease_name(request_id))
             except Unsettled as error:  # a daemon that is gone serves no reader, one that is silent may
                 await asyncio.wait_for(error.quiesced(), GONE_S)
 

@@ -48,6 +48,8 @@ class Step(KVConnectorMetadata):
     """The KV of requests that are over, all of it computed in earlier steps."""
     hold: list[str] = field(default_factory=list)
     """Requests whose blocks wait for their readers: report each once, when its lease has ended."""
+    unread: list[str] = field(default_factory=list)
+    """Requests whose leases nobody is told of: another answer to the same prompt has one."""
     load: list[Load] = field(default_factory=list)
     release: list[Load] = field(default_factory=list)
     """KV that will not be read: its leases are ended."""

@@ -143,6 +143,8 @@ class WorkerSide:
                 session.publish(publish)
             for request_id in step.hold:
                 session.hold(request_id)
+            for request_id in step.unread:
+                session.end_unread(request_id)
             for load in step.load:
                 session.load(load, before)
             for load in step.release:

@@ -1,0 +1,217 @@
+"""Handover between two real vLLM engines on two GPUs: kvferry beside vLLM's own NixlConnector, in one run.
+
+    make bench-vllm-gpu                       # with torch for CUDA and vLLM installed: about 10 minutes
+    python tests/engines/bench_gpu.py --help
+
+Decode leg: from the decode request to its first token, the prefill's answer in hand. The floor is the same prompt asked
+again: then the decode engine has its KV in its own prefix cache. Weights are vLLM's dummy ones, the same on both sides;
+free blocks are in no order, as they are after an hour's traffic. Each connector has the GPUs to itself, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+from bench_handover import leg
+
+from engines import ANSWER_S, Engines, Pair, Service, complete, prompt
+from kvferryd.demo.fleet import ServiceError
+
+VOCABULARY = 32_000
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "vocab_size": VOCABULARY, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+"""The shape of an 8B Llama: 128 KiB of KV a token."""
+TOKEN_BYTES = 2 * 2 * 32 * 8 * 128
+LENGTHS = (128, 1024, 4096, 8192)
+AT_ONCE, AT_ONCE_LENGTH = 16, 2048
+CONNECTORS = {
+    "kvferry": {}, "kvferry staged": {"flags": ("--way", "staged")}, "NixlConnector": {"kvferry": False},
+    "kvferry adopted": {"options": {"memory": "adopted"}},
+}  # fmt: skip
+
+
+class GpuEngines(Engines):
+    flags: ClassVar[Sequence[str]] = (
+        "--dtype", "bfloat16", "--load-format", "dummy", "--kv-cache-memory-bytes", str(8 << 30),
+        "--max-model-len", "16384", "--max-num-batched-tokens", "8192", "--max-num-seqs", "64",
+    )  # fmt: skip
+    python_path: ClassVar[Sequence[str]] = ()
+
+    def _environment(self) -> dict[str, str]:
+        """A cache of compiled graphs that the next start finds."""
+        kept = {"VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", "/tmp/kvferry-bench-cache")}
+        found = super()._environment() | kept
+        del found["TORCHDYNAMO_DISABLE"]
+        return found
+
+
+@dataclass
+class Figures:
+    """Of one connector, in ms."""
+
+    first: float = math.nan
+    """The first request between two engines that have never met."""
+    legs: dict[int, list[float]] = field(default_factory=dict)
+    """By tokens."""
+    floors: dict[int, list[float]] = field(default_factory=dict)
+    at_once: list[float] = field(default_factory=list)
+    """Until the last of the requests has its first token."""
+
+
+@contextlib.contextmanager
+def started(
+    model: Path, gpus: Sequence[int], block_sizes: Sequence[int], start_s: float, how: dict[str, Any]
+) -> Iterator[Pair]:
+    """Raises ServiceError."""
+    fleet = GpuEngines()
+    try:
+        daemons: dict[str, list[Any]] = {"p": [], "d": []}
+        if how.get("kvferry", True):
+            for name, gpu in zip(daemons, gpus, strict=True):
+                daemons[name] = fleet.daemons(name, 1, flags=("--device", f"cuda:{gpu}", *how.get("flags", ())))
+            asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=60))
+        engines = [
+            fleet.vllm(
+                name, model, daemons[name], block_size=size, options=how.get("options"),
+                environment={"CUDA_VISIBLE_DEVICES": str(gpu)},
+            )
+            for name, gpu, size in zip(daemons, gpus, block_sizes, strict=True)
+        ]  # fmt: skip
+        asyncio.run(fleet.ready(*engines, timeout_s=start_s))
+        yield Pair(fleet, *engines, daemons["p"], daemons["d"])
+    except ServiceError as error:
+        error.add_note(error.service.tail(40))
+        raise
+    finally:
+        fleet.close()
+
+
+def first_token_ms(http: httpx.Client, engine: Service, tokens: list[int], params: object) -> float:
+    """Raises KeyError when the engine gives no token."""
+    began = time.perf_counter()
+    events = leg(http, engine, tokens, 2, params)
+    json.loads(next(events).removeprefix("data: "))["choices"][0]
+    took = time.perf_counter() - began
+    for _ in events:
+        pass
+    return took * 1e3
+
+
+def scatter(engine: Service, seed: int) -> None:
+    """Requests of many lengths that end in no order, so that free blocks lie in none."""
+    chance = random.Random(seed)
+    asked = [(prompt(chance.randrange(20, 3000), i, VOCABULARY), chance.randrange(1, 48)) for i in range(160)]
+    with ThreadPoolExecutor(32) as pool:
+        for answer in pool.map(lambda one: complete(engine, one[0], max_tokens=one[1]), asked):
+            answer.raise_for_status()
+
+
+def measure(both: Pair, rounds: int, lengths: Sequence[int], seed: int) -> Figures:
+    figures = Figures()
+    limits = httpx.Limits(max_connections=2 * AT_ONCE)
+    with httpx.Client(trust_env=False, timeout=ANSWER_S, limits=limits) as http:
+        for engine in (both.prefill, both.decode):
+            scatter(engine, seed)
+        warm = prompt(AT_ONCE_LENGTH, seed, VOCABULARY)
+        figures.first = first_token_ms(http, both.decode, warm, both.prefilled(warm))
+        for i in range(2):
+            warm = prompt(max(lengths), seed + i + 1, VOCABULARY)
+            first_token_ms(http, both.decode, warm, both.prefilled(warm))
+        for length in lengths:
+            for i in range(rounds):
+                tokens = prompt(length, seed + 100 + i, VOCABULARY)
+                params = both.prefilled(tokens)
+                figures.legs.setdefault(length, []).append(first_token_ms(http, both.decode, tokens, params))
+                figures.floors.setdefault(length, []).append(first_token_ms(http, both.decode, tokens, None))
+        for i in range(max(2, rounds // 3)):
+            asked = [prompt(AT_ONCE_LENGTH, seed + 1000 + AT_ONCE * i + one, VOCABULARY) for one in range(AT_ONCE)]
+            told = [both.prefilled(tokens) for tokens in asked]
+            began = time.perf_counter()
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(lambda one: first_token_ms(http, both.decode, *one), zip(asked, told, strict=True)))
+            figures.at_once.append((time.perf_counter() - began) * 1e3)
+    return figures
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def table(told: dict[str, list[Figures]]) -> Iterator[str]:
+    names = list(told)
+    yield "| decode leg, ms (median; of all starts) | " + " | ".join(names) + " | prefix-cache hit |"
+    yield "|---" * (len(names) + 2) + "|"
+    lengths = sorted({length for each in chain.from_iterable(told.values()) for length in each.legs})
+    for length in lengths:
+        medians = [median([ms for each in told[name] for ms in each.legs.get(length, [])]) for name in names]
+        floor = median([ms for each in chain.from_iterable(told.values()) for ms in each.floors.get(length, [])])
+        row = " | ".join(f"{ms:.1f}" for ms in (*medians, floor))
+        yield f"| {length} tokens, {length * TOKEN_BYTES / 1e6:.0f} MB | {row} |"
+    at_once = " | ".join(f"{median([ms for each in told[name] for ms in each.at_once]):.1f}" for name in names)
+    yield f"| {AT_ONCE} of {AT_ONCE_LENGTH} tokens at once, until the last | {at_once} | |"
+    first = " | ".join(" ".join(f"{each.first:.0f}" for each in told[name]) for name in names)
+    yield f"| the first between the two engines, {AT_ONCE_LENGTH} tokens, by start | {first} | |"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    options.add_argument("--connectors", default="kvferry,NixlConnector,NixlConnector,kvferry", help="in turns")
+    options.add_argument("--rounds", type=int, default=10, help="requests of each length with each start")
+    options.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="prompts, in tokens")
+    options.add_argument("--gpus", default="0,1", help="of prefill and decode")
+    options.add_argument("--block-sizes", default="16,16", help="of prefill and decode")
+    options.add_argument("--budget-s", type=float, default=560.0, help="a start that would come later is left out")
+    asked = options.parse_args()
+    end = time.monotonic() + asked.budget_s
+    gpus, sizes, lengths = (
+        [int(one) for one in text.split(",")] for text in (asked.gpus, asked.block_sizes, asked.lengths)
+    )
+    told: dict[str, list[Figures]] = {}
+    fleet = GpuEngines()
+    try:
+        model = fleet.directory / "llama"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL))
+        longest = 0.0
+        for number, name in enumerate(asked.connectors.split(",")):
+            began = time.monotonic()
+            if began + longest > end:
+                print(f"{name}: no time is left for start {number + 1}", file=sys.stderr, flush=True)
+                break
+            print(f"starting two engines with {name}", file=sys.stderr, flush=True)
+            with started(model, gpus, sizes, end - began, CONNECTORS[name]) as both:
+                up = time.monotonic()
+                told.setdefault(name, []).append(measure(both, asked.rounds, lengths, 1 + 10_000 * number))
+            longest = time.monotonic() - began
+            print(f"{name}: up after {up - began:.0f} s, measured in {time.monotonic() - up:.0f} s", file=sys.stderr)
+            for line in table(told):
+                print(line, file=sys.stderr, flush=True)
+    finally:
+        fleet.close()
+    for line in table(told):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
