@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError
@@ -523,9 +523,10 @@ class Transfer:
         else:
             self._around.spawn(self._settle())
 
-    def tell_sources(self) -> None:
-        """What came of it, for what is known of them. After the end; then it knows them no more."""
-        took_ms, moving_ms = self.phases_ms["total"] - self._phases_ms()["waiting"], self.phases_ms.get("moving", 0.0)
+    def tell_sources(self, phases_ms: Mapping[str, float]) -> None:
+        """What came of it, for what is known of them. After the end; then it knows them no more. phases_ms: of its
+        `share`."""
+        took_ms, moving_ms = phases_ms["total"] - phases_ms["waiting"], phases_ms.get("moving", 0.0)
         for reader in self._readers:
             source, contact = reader.source, reader.source.channel.contact
             source.bytes_read += reader.nbytes
