@@ -6,7 +6,9 @@ Counters and histograms count things as they end; gauges are set by the core bef
 from __future__ import annotations
 
 import platform
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -61,6 +63,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._peer, self._code = Few(64), Few(64)
+        self._labelled: Callable[..., Any] = lru_cache(maxsize=4096)(lambda metric, *values: metric.labels(*values))
+        """One metric of a family: `labels` itself checks and locks each time."""
         by_read = ("path", "transport", "peer_engine")
 
         build = Info("kvferry_build", "version of the daemon", registry=self.registry)
@@ -141,17 +145,18 @@ class Metrics:
         """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""
         path, peer = share.path or NONE, self._peer(peer_engine)
         by_read = (path, share.transport or NONE, peer)
-        self.ended.labels(share.state.value, *by_read).inc()
+        of = self._labelled
+        of(self.ended, share.state.value, *by_read).inc()
         if share.state is TransferState.DONE:
-            self.read.labels(*by_read).inc(share.bytes)
-            self.descriptors.labels(*by_read).inc(share.descriptors)
-            self.sizes.labels(path).observe(share.bytes)
+            of(self.read, *by_read).inc(share.bytes)
+            of(self.descriptors, *by_read).inc(share.descriptors)
+            of(self.sizes, path).observe(share.bytes)
             took_ms = share.phases_ms.get("total", 0.0) - share.phases_ms.get("waiting", 0.0)
-            self.peer_times.labels(peer).observe(took_ms / 1000)
+            of(self.peer_times, peer).observe(took_ms / 1000)
         if share.error is not None:
             self.failures.labels(self._code(share.error.code), peer).inc()
         for phase, milliseconds in share.phases_ms.items():
-            self.phases.labels(phase, path).observe(milliseconds / 1000)
+            of(self.phases, phase, path).observe(milliseconds / 1000)
 
     def bytes_served(self, reader_engine: str, nbytes: int) -> None:
         self.served.labels(self._peer(reader_engine)).inc(nbytes)

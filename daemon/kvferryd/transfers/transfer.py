@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError
@@ -528,9 +528,10 @@ class Transfer:
         else:
             self._around.spawn(self._settle())
 
-    def tell_sources(self) -> None:
-        """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them."""
-        took_ms, moving_ms = self.phases_ms["total"] - self._phases_ms()["waiting"], self.phases_ms.get("moving", 0.0)
+    def tell_sources(self, phases_ms: Mapping[str, float]) -> None:
+        """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them. phases_ms: of
+        its `share`."""
+        took_ms, moving_ms = phases_ms["total"] - phases_ms["waiting"], phases_ms.get("moving", 0.0)
         for reader in self._readers:
             source, contact = reader.source, reader.source.channel.contact
             source.bytes_read += reader.nbytes

@@ -261,9 +261,9 @@ class Transfers:
         self._notes.add(functools.partial(self._note_end, transfer))
 
     def _note_end(self, transfer: Transfer) -> None:
-        transfer.tell_sources()
-        source = transfer.order.engine_id if transfer.order else ""
         share = transfer.share()
+        transfer.tell_sources(share.phases_ms)
+        source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)
         if self._spans is not None:
             about = {"transfer_id": transfer.transfer_id, "engine_id": transfer.engine.engine_id, "source": source}
