@@ -39,6 +39,7 @@ from wire import TCP
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, TransferRecord, TransferState
+from kvferryd.aio import together
 from kvferryd.demo.fleet import DaemonService, ServiceError
 
 BLOCK, COUNT = 1024, 48
@@ -133,9 +134,10 @@ class Side:
         dead = [daemon for daemon in self.daemons if daemon.process.poll() is not None]
         for daemon in dead:
             self.daemons[self.daemons.index(daemon)] = daemons.fleet.again(daemon)
-        await daemons.fleet.ready(*self.daemons, timeout_s=TIMEOUT_S)
+        starting = [daemons.fleet.ready(*self.daemons, timeout_s=TIMEOUT_S)]
         if dead or any(engine.process.returncode is not None for engine in self.engines):
-            await self.start()
+            starting.append(self.start())  # an engine waits for its daemon
+        await together(starting)
 
     async def close(self) -> None:
         await self._lives.aclose()
