@@ -135,7 +135,7 @@ async def test_who_waits_for_a_transfer_is_told_that_the_daemon_stops(daemons: D
     daemon.signal(signal.SIGTERM)
     answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
     writer.close()
-    assert answer.startswith(b"HTTP/1.1 503") and b'"code":"draining"' in answer, answer
+    assert answer.startswith(b"HTTP/1.1 503") and b'"code": "draining"' in answer, answer
     assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
 
 
