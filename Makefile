@@ -11,7 +11,7 @@ BESIDE        ?= --numprocesses 2 --dist loadfile
 export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-long test-all engines-venv test-engines bench-vllm soak soak-vllm lint format proto reference bench clean
+.PHONY: help setup demo test test-long test-all engines-venv test-engines bench-vllm soak lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,9 +50,6 @@ test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py
-
-soak-vllm: $(READY) $(ENGINES_READY) ## the same between two vLLM engines, which are killed and restarted
-	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak_vllm.py
 
 lint: $(READY) ## format check, lint, types and declared packages
 	@$(BIN)/ruff format --check .
