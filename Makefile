@@ -14,7 +14,7 @@ TIMES         ?= 1
 export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-long test-faults test-all engines-venv test-engines bench-vllm bench-vllm-gpu soak soak-vllm
+.PHONY: help setup demo test test-long test-faults test-all engines-venv test-engines bench-vllm bench-vllm-gpu soak
 .PHONY: lint format proto reference bench clean
 
 help: ## show this list
@@ -58,9 +58,6 @@ test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py
-
-soak-vllm: $(READY) $(ENGINES_READY) ## the same between two vLLM engines, which are killed and restarted
-	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak_vllm.py
 
 lint: $(READY) ## format check, lint, types and declared packages
 	@$(BIN)/ruff format --check .

@@ -205,24 +205,35 @@ async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons,
     _, router = await engine_on(stack, "tried-r", here)
     body = PeerRequest(engine_id=source.engine_id, address=source.address)
 
-    async def there_is_one() -> bool:
-        return bool(trying(here))
-
-    await until(there_is_one, "it has been started")
-    (pid,) = trying(here)
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(KvferryError) as refused:
-        await router.prewarm(body)
-    assert refused.value.code == "peer_unreachable"
-    assert pid not in trying(here)
-
     async def met() -> bool:
         """A second may be too short for it on a busy machine."""
         with contextlib.suppress(KvferryError):
             return bool(await router.prewarm(body))
         return False
 
+    await until(met, "it is met, and so the process is there")
+    await router.forget_peer(source.engine_id)
+    (pid,) = trying(here)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(KvferryError) as refused:
+        await router.prewarm(body)
+    assert refused.value.code == "peer_unreachable"
+    assert pid not in trying(here)
     await until(met, "it is met with another process")
+
+
+async def test_a_process_that_tries_metadata_and_does_not_come_up_is_given_up(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no fault of the metadata that comes next."""
+    bounded(monkeypatch, {"kvferryd.transport.metadata.START_S": 0.01})
+    (there,), (here,) = await daemons.start("slow-s"), await daemons.start("slow-r")
+    source, _ = await engine_on(stack, "slow-s", there)
+    _, router = await engine_on(stack, "slow-r", here)
+    with pytest.raises(KvferryError) as refused:
+        await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
+    assert refused.value.code == "transport_failed"
+    assert not trying(here)
 
 
 def plain(daemon: DaemonService, stack: AsyncExitStack) -> socket.socket:

@@ -26,6 +26,8 @@ from kvferryd.transport.read import Span, TransportError, nixl_failed
 
 INTRO = b"nixlSerDes|"
 MAX_NBYTES = 1 << 20
+START_S = 60.0
+"""The longest that the process which tries metadata may take to come up: seconds on a busy machine."""
 """Metadata of 20,000 registrations; ours have a few."""
 MAX_NAME = 256
 DEVICES = 1024
@@ -186,7 +188,12 @@ class Screen:
             env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
         )  # fmt: skip
         assert process.stdout is not None
-        if (await process.stdout.readline()).decode().strip() != READY:
+        said = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                said = await process.stdout.readline()
+        if said.decode().strip() != READY:
+            await self.close()  # else the next metadata would be taken for what it died of
             raise TransportError("transport_failed", "the process that tries peers' metadata did not start")
         return process
 
