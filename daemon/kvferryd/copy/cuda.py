@@ -253,8 +253,8 @@ class Copier:
             )
             # Loaded onto this GPU, and launched over no tiles: the driver does more at a kernel's first launch.
             with closing(self.device.stream()) as stream:
-                constants = shape.word, shape.piece, TILE, shape.padded
-                compiled[(1, 1, 1)](2**40, 0, *constants, stream=stream.handle)
+                constants = shape.word, shape.piece, self._tile, shape.padded
+                compiled[(1, 1, 1)](2**40, 0, *self._sums, *constants, stream=stream.handle)
                 stream.synchronize()
         return compiled
 
