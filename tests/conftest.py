@@ -55,7 +55,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[demo_fleet.Fleet]:
+def own_fleet(tmp_path: Path) -> Iterator[demo_fleet.Fleet]:
     """For the daemons of one test alone."""
     fleet = demo_fleet.Fleet(tmp_path)
     yield fleet

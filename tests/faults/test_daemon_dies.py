@@ -31,11 +31,11 @@ Seen = Callable[[str, object], None]
 
 
 @pytest.fixture
-def pair(fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService]:
+def pair(own_fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService]:
     """A source's daemon and a reader's, each under a keeper."""
     flags = getattr(request, "param", ())
-    daemons = [fleet.daemon(name, kept=True, flags=flags) for name in ("source", "reader")]
-    asyncio.run(fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    daemons = [own_fleet.daemon(name, kept=True, flags=flags) for name in ("source", "reader")]
+    asyncio.run(own_fleet.ready(*daemons, timeout_s=TIMEOUT_S))
     return daemons
 
 
@@ -143,11 +143,11 @@ def test_the_next_daemon_has_all_that_the_one_before_had(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_an_engine_outlives_the_step_to_a_keeper_and_back(
-    fleet: Fleet, request_id: str, number: signal.Signals
+    own_fleet: Fleet, request_id: str, number: signal.Signals
 ) -> None:
     """serve, keep, serve at the same addresses: the engine hears that its daemon has gone and is there again."""
-    daemons = [fleet.daemon(name) for name in ("source", "reader")]
-    asyncio.run(fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    daemons = [own_fleet.daemon(name) for name in ("source", "reader")]
+    asyncio.run(own_fleet.ready(*daemons, timeout_s=TIMEOUT_S))
     engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in daemons]
     load = Load(*engines)
     with load.running():
@@ -159,7 +159,7 @@ def test_an_engine_outlives_the_step_to_a_keeper_and_back(
                 assert "has gone" in engine.said.get(timeout=TIMEOUT_S)
                 engine.daemon.process.wait(TIMEOUT_S)
                 eventually(lambda each=of_keeper: not any(map(_lives, each)), "the keeper's daemons are dead")
-                engine.daemon = daemons[nth] = fleet.again(engine.daemon, command)
+                engine.daemon = daemons[nth] = own_fleet.again(engine.daemon, command)
                 assert "there again" in engine.said.get(timeout=START_S)
                 load.more()
     for engine in engines:
@@ -192,7 +192,7 @@ def test_a_daemon_that_lasts_ends_the_waiting() -> None:
     assert [deaths.pause_s(lasted_s) for lasted_s in (LASTED_S, 0.0, 0.0)] == [0.0, 0.0, 0.5]
 
 
-def test_the_keeper_takes_its_daemons_with_it(fleet: Fleet, pair: list[DaemonService]) -> None:
+def test_the_keeper_takes_its_daemons_with_it(own_fleet: Fleet, pair: list[DaemonService]) -> None:
     """Or the next keeper could not start one."""
     daemon = pair[0]
     eventually(lambda: stands_by(daemon), "another daemon stands by")
@@ -200,7 +200,7 @@ def test_the_keeper_takes_its_daemons_with_it(fleet: Fleet, pair: list[DaemonSer
     daemon.signal(signal.SIGKILL)
     daemon.process.wait(TIMEOUT_S)
     eventually(lambda: not any(Path(f"/proc/{pid}/fd").exists() and _lives(pid) for pid in left), "they are dead")
-    asyncio.run(fleet.ready(fleet.again(daemon), timeout_s=TIMEOUT_S))
+    asyncio.run(own_fleet.ready(own_fleet.again(daemon), timeout_s=TIMEOUT_S))
 
 
 def _lives(pid: int) -> bool:
@@ -217,20 +217,20 @@ def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonSer
     assert '"stopped"' in daemon.tail(1)
 
 
-def test_a_daemon_that_never_served_is_not_started_again(fleet: Fleet) -> None:
-    daemon = fleet.daemon("wrong", kept=True, flags=["--way", "sideways"])
+def test_a_daemon_that_never_served_is_not_started_again(own_fleet: Fleet) -> None:
+    daemon = own_fleet.daemon("wrong", kept=True, flags=["--way", "sideways"])
     assert daemon.process.wait(TIMEOUT_S) == 2
     assert "sideways" in daemon.tail()
 
 
 def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
-    fleet: Fleet, tmp_path: Path, request_id: str
+    own_fleet: Fleet, tmp_path: Path, request_id: str
 ) -> None:
     """And one that loads takes its place, with the settings of now."""
     settings = tmp_path / "kvferry.toml"
     settings.write_text("max_leases = 64\n")
-    daemon = fleet.daemon("upgraded", kept=True, flags=["--config", str(settings)])
-    asyncio.run(fleet.ready(daemon, timeout_s=TIMEOUT_S))
+    daemon = own_fleet.daemon("upgraded", kept=True, flags=["--config", str(settings)])
+    asyncio.run(own_fleet.ready(daemon, timeout_s=TIMEOUT_S))
     engine = Engine(f"e-{request_id[-8:]}", daemon, "1")
     before = serving(daemon)
 
@@ -249,15 +249,15 @@ def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
 
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_daemons_are_upgraded_from_the_commit_before_under_load(
-    fleet: Fleet, tmp_path: Path, request_id: str, monkeypatch: pytest.MonkeyPatch, times: int
+    own_fleet: Fleet, tmp_path: Path, request_id: str, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     code = tmp_path / "code"
     code.symlink_to(before_this(tmp_path / "before"))
     if not (code / "daemon/kvferryd/keeper.py").exists():
         pytest.skip("the commit before has no keeper")
     monkeypatch.setenv("PYTHONPATH", path_of(code))
-    daemons = [fleet.daemon(name, kept=True) for name in ("source", "reader")]
-    asyncio.run(fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    daemons = [own_fleet.daemon(name, kept=True) for name in ("source", "reader")]
+    asyncio.run(own_fleet.ready(*daemons, timeout_s=TIMEOUT_S))
     engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in daemons]
     load = Load(*engines)
     with load.running():

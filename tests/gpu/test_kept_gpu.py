@@ -68,14 +68,14 @@ class GpuEngine(Engine):
 
 
 @pytest.fixture
-def pair(fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService]:
+def pair(own_fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService]:
     """A source's daemon on the first GPU and a reader's on the last, each under a keeper."""
     ways = ["--way", getattr(request, "param", "auto")]
     gpus = {"source": GPUS[0], "reader": GPUS[-1]}
     daemons = [
-        fleet.daemon(name, kept=True, flags=["--device", f"cuda:{gpu.index}", *ways]) for name, gpu in gpus.items()
+        own_fleet.daemon(name, kept=True, flags=["--device", f"cuda:{gpu.index}", *ways]) for name, gpu in gpus.items()
     ]
-    asyncio.run(fleet.ready(*daemons, timeout_s=WAIT_S))
+    asyncio.run(own_fleet.ready(*daemons, timeout_s=WAIT_S))
     for daemon in daemons:
         eventually(lambda daemon=daemon: len(children(daemon)) == 2, "another daemon stands by")
     return daemons
@@ -127,10 +127,10 @@ def test_what_lies_in_the_keepers_memory_stays_when_the_daemon_dies(load: Load, 
 
 
 @pytest.mark.parametrize("daemon_dies", [False, True])
-def test_the_keeper_frees_what_nobody_holds(fleet: Fleet, request_id: str, daemon_dies: bool) -> None:
+def test_the_keeper_frees_what_nobody_holds(own_fleet: Fleet, request_id: str, daemon_dies: bool) -> None:
     gpu, said = GPUS[0], queue.Queue[str]()
-    daemon = fleet.daemon("alone", kept=True, flags=["--device", f"cuda:{gpu.index}", "--way", "mapped"])
-    asyncio.run(fleet.ready(daemon, timeout_s=WAIT_S))
+    daemon = own_fleet.daemon("alone", kept=True, flags=["--device", f"cuda:{gpu.index}", "--way", "mapped"])
+    asyncio.run(own_fleet.ready(daemon, timeout_s=WAIT_S))
     eventually(lambda: len(children(daemon)) == 2, "another daemon stands by")
     for nbytes in (MIB, LARGE):  # the first time all processes make their contexts
         client = BlockingEngineClient.connect(
@@ -149,11 +149,11 @@ def test_the_keeper_frees_what_nobody_holds(fleet: Fleet, request_id: str, daemo
 
 
 def test_a_keeper_that_dies_takes_the_memory_out_of_reach_and_the_engine_is_told(
-    fleet: Fleet, load: Load, pair: list[DaemonService]
+    own_fleet: Fleet, load: Load, pair: list[DaemonService]
 ) -> None:
     engine, daemon = load.source, pair[0]
     os.kill(daemon.process.pid, signal.SIGKILL)
     daemon.process.wait(WAIT_S)
     assert "has gone" in engine.said.get(timeout=WAIT_S)
-    asyncio.run(fleet.ready(fleet.again(daemon), timeout_s=WAIT_S))
+    asyncio.run(own_fleet.ready(own_fleet.again(daemon), timeout_s=WAIT_S))
     eventually(lambda: "start the engine again" in "".join(engine.said.queue), "the engine is told")

@@ -29,9 +29,9 @@ CACHE = (16, 16, 2, 8)
 
 
 @pytest.fixture
-def daemon(fleet: Fleet) -> DaemonService:
-    started = fleet.daemon("beside", flags=["--device", "cuda:0"])
-    asyncio.run(fleet.ready(started, timeout_s=WAIT_S))
+def daemon(own_fleet: Fleet) -> DaemonService:
+    started = own_fleet.daemon("beside", flags=["--device", "cuda:0"])
+    asyncio.run(own_fleet.ready(started, timeout_s=WAIT_S))
     return started
 
 
@@ -48,15 +48,15 @@ def client(daemon: DaemonService, said: queue.Queue[str]) -> Iterator[BlockingEn
         yield client
 
 
-def restarted(fleet: Fleet, daemon: DaemonService, said: queue.Queue[str]) -> None:
+def restarted(own_fleet: Fleet, daemon: DaemonService, said: queue.Queue[str]) -> None:
     daemon.signal(signal.SIGKILL)
     daemon.process.wait(WAIT_S)
     assert "has gone" in said.get(timeout=WAIT_S)
-    asyncio.run(fleet.ready(fleet.again(daemon), timeout_s=WAIT_S))
+    asyncio.run(own_fleet.ready(own_fleet.again(daemon), timeout_s=WAIT_S))
 
 
 def test_memory_of_the_engine_and_new_fences_are_handed_to_the_next_daemon(
-    fleet: Fleet, daemon: DaemonService, said: queue.Queue[str], client: BlockingEngineClient
+    own_fleet: Fleet, daemon: DaemonService, said: queue.Queue[str], client: BlockingEngineClient
 ) -> None:
     cache = torch.zeros(CACHE, dtype=torch.float16, device="cuda:0")
     memory = cuda_memory(cache)
@@ -67,7 +67,7 @@ def test_memory_of_the_engine_and_new_fences_are_handed_to_the_next_daemon(
     builder.group("full", num_blocks=CACHE[0], block_size=CACHE[1])
     builder.component("full", layer=0, name="k", array=cache, axes=("block", "slot", "head", "dim"))
     client.register(builder.build())
-    restarted(fleet, daemon, said)
+    restarted(own_fleet, daemon, said)
     assert "is there again" in said.get(timeout=WAIT_S)
 
     after = client.written(torch.cuda.current_stream())
@@ -78,10 +78,10 @@ def test_memory_of_the_engine_and_new_fences_are_handed_to_the_next_daemon(
 
 
 def test_memory_of_the_daemon_that_has_gone_is_said_to_need_a_new_engine(
-    fleet: Fleet, daemon: DaemonService, said: queue.Queue[str], client: BlockingEngineClient
+    own_fleet: Fleet, daemon: DaemonService, said: queue.Queue[str], client: BlockingEngineClient
 ) -> None:
     client.allocate(4 << 20)
-    restarted(fleet, daemon, said)
+    restarted(own_fleet, daemon, said)
     assert "start the engine again" in said.get(timeout=WAIT_S)
     with pytest.raises(KvferryError):
         client.publish("r", {"full": BlockTable.of([1])}, 10)
