@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvferry.errors import KvferryError
@@ -78,6 +78,13 @@ def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | N
         future.exception()  # retrieved: its waiter may have been cancelled
     else:
         future.set_result(result)  # type: ignore[arg-type]
+
+
+async def all_over(futures: Collection[asyncio.Future[None]]) -> None:
+    """When all are done. A wait that is cut off leaves them as they are: `await` and `gather` would cancel them, and
+    what is cancelled is done."""
+    if futures:
+        await asyncio.wait(futures)
 
 
 async def all_done(futures: Sequence[asyncio.Future[Any]]) -> None:

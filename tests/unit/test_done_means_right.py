@@ -21,7 +21,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -818,7 +818,7 @@ class Done(RuleBasedStateMachine):
     def _strike(self, blow: str, request_id: str, which: int) -> None:
         if blow == "revoke" and self.source.engine and request_id in self.live:
             self._revoke(request_id)
-        elif blow == "abort":
+        elif blow == "abort" and self.reader.engine:
             self.abort(request_id, 0, failed=False)
         elif blow == "read" and self.world.flights():
             self.read_fails(which)
@@ -911,3 +911,15 @@ def quiet() -> Iterator[None]:
 @pytest.mark.timeout(1800)
 def test_done_means_right(quiet: None) -> None:
     run_state_machine_as_test(Done, settings=SETTINGS)
+
+
+def test_blocks_are_not_quiet_because_a_wait_for_them_was_cut_off(quiet: None) -> None:
+    """A read has failed and goes on landing; the second try that waits for its end is ended by the deadline."""
+    first = Served("r", b"hello", 1, False, False, None, False, False, "", 0, 6, 1)
+    model = Done()
+    model.begin(eager=False, met=True)
+    model.serve_again(served=first, way="")
+    model.serve_again(served=replace(first, blow="session", after=0), way="direct")
+    model.pass_time(seconds=6.0)
+    model.read_fails(which=0)
+    model.teardown()

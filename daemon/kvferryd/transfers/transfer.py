@@ -14,7 +14,7 @@ from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, Tr
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import logs, paths
-from kvferryd.aio import together
+from kvferryd.aio import all_over, together
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.paths import Flight, Move, Moved, PathName
@@ -423,7 +423,7 @@ class Transfer:
         self._move(TransferState.CONNECTING)
         for flight in self._flights:
             flight.abandon()
-        await asyncio.gather(*(flight.quiet for flight in self._flights))
+        await all_over([flight.quiet for flight in self._flights])
         self._flights.clear()
         self.nbytes = self.descriptors = 0
         await together(reader.ask_again() for reader in readers)
@@ -486,7 +486,7 @@ class Transfer:
 
     async def _settle(self) -> None:
         """Once nothing can be written any more, release the claim, tell the engine, and let the peer go."""
-        await asyncio.gather(*(flight.quiet for flight in self._flights))
+        await all_over([flight.quiet for flight in self._flights])
         self._be_quiet()
         safe = engine_pb2.BlocksSafe(request_id=self.request_id, transfer_id=self.transfer_id)
         self.engine.session.tell(engine_pb2.Event(blocks_safe=safe))
