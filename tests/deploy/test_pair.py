@@ -56,7 +56,10 @@ def daemon(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, st
 
 def listening(process: subprocess.Popen[bytes]) -> set[int]:
     """The TCP ports that a process listens on."""
-    files = [os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+    files = []
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            files.append(os.readlink(entry))
     inodes = {found[1] for file in files if (found := re.match(r"socket:\[(\d+)\]", file))}
     ports = set()
     for table in ("tcp", "tcp6"):

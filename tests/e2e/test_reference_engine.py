@@ -111,7 +111,7 @@ def prompt(length: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(0, 300, length).tolist()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

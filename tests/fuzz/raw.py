@@ -55,7 +55,7 @@ class RawEngine:
         return manifest
 
     async def say(self, command: engine_pb2.Command) -> None:
-        self.said += 1
+        self.said += len(command.several.commands) if command.HasField("several") else 1
         await self._call.write(command)
 
     async def all_answered(self) -> None:
