@@ -296,12 +296,14 @@ class Peers:
 
     async def _prepare_copies(self, peer: PeerEngine, read: Sequence[PeerRank]) -> None:
         engine, planned = peer.own, peer.plan
+        engine.session.check_open()  # or its memory is gone
+        own = engine.addresses
         with took(peer.took_s, "kernels"):
             if engine.runner is not None and not peer.unmapped:
-                await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), engine.addresses))
+                await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), own))
             if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
                 await asyncio.gather(*(self._pair(rank, planned) for rank in read if rank.staging))
-                await prepare_scatter(engine.arena, planned, engine.addresses)
+                await prepare_scatter(engine.arena, planned, own)
 
     async def _pair(self, rank: PeerRank, planned: Plan) -> None:
         """What fails here is tried again by the first staged transfer."""
