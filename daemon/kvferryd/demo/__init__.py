@@ -12,6 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.markup import escape
 
+from kvferry.asgi import unless
 from kvferry.errors import KvferryError
 from kvferryd.demo.fleet import Fleet, Service, ServiceError
 from kvferryd.demo.report import Narrator
@@ -83,14 +84,7 @@ async def _act(narrator: Narrator, *, keep: bool, deadline_s: float) -> int:
 
 async def _while_all_live(fleet: Fleet, work: Coroutine[object, object, T]) -> T:
     """The result of `work`. Raises ServiceError when a process ends before it is there."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(fleet.watch())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else watching.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+    return await unless(fleet.watch(), work)
 
 
 def _failed(fleet: Fleet, narrator: Narrator, faults: Sequence[str], services: Sequence[Service]) -> None:
