@@ -349,7 +349,7 @@ class EngineClient:
 
         async def left() -> None:
             with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await said.answered()  # an abort before that would find nothing to end
+                answer = await said.answered()  # before that the daemon has nothing to abort
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return

@@ -31,8 +31,8 @@ class Outbox(Generic[M]):
         self.ask(lambda: message)
 
     def ask(self, compose: Callable[[], M | None]) -> None:
-        """Have `compose` called when it is its turn: once, however often it asks before; None if nothing is to be said
-        any more. Ignored after `end`."""
+        """Call `compose` when its turn comes: once, however often this was asked before. It returns None where there is
+        nothing to send any more. Ignored after `end`."""
         if not self._over:
             self._waiting[compose] = None
             self._wake()
@@ -41,7 +41,7 @@ class Outbox(Generic[M]):
         self._waiting.pop(compose, None)
 
     def end(self) -> None:
-        """`take` returns None after what is there."""
+        """Take nothing new. What waits is still taken; then `take` returns None."""
         self._over = True
         self._wake()
 

@@ -150,7 +150,7 @@ class Exchange(Response):
             serving.result()
 
     def _finish(self, answer: Answer) -> None:
-        """The client has its answer, or has left: log the request, and free what it still holds."""
+        """Log the request, and free what the exchange holds. Called once the client has its answer or has left."""
         outcome = "complete" if answer.complete else "broken" if self._error else "client_left"
         log.info(
             "request %s as %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",

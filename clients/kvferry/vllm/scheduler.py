@@ -76,7 +76,7 @@ class SchedulerSide:
         self._answered: Remembered[str] = Remembered()
         """By the name that vLLM gives to several answers to one prompt: the last of them that has published."""
         self._loads: Remembered[tuple[bytes, bool]] = Remembered()
-        """By remote request id: the digest of what is being read, or has been; and whether it is there."""
+        """By remote request id: the digest of the tokens whose KV is read, and whether all of it has arrived."""
         self._step = Step()
 
     def reached_at(self, workers: Mapping[tuple[int, int], Address]) -> None:

@@ -65,7 +65,7 @@ class Session:
         self._loading: dict[str, str] = {}
         self._ends: SimpleQueue[tuple[str, End]] = SimpleQueue()
         self._together: list[Coroutine[Any, Any, None]] | None = None
-        """What is ordered, within `together`."""
+        """The calls that were made inside `together` so far; None outside it."""
 
     @property
     def waiting(self) -> bool:
@@ -87,8 +87,8 @@ class Session:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is ordered within this begins in one turn of the client's event loop: the daemon hears it as one message
-        and may do it as one piece of work."""
+        """Calls made inside this block begin in one turn of the client's event loop: the daemon gets them as one
+        message and can do them as one piece of work."""
         self._together = []
         try:
             yield
