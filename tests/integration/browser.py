@@ -126,6 +126,10 @@ class Page:
     async def click(self, selector: str) -> None:
         await self.value(f"document.querySelector({selector!r}).click()")
 
+    async def scroll_to(self, id: str) -> None:
+        """Sections are asked for while they are seen, and what stands above them may be long."""
+        await self.value(f"document.getElementById({id!r}).scrollIntoView()")
+
     async def type(self, selector: str, text: str) -> None:
         """In place of what is there."""
         await self.value(f"{{ const it = document.querySelector({selector!r}); it.focus(); it.select(); }}")

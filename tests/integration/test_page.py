@@ -164,7 +164,8 @@ async def test_a_failure_is_told_with_its_remedy(chrome: Browser, pair: Pair, re
 
 async def test_peers_are_a_matrix_and_the_plan_is_drawn(chrome: Browser, pair: Pair) -> None:
     await pair.routers[0].prewarm(PeerRequest(engine_id="prefill", address=pair.prefill.address))
-    async with watching(chrome, pair.decode.daemons[0], height=3000) as page:
+    async with watching(chrome, pair.decode.daemons[0]) as page:
+        await page.scroll_to("all-peers")
         await page.until("[...document.querySelectorAll('.who h3')].some((it) => it.innerText === 'prefill')")
         cells = "[...document.querySelectorAll('.peer')].find((it) => it.querySelector('h3').innerText === 'prefill')"
         ranks = await page.value(f"[...{cells}.querySelectorAll('.rank')].map((it) => it.innerText)")
@@ -189,10 +190,12 @@ async def test_peers_are_a_matrix_and_the_plan_is_drawn(chrome: Browser, pair: P
 
 async def test_a_source_shows_what_it_serves_and_to_whom(chrome: Browser, pair: Pair, request_id: str) -> None:
     await moved(pair, request_id)
-    async with watching(chrome, pair.prefill.daemons[0], height=3000) as page:
+    async with watching(chrome, pair.prefill.daemons[0]) as page:
+        await page.scroll_to("leases")
         lease = f"[...document.querySelectorAll('#leases tr')].find((it) => it.innerText.includes({request_id!r}))"
         await page.until(f"{lease}?.innerText.includes('released')")
         assert "decode rank 0–2 read" in await page.value(f"{lease}.innerText")
+        await page.scroll_to("all-peers")
         await page.until("document.querySelector('#inbound').innerText.includes('decode rank 2 of 3')")
         totals = "[...document.querySelectorAll('#totals div')].find((it) => it.innerText.includes('served')).innerText"
         assert not (await page.value(totals)).endswith("\n0 B")
@@ -216,7 +219,7 @@ async def test_it_asks_for_what_is_new_and_for_what_is_seen(chrome: Browser, pai
         await until(thrice, "it asks again and again")
         assert all("since=" in address for address in page.requested if "/v1/transfers" in address)
         assert not [each for each in page.requested if each.endswith("/v1/engines") or "/v1/leases" in each]
-        await page.value("document.getElementById('engines').scrollIntoView()")
+        await page.scroll_to("engines")
         await page.until("document.querySelector('#engines h3')?.innerText === 'decode'")
         assert len([each for each in page.requested if each.endswith("/v1/engines")]) == 1, "the manifests, once"
 
@@ -234,7 +237,7 @@ async def test_a_phone_shows_all_of_it_in_readable_colours(
         await page.until("document.querySelectorAll('#rows tr.failed').length === 1")
         await page.until("!!document.querySelector('#plan svg')")
         for id in ("all-peers", "leases", "engines"):
-            await page.value(f"document.getElementById({id!r}).scrollIntoView()")
+            await page.scroll_to(id)
             await page.until(f"document.getElementById({id!r}).childElementCount > 0")
         for fragment in ("", f"#transfer={record.transfer_id}"):
             await page.value(f"location.hash = {fragment!r}")
