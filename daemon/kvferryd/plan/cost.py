@@ -26,11 +26,11 @@ class Cost:
 
 
 COSTS = {
-    "host": {"direct": Cost(1.0, 2.4, 0.17), "staged": Cost(3.0, 0.03, 0.5)},
-    "cuda": {"mapped": Cost(0.4, 0.0, 0.0032), "staged": Cost(2.0, 0.0, 0.0072), "direct": Cost(1.0, 5.0, 0.0029)},
+    "host": {"direct": Cost(3.0, 2.4, 0.22), "staged": Cost(5.0, 0.03, 0.8)},
+    "cuda": {"mapped": Cost(1.6, 0.0, 0.0029), "staged": Cost(3.3, 0.0, 0.0042), "direct": Cost(1.6, 5.5, 0.0029)},
 }
 """By kind of memory, in the order in which ways are preferred that take the same time."""
-IMPORTED = {**COSTS["cuda"], "direct": Cost(1.0, 5.0, 5.5)}
+IMPORTED = {**COSTS["cuda"], "direct": Cost(1.6, 5.5, 5.5)}
 """From GPU memory that another process allocated, NIXL reads a hundred times slower."""
 
 
