@@ -226,7 +226,7 @@ class Keeper:
                         self._upgrading = False
                         self._report(f"the new daemon does not load ({_words(status)}): the one that serves stays")
                     else:
-                        self._report(f"the daemon that stood by is dead ({_words(status)}): another one will")
+                        self._report(f"the daemon that stood by is dead ({_words(status)}): another one is loaded")
 
     def _current_ended(self, status: int) -> None:
         if self._stopping or not self._served:
