@@ -34,8 +34,8 @@ def engines() -> Iterator[Pair]:
 
 
 def loaded(engine: Service) -> float:
-    """Bytes that the other connector has loaded so far."""
-    return metric(engine, "kv_offload_load_bytes_total")
+    """Tokens whose KV the other connector has loaded so far."""
+    return metric(engine, "prompt_tokens_cached_by_source_total", 'source="host"')
 
 
 def pushed_out(engine: Service, seed: int) -> None:
