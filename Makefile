@@ -14,11 +14,11 @@ TIMES         ?= 1
 export ENGINES_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-long test-faults test-all engines-venv test-engines bench-vllm bench-vllm-gpu soak
-.PHONY: lint format proto reference bench clean
+.PHONY: help setup demo test test-long test-faults test-all engines-venv test-engines test-engines-all
+.PHONY: bench-vllm bench-vllm-gpu soak lint format proto reference bench clean
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install the development environment into .venv
 
@@ -53,7 +53,10 @@ $(ENGINES_READY): tests/engines/install.py pyproject.toml
 	@$(ENGINES_VENV)/bin/python tests/engines/install.py $(VLLM)
 	@touch $@
 
-test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
+test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides, and other projects' routers: those of the gate
+	@$(BIN)/python -m pytest -m "engines and not long" tests/engines
+
+test-engines-all: $(READY) $(ENGINES_READY) ## all of them: more shapes, each prompt alone, daemons killed 50 times
 	@$(BIN)/python -m pytest -m engines tests/engines
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
