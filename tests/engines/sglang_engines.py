@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import ANSWER_S, HOST, SITE, Engines
 
+from engines import ANSWER_S, HOST, SITE, Engines
 from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import DaemonService, Service, ServiceError
 
@@ -54,8 +54,8 @@ class SglangFleet(Engines):
             "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
             *(f"{key}={value}" for key, value in (environment or {}).items()),
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", "m",
-            "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size), "--tp", str(ranks),
-            "--nccl-port", str(self.free_port()), *FLAGS, *flags,
+            "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
+            "--tp", str(ranks), "--nccl-port", str(self.free_port()), *FLAGS, *flags,
         ]  # fmt: skip
         if mode != "null":
             command += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
@@ -70,8 +70,8 @@ class SglangFleet(Engines):
         """sglang-router before them."""
         port = self.free_port()
         command = [
-            str(PYTHON), "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", HOST, "--port", str(port),
-            "--policy", "round_robin", "--disable-retries", "--prometheus-port", str(self.free_port()),
+            str(PYTHON), "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", HOST, "--policy",
+            "round_robin", "--port", str(port), "--prometheus-port", str(self.free_port()), "--disable-retries",
         ]  # fmt: skip
         for engine in prefill:
             command += ["--prefill", engine.url, str(engine.bootstrap)]
@@ -119,7 +119,7 @@ def sglang_pair(
     model: Any, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, alone: bool = True,
     backend: str = "kvferry", daemon_flags: Sequence[str] = (),
 ) -> Iterator[SglangPair]:  # fmt: skip
-    """prefill, decode: for `SglangFleet.sglang`. backend: or SGLang's own nixl, without daemons. Raises ServiceError."""
+    """prefill, decode: for `SglangFleet.sglang`. backend: or nixl, SGLang's own. Raises ServiceError."""
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
     fleet = SglangFleet()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engines import MODEL, eventually, prompt
 from sglang_engines import SglangPair, generate, same, sglang_pair, streamed, tokens_of
 
+from engines import MODEL, eventually, prompt
 from kvferry.schemas import LeaseState, TransferState
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

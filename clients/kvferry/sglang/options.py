@@ -17,7 +17,7 @@ PREFIX = "KVFERRY_SGLANG_"
 class Options(BaseModel):
     """docs/sglang.md explains when to change which."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: PREFIX + name.upper())
 
     socket: str = "/run/kvferry/engine.sock"
     """Where the daemon beside a rank listens; {rank} stands for the rank's number."""
@@ -32,12 +32,11 @@ class Options(BaseModel):
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Options:
         """Raises KvferryError (`bad_option`) naming the variable."""
-        given = {name[len(PREFIX) :].lower(): value for name, value in environment.items() if name.startswith(PREFIX)}
         try:
-            return cls.model_validate(given)
+            return cls.model_validate({name: value for name, value in environment.items() if name.startswith(PREFIX)})
         except ValidationError as error:
-            remedy = f"{PREFIX}NAME, NAME one of {', '.join(cls.model_fields).upper()}: see docs/sglang.md"
-            raise first_breach(error, PREFIX.rstrip("_"), "bad_option", remedy) from None
+            remedy = f"{PREFIX} and one of {', '.join(cls.model_fields).upper()}: see docs/sglang.md"
+            raise first_breach(error, "environment", "bad_option", remedy) from None
 
     def socket_of(self, rank: int, ranks: int) -> str:
         """Raises KvferryError (`bad_option`)."""
