@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from kvferryd.demo.fleet import DaemonService, Service, ServiceError
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("SGLANG_VENV", ".venv-sglang") / "bin" / "python"
 START_S = 420.0
+ROOMS = itertools.count(1)
 FLAGS = (
     "--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--max-total-tokens", "16384", "--max-running-requests", "16", "--chunked-prefill-size", "512",
@@ -78,7 +80,7 @@ class SglangFleet(Engines):
         for engine in decode:
             command += ["--decode", engine.url]
         process, log = self._start("sglang-router", command)
-        return self._add(Service("sglang-router", f"http://{HOST}:{port}", "/health", process, log))
+        return self._add(Service("sglang-router", f"http://{HOST}:{port}", "/readiness", process, log))
 
     def restarted(self, engine: SglangEngine) -> SglangEngine:
         """Start an engine that has ended once more, as it was."""
@@ -104,7 +106,12 @@ class SglangPair:
     daemons: dict[str, list[DaemonService]]
     router: Service
 
+    def room(self) -> dict[str, Any]:
+        """What a router adds to a request, for tests that send the two legs themselves."""
+        return {"bootstrap_host": HOST, "bootstrap_port": self.engines["p"].bootstrap, "bootstrap_room": next(ROOMS)}
+
     def leases(self) -> list[LeaseRecord]:
+        """That have not ended."""
         body = httpx.get(f"{self.daemons['p'][0].url}/v1/leases", trust_env=False).json()
         return [LeaseRecord.model_validate(one) for one in body["leases"]]
 
@@ -146,10 +153,12 @@ def sglang_pair(
         fleet.close()
 
 
-def generate(engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, **more: Any) -> httpx.Response:
+def generate(
+    engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, timeout_s: float = ANSWER_S, **more: Any
+) -> httpx.Response:
     parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": list(tokens), "sampling_params": parameters} | more
-    with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
+    with httpx.Client(trust_env=False, timeout=timeout_s) as http:
         return http.post(f"{engine.url}/generate", json=body)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
-from sglang_engines import SglangPair, generate, same, sglang_pair, streamed, tokens_of
+from sglang_engines import START_S, SglangPair, generate, same, sglang_pair, streamed, tokens_of
 
-from engines import MODEL, eventually, prompt
-from kvferry.schemas import LeaseState, TransferState
+from engines import HOST, MODEL, eventually, prompt
+from kvferry.schemas import TransferState
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 LENGTHS = [5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 500, 512, 513, 1025, 1300]
@@ -45,15 +48,23 @@ def test_a_prefix_that_prefill_has_cached_is_handed_over_with_the_rest(pair: Sgl
 
 
 def test_a_chunked_prefill_is_published_chunk_by_chunk(pair: SglangPair) -> None:
-    same(pair, [prompt(1500, seed=6)])
-    lease = next(lease for lease in pair.leases() if lease.num_tokens == 1500)
-    assert lease.version >= 3
+    tokens, room = prompt(1500, seed=6), pair.room()
+    with ThreadPoolExecutor(1) as pool:
+        prefilled = pool.submit(generate, pair.engines["p"], tokens, **room)
+        seen = set[int]()  # nobody reads it yet, so that its last publish stays to be seen
+        while 1500 not in seen:
+            assert not prefilled.done(), prefilled.result().text
+            seen |= {lease.num_tokens for lease in pair.leases()}
+        moved = tokens_of(generate(pair.engines["d"], tokens, **room))
+        assert prefilled.result().status_code == 200
+    assert seen == {512, 1024, 1500}
+    assert moved == tokens_of(generate(pair.engines["alone"], tokens))
 
 
 def test_another_prompts_room_is_refused(pair: SglangPair) -> None:
     """The router gave decode the room of another prompt of the same length."""
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.engines["p"].bootstrap, "bootstrap_room": 77}
-    with ThreadPoolExecutor(2) as pool:
+    room = pair.room()
+    with ThreadPoolExecutor(1) as pool:
         prefilled = pool.submit(generate, pair.engines["p"], prompt(40, seed=7), **room)
         decoded = generate(pair.engines["d"], prompt(40, seed=8), **room)
         assert decoded.status_code == 500
@@ -62,5 +73,35 @@ def test_another_prompts_room_is_refused(pair: SglangPair) -> None:
     same(pair, [prompt(40, seed=9)])
 
 
+def test_a_client_that_leaves_costs_nobody_else(pair: SglangPair) -> None:
+    """Decode waits for KV that never comes, and its client has gone: its pages come back."""
+    with pytest.raises(httpx.ReadTimeout):
+        generate(pair.engines["d"], prompt(300, seed=10), timeout_s=1.0, **pair.room())
+    assert eventually(lambda: all(transfer.state.ended for transfer in pair.transfers()))
+    same(pair, [prompt(300, seed=11)])
+
+
 def test_every_lease_ends(pair: SglangPair) -> None:
-    assert eventually(lambda: all(lease.state in (LeaseState.RELEASED, LeaseState.REVOKED) for lease in pair.leases()))
+    assert eventually(lambda: not pair.leases())
+
+
+def test_a_prefill_engine_that_dies_fails_its_requests_only_and_is_found_again(pair: SglangPair) -> None:
+    """The last test of the module: what prefill knew is gone with it."""
+    dead, decode = pair.engines["p"], pair.engines["d"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(generate, decode, prompt(100, seed=12), **pair.room())
+        assert eventually(lambda: not all(transfer.state.ended for transfer in pair.transfers()))
+        dead.signal(signal.SIGKILL)
+        dead.process.wait()
+        assert waiting.result().status_code == 500
+    refused = generate(decode, prompt(100, seed=13), **pair.room())
+    assert refused.status_code == 500
+    assert f"no prefill engine answers at {HOST}:{dead.bootstrap}" in refused.text
+    pair.engines["p"] = pair.fleet.restarted(dead)
+    asyncio.run(pair.fleet.ready(pair.engines["p"], timeout_s=START_S))
+    tokens, room = prompt(100, seed=14), pair.room()
+    with ThreadPoolExecutor(1) as pool:
+        prefilled = pool.submit(generate, pair.engines["p"], tokens, **room)
+        moved = tokens_of(generate(decode, tokens, **room))
+        assert prefilled.result().status_code == 200
+    assert moved == tokens_of(generate(pair.engines["alone"], tokens))

@@ -16,7 +16,7 @@ from kvferry.errors import Conflict, KvferryError
 from kvferry.handoff import Origin
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
-from kvferry.sglang.sender import lease_of
+from kvferry.sglang.sender import lease_of, reason
 from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Receiver(BaseKVReceiver):
                 deadline_s=manager.timeout_s, digest=origin.digest, attempt=manager.attempts.next(origin),
             )  # fmt: skip
         except KvferryError as error:  # the client is closed
-            self._fail(str(error))
+            self._fail(reason(error))
 
     def poll(self) -> Any:
         if self.conclude_state is None and self._receipt is not None and self._receipt.done():
@@ -79,7 +79,7 @@ class Receiver(BaseKVReceiver):
             if error is None:
                 self._take(self._receipt.result().metadata)
             else:
-                self._fail(str(error))
+                self._fail(reason(error))
                 self.kv_mgr.forget(self.bootstrap_addr)
         if self.conclude_state is not None:
             return self.conclude_state
@@ -94,7 +94,7 @@ class Receiver(BaseKVReceiver):
         rows, at = self.kv_mgr.aux_rows(self._aux), 0
         if len(metadata) != sum(nbytes for _, nbytes in rows):
             why = f"{len(metadata)} bytes beside the KV, {sum(nbytes for _, nbytes in rows)} expected"
-            self._fail(str(Conflict("other_metadata", why, remedy="start both sides with one version of SGLang")))
+            self._fail(reason(Conflict("other_metadata", why, remedy="start both sides with one version of SGLang")))
             return
         for address, nbytes in rows:
             ctypes.memmove(address, metadata[at : at + nbytes], nbytes)
@@ -106,7 +106,8 @@ class Receiver(BaseKVReceiver):
 
     def abort(self) -> None:
         if self.conclude_state is None:
-            self._fail("it was aborted")
+            known = self._ready or self.bootstrap_addr in self.kv_mgr.sources
+            self._fail("it was aborted" if known else f"no prefill engine answers at {self.bootstrap_addr}")
         self.ensure_abort_notified()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:

@@ -35,6 +35,11 @@ def lease_of(room: int | None) -> str:
     return f"room-{room}"
 
 
+def reason(error: BaseException) -> str:
+    """What a client and the log are told."""
+    return f"{error.code}: {error}" if isinstance(error, KvferryError) else str(error)
+
+
 class Sender(BaseKVSender):
     """Prefill waits for nobody: it publishes what it has computed, whether decode has asked for it or not.
 
@@ -91,7 +96,7 @@ class Sender(BaseKVSender):
         try:
             end = self._daemon.start(publish)
         except KvferryError as error:  # the client is closed
-            self._fail(str(error))
+            self._fail(reason(error))
             return
         if last:
             self._end = end
@@ -120,7 +125,7 @@ class Sender(BaseKVSender):
             if error is None and self._end.result() is LeaseState.RELEASED:
                 self._state = KVPoll.Success
             else:
-                self._fail(str(error or f"its lease was {self._end.result()} before it was read"))
+                self._fail(reason(error) if error else f"its lease is {self._end.result()}, and was not read")
         if self._state is not None:
             return self._state
         return KVPoll.WaitingForInput if self._end is None else KVPoll.Transferring
