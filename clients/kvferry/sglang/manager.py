@@ -45,7 +45,7 @@ class Manager(BaseKVManager):
     def __init__(
         self, args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs, is_mla_backend: bool | None = False
     ) -> None:
-        _check(args)
+        _check(args, arguments)
         self.kv_args = args
         self.rank = this_rank()
         self.rank.register(arguments)
@@ -119,7 +119,7 @@ class BootstrapServer(BaseKVBootstrapServer):
         pass
 
 
-def _check(args: KVArgs) -> None:
+def _check(args: KVArgs, arguments: ServerArgs) -> None:
     """Raises KvferryError (`unsupported_engine`)."""
     parallel, disagg = get_parallel(), get_disagg()
     refused = {
@@ -131,6 +131,7 @@ def _check(args: KVArgs) -> None:
         "--disaggregation-decode-allocation-policy prefill_complete":
             disagg.disaggregation_decode_allocation_policy != "early",
         "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        "--enable-memory-saver": arguments.enable_memory_saver,
         "role switches": disagg.enable_pd_role_switch,
     }  # fmt: skip
     for what, asked in refused.items():

@@ -14,6 +14,7 @@ from kvferry.blocking import Receipt
 from kvferry.engine import Unsettled
 from kvferry.errors import Conflict, KvferryError
 from kvferry.handoff import Origin
+from kvferry.schemas import SourceBody
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
 from kvferry.sglang.sender import lease_of, reason
@@ -39,7 +40,7 @@ class Receiver(BaseKVReceiver):
         self.kv_mgr, self.bootstrap_addr, self._room = mgr, bootstrap_addr, bootstrap_room or 0
         self.abort_notified = False
         self._prompt = Prompt(0, b"")
-        self._ready = False
+        self._source: SourceBody | None = None
         self._aux = 0
         self._receipt: Receipt | None = None
         self._quiesced: Future[None] | None = None
@@ -51,7 +52,7 @@ class Receiver(BaseKVReceiver):
         self._prompt = prompt
 
     def init(self, prefill_dp_rank: int) -> None:
-        self._ready = True
+        self._source = self.kv_mgr.sources.get(self.bootstrap_addr)
 
     def send_metadata(
         self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None, state_indices: list[Any] | None = None,
@@ -60,14 +61,11 @@ class Receiver(BaseKVReceiver):
         """SGLang has allocated these pages for what follows the first `decode_prefix_len` tokens, which it has."""
         manager, first, stop = self.kv_mgr, decode_prefix_len or 0, self._prompt.num_tokens
         self._aux = aux_index or 0
-        source = manager.sources.get(self.bootstrap_addr)
-        if source is None:  # forgotten meanwhile
-            self._fail(f"the prefill engine at {self.bootstrap_addr} is gone")
-            return
-        origin = Origin(lease_of(self._room), stop, source, digest=self._prompt.digest)
+        origin = Origin(lease_of(self._room), stop, self._source, digest=self._prompt.digest)
         try:
             self._receipt = manager.rank.daemon.receive(
-                origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)}, (first, stop), source=source,
+                origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)}, (first, stop),
+                source=self._source,
                 deadline_s=manager.timeout_s, digest=origin.digest, attempt=manager.attempts.next(origin),
             )  # fmt: skip
         except KvferryError as error:  # the client is closed
@@ -85,7 +83,7 @@ class Receiver(BaseKVReceiver):
             return self.conclude_state
         if self._receipt is not None:
             return KVPoll.Transferring
-        return KVPoll.WaitingForInput if self._ready else KVPoll.Bootstrapping
+        return KVPoll.Bootstrapping if self._source is None else KVPoll.WaitingForInput
 
     poll_pp_consensus = poll
 
@@ -106,8 +104,7 @@ class Receiver(BaseKVReceiver):
 
     def abort(self) -> None:
         if self.conclude_state is None:
-            known = self._ready or self.bootstrap_addr in self.kv_mgr.sources
-            self._fail("it was aborted" if known else f"no prefill engine answers at {self.bootstrap_addr}")
+            self._fail("it was aborted" if self._source else f"no prefill engine answers at {self.bootstrap_addr}")
         self.ensure_abort_notified()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kvferry.sglang.manager import Manager
 
 log = logging.getLogger(__name__)
+GONE_S = 5.0
+"""How long that may take."""
 
 
 def lease_of(room: int | None) -> str:
@@ -158,8 +161,12 @@ class Sender(BaseKVSender):
                 await error.quiesced()
 
     def failure_exception(self) -> None:
-        """Raises why this failed; on the other ranks, which end with it, that it was another one."""
+        """Raises why this failed; on the other ranks, which end with it, that it was another one. Their pages are
+        SGLang's again when this returns, so it waits until no reader can go on."""
         self._revoke()
+        if self._revoked is not None:
+            with suppress(TimeoutError, KvferryError):
+                self._revoked.result(GONE_S)
         why = self._why or "it failed on another rank"
         raise KVTransferError(self._room, f"kvferry: {why}", is_from_another_rank=not self._why)
 
