@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.errors import KvferryError
-from kvferry.handoff import PARAMS, Handoff, check_one_prompt
+from kvferry.handoff import PARAMS, Handoff
 
 T = TypeVar("T")
 MARKS = (PARAMS.encode(), b"\\u", b"\0")
@@ -46,10 +46,7 @@ class CheckTransferParams:
 
 
 def check(body: bytes) -> None:
-    """Leaves what is no JSON object to the engine.
-
-    Raises KvferryError: `malformed_kv_transfer_params`, `batch_of_prompts`.
-    """
+    """Leaves what is no JSON object to the engine. Raises KvferryError (`malformed_kv_transfer_params`)."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -58,7 +55,6 @@ def check(body: bytes) -> None:
         return
     for holder in (asked, asked.get("vllm_xargs")):
         if isinstance(holder, dict) and holder.get(PARAMS):
-            check_one_prompt(asked.get("prompt"))
             handoff = Handoff.parse(holder[PARAMS])
             if handoff.reads:
                 handoff.source()

@@ -175,14 +175,6 @@ def answer(
     )  # fmt: skip
 
 
-def check_one_prompt(prompt: object) -> None:
-    """Raises KvferryError (`batch_of_prompts`) for a completion's `prompt` that holds several."""
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        what = f"the body holds {len(prompt)} prompts, and one {PARAMS} object describes the KV of one"
-        remedy = "send one request per prompt"
-        raise Malformed("batch_of_prompts", what, field="prompt", value=len(prompt), remedy=remedy)
-
-
 def _malformed(name: str, value: object, why: str) -> KvferryError:
     field = f"{PARAMS}.{name}"
     return Malformed(MALFORMED, f"{field}: {why}", field=field, value=value, remedy=REMEDY)

@@ -48,8 +48,13 @@ def as_json(line: str) -> str:
     glog, ucx = GLOG.match(line), UCX.search(line)
     level = LEVELS.get(glog[1] if glog else ucx[1] if ucx else "", "info")
     logger = "nixl" if glog else "ucx" if ucx else "foreign"
+    return event(line, level, logger)
+
+
+def event(what: str, level: str, logger: str) -> str:
+    """A line as `kvferryd.logs` writes it."""
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return json.dumps({"event": line, "level": level, "logger": logger, "time": now})
+    return json.dumps({"event": what, "level": level, "logger": logger, "time": now})
 
 
 def lines(descriptor: int) -> Iterator[str]:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvferry.errors import KvferryError
+from kvferryd.foreign import event
 
 LOADED, SERVING = "loaded", "serving"
 """What a daemon says of itself."""
@@ -29,6 +30,8 @@ LASTED_S = 5.0
 """A daemon that has served for so long does not count as one that dies at once."""
 PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
 """Before the next daemon's turn, by how many in a row have died before LASTED_S."""
+STANDBYS_APART_S = 10.0
+"""Between the starts of two that stand by, where the first has died: one that does not load must not take a core."""
 HELP = """\
 usage: kvferry keep [the flags of `kvferry serve`]
 
@@ -47,10 +50,11 @@ examples:
 
 @dataclasses.dataclass(eq=False)
 class Daemon:
-    """One start of it. `since`: on the monotonic clock, when engines could attach; None before and after."""
+    """One start of it. `since`: when engines could attach; None before and after. Times: of the monotonic clock."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
+    started: float
     since: float | None = None
 
     def signal(self, number: int) -> None:
@@ -74,12 +78,14 @@ class Keeper:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = arguments
         self._selector = selectors.DefaultSelector()
-        self._served = self._stopping = self._upgrading = False
+        self._served = self._stopping = self._upgrading = self._json = False
         self._status: int | None = None
         self._deaths = Deaths()
         self._next_turn: tuple[float, str] | None = None
         """When the next daemon's turn is, and what became of the one before: none serves now."""
         self._standby: Daemon | None = None
+        self._next_standby: float | None = None
+        """When another one is started, since the last one has died."""
         self._current = self._start()
         self._turn(self._current, "")
 
@@ -97,8 +103,11 @@ class Keeper:
         while self._status is None:
             for key, _ in self._selector.select(self._left_s()):
                 key.data()
-            if self._left_s() == 0:
+            now = time.monotonic()
+            if self._next_turn is not None and self._next_turn[0] <= now:
                 self._follow()
+            if self._next_standby is not None and self._next_standby <= now:
+                self._stand_by()
         return self._status
 
     def _start(self) -> Daemon:
@@ -111,7 +120,7 @@ class Keeper:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # a terminal's Ctrl-C is ours to hand on
             )
-        daemon = Daemon(process, ours)
+        daemon = Daemon(process, ours, time.monotonic())
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard(daemon))
         return daemon
 
@@ -125,14 +134,19 @@ class Keeper:
         if not said:
             self._selector.unregister(daemon.channel)
             daemon.channel.close()
-            return
+        else:
+            self._says(daemon, said)
+
+    def _says(self, daemon: Daemon, said: bytes) -> None:
         match json.loads(said):
+            case {"log_format": form}:
+                self._json = form == "json"
             case "loaded":
                 if self._upgrading and daemon is self._standby:
                     self._current.signal(signal.SIGTERM)
             case "serving":
                 daemon.since, self._served = time.monotonic(), True
-                self._standby = self._standby or self._start()
+                self._stand_by()
             case {"device": str(device), "nbytes": int(nbytes)}:
                 self._allocate(daemon, device, nbytes)
 
@@ -186,7 +200,11 @@ class Keeper:
             self._end_standby()
             self._standby = self._start()
 
+    def _stand_by(self) -> None:
+        self._standby, self._next_standby = self._standby or self._start(), None
+
     def _end_standby(self) -> None:
+        self._next_standby = None
         if self._standby is not None:
             self._standby.signal(signal.SIGKILL)
             self._standby = None
@@ -198,13 +216,17 @@ class Keeper:
                 pid, status = ended[0], os.waitstatus_to_exitcode(ended[1])
                 if pid == self._current.process.pid and self._next_turn is None:
                     self._current.process.returncode = status
+                    while said := _received(self._current.channel):  # perhaps that it served
+                        self._says(self._current, said)
                     self._current_ended(status)
                 elif self._standby is not None and pid == self._standby.process.pid:
                     self._standby.process.returncode = status
-                    self._standby = None
+                    self._next_standby, self._standby = self._standby.started + STANDBYS_APART_S, None
                     if self._upgrading:
                         self._upgrading = False
-                        _report(f"the new daemon does not load ({_words(status)}): the one that serves stays")
+                        self._report(f"the new daemon does not load ({_words(status)}): the one that serves stays")
+                    else:
+                        self._report(f"the daemon that stood by is dead ({_words(status)}): another one is loaded")
 
     def _current_ended(self, status: int) -> None:
         if self._stopping or not self._served:
@@ -216,39 +238,41 @@ class Keeper:
             why = "it was upgraded"
         elif pause_s := self._deaths.pause_s(0.0 if self._current.since is None else now - self._current.since):
             times = f"{self._deaths.in_a_row} daemons in a row have not lasted {LASTED_S:g} s"
-            _report(f"{times}; of the last one: {why}. The next one's turn is in {pause_s:g} s")
+            self._report(f"{times}; of the last one: {why}. The next one's turn is in {pause_s:g} s")
         self._upgrading, self._current.since = False, None
         self._next_turn = now + pause_s, why
 
     def _left_s(self) -> float | None:
-        """Until the next daemon's turn; None while one has it."""
-        return None if self._next_turn is None else max(0.0, self._next_turn[0] - time.monotonic())
+        """Until something is to be started; None when nothing is."""
+        times = [*(self._next_turn or ())[:1], *filter(None, [self._next_standby])]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _follow(self) -> None:
         assert self._next_turn is not None
         why, self._next_turn = self._next_turn[1], None
-        self._current, self._standby = self._standby or self._start(), None
+        self._current, self._standby, self._next_standby = self._standby or self._start(), None, None
         self._turn(self._current, why)
 
     def _ended(self, status: int) -> None:
         """The keeper ends as its daemon has."""
         self._status = status if status >= 0 else 128 - status
 
+    def _report(self, what: str) -> None:
+        """As the daemons log."""
+        line = f"kvferry keep: {what}"
+        print(event(line, "warning", __name__) if self._json else line, file=sys.stderr, flush=True)
+
 
 def _received(channel: socket.socket) -> bytes:
-    """A message; empty when the other end is closed."""
+    """A message; empty when there is none, as either end is closed."""
     try:
-        return channel.recv(MOST)
-    except ConnectionError:
+        return channel.recv(MOST, socket.MSG_DONTWAIT)
+    except OSError:
         return b""
 
 
 def _words(status: int) -> str:
     return f"it was ended by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
-
-
-def _report(what: str) -> None:
-    print(f"kvferry keep: {what}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -93,10 +93,10 @@ def rehearse(agent: Any, own: Any) -> None:
         partner.deregister_memory(held)
 
 
-def read_once(agent: Any, peer: str, own: Any, far: Any) -> None:
+def read_once(agent: Any, peer: str, own: Any, far: Any, wait_s: float = FIRST_READ_S) -> None:
     """Read host memory here and now. Raises TimeoutError, and what NIXL raises."""
     handle = agent.initialize_xfer("READ", agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(far, "DRAM"), peer)
-    state, deadline = agent.transfer(handle), time.monotonic() + FIRST_READ_S
+    state, deadline = agent.transfer(handle), time.monotonic() + wait_s
     while state == "PROC" and time.monotonic() < deadline:
         time.sleep(POLL_S)
         state = agent.check_xfer_state(handle)

@@ -31,11 +31,11 @@ def main() -> None:
     rehearse(agent, own)
     answers.write(f"{READY}\n")
     for line in sys.stdin:
-        alias, blob, rows = json.loads(line)
+        alias, blob, rows, wait_s = json.loads(line)
         try:
             agent.add_remote_agent(bytes.fromhex(blob))
             for row in rows:
-                read_once(agent, alias, own, np.array([row], dtype=np.uint64))
+                read_once(agent, alias, own, np.array([row], dtype=np.uint64), wait_s)
             agent.remove_remote_agent(alias)
         except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
             answers.write(f"{type(error).__name__} {error}".replace("\n", " ") + "\n")

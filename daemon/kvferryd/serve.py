@@ -75,7 +75,7 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     gc.freeze()
     if keeper is not None:
         try:
-            before = keeper.turn()
+            before = keeper.turn(config.log_format)
         except EOFError:
             return 0
         if before:
@@ -121,22 +121,26 @@ async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, 
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
         rest = RestServer(ferry)
+        try:
+            await rest.listen()
+        except OSError:
+            raise _cannot_listen("rest", config.rest) from None
         serving, meeting = asyncio.create_task(rest.serve()), asyncio.create_task(ferry.known_peers.run())
         stack.callback(meeting.cancel)
         stack.push_async_callback(_stop_rest, rest, serving)
+        if keeper is not None:
+            keeper.serving()  # before anybody else can read it
         log.info(
             "serving", version=__version__, rest=config.rest, peer=config.peer, advertise=config.advertise,
             engine_socket=str(config.engine_socket), device=config.device, pid=os.getpid(),
             peers_prove="a certificate" if config.tls else "the secret" if ferry.proof else "nothing: loopback only",
             ucx_listens=listening or "not over TCP",
         )  # fmt: skip
-        if keeper is not None:
-            keeper.serving()
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             stopped.cancel()
-            raise _cannot_listen("rest", config.rest)
+            serving.result()
         await _drain(ferry, now)
     log.info("stopped")
     return 0
@@ -162,7 +166,7 @@ async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
 
 async def _stop_rest(rest: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     rest.should_exit = True
-    with contextlib.suppress(asyncio.CancelledError, OSError):
+    with contextlib.suppress(asyncio.CancelledError):
         await serving
 
 

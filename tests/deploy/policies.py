@@ -727,6 +727,30 @@ def certificates_are_for_the_names_that_are_dialled(cluster: Cluster) -> Iterato
                     yield f"{engine.name}: no name of the certificate is {host}"
 
 
+def _of(role: str, cluster: Cluster) -> Engine:
+    return next(one for one in cluster.engines if role in one.name)
+
+
+@policy(
+    only="tls",
+    none=lambda cluster: set_variable(_of("decode", cluster).daemons[0], "KVFERRY_KNOWN_PEERS", None),
+    by_address=lambda cluster: set_variable(
+        _of("decode", cluster).daemons[0], "KVFERRY_KNOWN_PEERS", "prefill-peers:7411"
+    ),
+    one_more=lambda cluster: _of("prefill", cluster).spec.update(replicas=2),
+)
+def every_prefill_engine_is_met_by_a_name_of_the_certificate(cluster: Cluster) -> Iterator[str]:
+    """Rank 0's name is enough for an engine of several pods."""
+    prefill = _of("prefill", cluster)
+    pods = 1 if variable(prefill.daemons[0], "KVFERRY_ROSTER") else prefill.spec["replicas"]
+    at = f"{prefill.spec['serviceName']}.{POD_NAMESPACE}.svc:7411"
+    for daemon in _of("decode", cluster).daemons:
+        known = variable(daemon, "KVFERRY_KNOWN_PEERS").split(",")
+        for name in (f"{prefill.name}-{pod}.{at}" for pod in range(pods)):
+            if name not in known:
+                yield f"{name} is not met ahead"
+
+
 def _leaf(cluster: Cluster) -> Resource:
     return next(one for one in cluster.of("Certificate") if not one["spec"].get("isCA"))
 
@@ -887,7 +911,7 @@ def the_proxy_knows_every_engine_and_daemon(cluster: Cluster) -> Iterator[str]:
         yield "the daemons refuse a proxy without a token"
     for role in ("prefill", "decode"):
         told = [proxy_options.endpoint(argument(container, role))] if argument(container, role) else []
-        engine = next(one for one in cluster.engines if role in one.name)
+        engine = _of(role, cluster)
         at = engine.spec["serviceName"]
         nodes = range(engine.spec["replicas"])
         rest = [port_of(variable(one, "KVFERRY_REST")) for one in engine.daemons]
@@ -897,7 +921,7 @@ def the_proxy_knows_every_engine_and_daemon(cluster: Cluster) -> Iterator[str]:
 
 
 def _router(change: Callable[[Engine], object]) -> Loss:
-    return lambda cluster: change(next(one for one in cluster.engines if "decode" in one.name))
+    return lambda cluster: change(_of("decode", cluster))
 
 
 @policy(

@@ -205,11 +205,13 @@ def test_a_body_that_is_no_json_object_gets_a_clean_400(content: bytes, client: 
     assert (answer.status_code, error["code"], error["type"]) == (400, "malformed_json", "invalid_request_error")
 
 
-def test_a_batch_of_prompts_is_refused_because_one_lease_holds_one(client: httpx.Client) -> None:
-    for prompts in (["a", "b"], [[1, 2], [3]]):
-        answer = client.post("/v1/completions", json=PROMPT | {"prompt": prompts})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "batch_of_prompts")
-    assert client.post("/v1/completions", json=PROMPT | {"prompt": [[1, 2]]}).status_code == 200
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
+def test_of_several_prompts_the_first_is_prefilled_and_decode_gets_all(
+    client: httpx.Client, prefill: ForeignEngine, decode: ForeignEngine, prompts: list[object]
+) -> None:
+    assert client.post("/v1/completions", json=PROMPT | {"prompt": prompts}).status_code == 200
+    assert prefill.seen[-1].body["prompt"] == prompts[0]
+    assert decode.seen[-1].body == PROMPT | {"prompt": prompts, "kv_transfer_params": prefill.params}
 
 
 def test_a_body_too_large_is_refused(prefill: ForeignEngine, decode: ForeignEngine) -> None:

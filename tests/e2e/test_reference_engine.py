@@ -362,6 +362,14 @@ def test_decode_goes_on_from_what_prefill_computed(engine, pair, length):
     assert first["kv_transfer_params"]["remote_num_tokens"] == length
 
 
+def test_of_several_prompts_in_one_body_the_first_crosses(engine, pair):
+    prompts = [prompt(40 + 30 * i, seed=170 + i) for i in range(3)]
+    first, second = pair.turn(prompts, 12, "several-prompts")
+    assert [choice["token_ids"] for choice in second["choices"]] == [engine.tokens(tokens, 12) for tokens in prompts]
+    assert second["usage"]["prompt_tokens_details"]["received_tokens"] == len(prompts[0])
+    assert first["kv_transfer_params"]["remote_num_tokens"] == len(prompts[0])
+
+
 def test_blocks_go_back_when_the_reader_is_done(pair):
     wait_until(lambda: pair.prefill.occupancy()["free_blocks"] == 512)
     pair.turn(prompt(100, seed=1), 4, "blocks")

@@ -81,12 +81,13 @@ class Engines(Fleet):
         block_size: int = 32,
         options: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
+        beside: Sequence[dict[str, Any]] = (),
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Service:
         """One engine with a rank per daemon; without any it has vLLM's own NixlConnector and `ranks` of them.
 
-        options: kv_connector_extra_config.
+        options: kv_connector_extra_config. beside: other connectors, which vLLM's MultiConnector asks after ours.
         """
         port = self.free_port()
         command = [
@@ -96,13 +97,19 @@ class Engines(Fleet):
             "--host", HOST, "--port", str(port), "--seed", "0", "--skip-tokenizer-init",
             "--block-size", str(block_size), *self.flags, *flags,
         ]  # fmt: skip
-        connector: dict[str, Any] = {"kv_role": "kv_both", "engine_id": name, "kv_connector": "NixlConnector"}
+        connector: dict[str, Any] = {"kv_role": "kv_both", "kv_connector": "NixlConnector"}
         if daemons:
             connector |= {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
             extra = {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {})
             connector |= {"kv_connector_extra_config": extra}
         command += ["--tensor-parallel-size", str(len(daemons) or ranks)]
-        command += ["--kv-transfer-config", json.dumps(connector | (transfer or {}))]
+        connector |= transfer or {}
+        if beside:
+            several = {"connectors": [connector, *beside]}
+            connector = {
+                "kv_role": "kv_both", "kv_connector": "MultiConnector", "kv_connector_extra_config": several,
+            }  # fmt: skip
+        command += ["--kv-transfer-config", json.dumps({"engine_id": name} | connector)]
         process, log = self._start(f"vllm-{name}", command)
         return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
 
@@ -242,7 +249,9 @@ def prompt(length: int, seed: int = 0, vocabulary: int = MODEL.vocab_size) -> li
     return random.Random(seed * 4096 + length).choices(range(3, vocabulary), k=length)
 
 
-def complete(engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, **more: Any) -> httpx.Response:
+def complete(
+    engine: Service, tokens: Sequence[int] | Sequence[Sequence[int]], *, max_tokens: int = 16, **more: Any
+) -> httpx.Response:
     body = {
         "model": "m", "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "detokenize": False,
@@ -256,16 +265,22 @@ def tokens_of(response: httpx.Response) -> list[int]:
 
 
 def choices_of(response: httpx.Response) -> list[list[int]]:
-    """The tokens of each answer to one prompt."""
+    """The tokens of each answer to each prompt."""
     assert response.status_code == 200, response.text
     return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
-def metric(engine: Service, name: str) -> float:
+def metric(engine: Service, name: str, label: str = "") -> float:
+    """label: one of those that its line must have, such as reason="failed"."""
     for line in httpx.get(f"{engine.url}/metrics", trust_env=False).text.splitlines():
-        if line.startswith(f"vllm:{name}{{"):
+        if line.startswith(f"vllm:{name}{{") and label in line:
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError(f"the engine does not tell its {name}")
+
+
+def missed(engine: Service, reason: str) -> float:
+    """How often a handover was asked for and did not come about."""
+    return metric(engine, "kvferry_missed_handovers_total", f'reason="{reason}"')
 
 
 def cache_usage(engine: Service) -> float:

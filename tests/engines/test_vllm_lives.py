@@ -22,6 +22,7 @@ from engines import (
     complete,
     eventually,
     metric,
+    missed,
     pair,
     prompt,
     tokens_of,
@@ -91,18 +92,21 @@ def test_the_second_turn_flows_back(engines: Pair) -> None:
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {"do_remote_prefill": "yes"}])
 def test_params_that_mean_nothing_are_prefilled_here(engines: Pair, params: dict[str, object]) -> None:
-    tokens = prompt(70, seed=3)
+    tokens, before = prompt(70, seed=3), missed(engines.decode, "refused")
     assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=params)) == engines.alone(tokens)
+    assert eventually(lambda: missed(engines.decode, "refused") == before + 1)
 
 
 def test_kv_that_has_expired_is_computed_again(engines: Pair) -> None:
-    tokens = prompt(300, seed=4)
+    tokens, before = prompt(300, seed=4), missed(engines.decode, "failed")
     params = engines.prefilled(tokens)
     assert eventually(lambda: not engines.leases())
     assert eventually(lambda: cache_usage(engines.prefill) == 0)
     assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=params)) == engines.alone(tokens)
     assert engines.transfers()[-1].state == "failed"
     assert eventually(lambda: cache_usage(engines.decode) == 0)
+    assert eventually(lambda: missed(engines.decode, "failed") == before + 1)
+    assert "nothing was handed over (failed)" in engines.decode.log.read_text()
 
 
 def test_the_kv_of_another_prompt_is_not_used_but_computed(engines: Pair) -> None:
@@ -178,9 +182,9 @@ def test_a_prefill_daemon_that_dies_is_missed_until_it_is_back(engines: Pair) ->
     dead.process.wait(10)
     assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=published)) == alone
     assert engines.transfers()[-1].state == "failed"
-    assert (
-        complete(engines.prefill, prompt(50, seed=11), max_tokens=1, kv_transfer_params=PREFILL_LEG).status_code == 200
-    )
+    before, unheard = missed(engines.prefill, "unpublished"), prompt(50, seed=11)
+    assert complete(engines.prefill, unheard, max_tokens=1, kv_transfer_params=PREFILL_LEG).status_code == 200
+    assert eventually(lambda: missed(engines.prefill, "unpublished") > before)
 
     engines.prefill_daemons[0] = back(engines, dead, engines.prefill)
     again = prompt(240, seed=12)

@@ -20,6 +20,7 @@ from engines import (
     complete,
     eventually,
     handed_over,
+    missed,
     pair,
     prompt,
     tokens_of,
@@ -95,6 +96,21 @@ def test_several_answers_to_one_prompt_are_those_of_one_engine(engines: Pair, le
     assert choices_of(moved) == choices_of(complete(engines.prefill, tokens, **SEVERAL))
     assert [one.state for one in engines.transfers()[before:]] == ["done"]
     assert eventually(lambda: not engines.leases())
+
+
+@pytest.mark.parametrize("more", [{}, SEVERAL], ids=["one answer", "several answers"])
+def test_several_prompts_in_one_body_are_those_of_one_engine(engines: Pair, more: dict[str, Any]) -> None:
+    """As routers send them, with one kv_transfer_params. It is the first prompt's: decode prefills the others."""
+    prompts = [prompt(length, seed=15 + len(more)) for length in (200, 90, 33)]
+    before, skipped = len(engines.transfers()), missed(engines.decode, "several_prompts")
+    prefilled = complete(engines.prefill, prompts, max_tokens=1, kv_transfer_params=PREFILL_LEG, **more)
+    assert eventually(lambda: len(engines.leases()) == 1), engines.leases()
+    params = prefilled.json()["kv_transfer_params"]
+    moved = complete(engines.decode, prompts, kv_transfer_params=params, **more)
+    assert choices_of(moved) == choices_of(complete(engines.prefill, prompts, **more))
+    assert [(one.state, one.tokens) for one in engines.transfers()[before:]] == [("done", (0, whole(200)))]
+    assert eventually(lambda: not engines.leases())
+    assert eventually(lambda: missed(engines.decode, "several_prompts") - skipped == 2 * more.get("n", 1))
 
 
 def test_a_load_that_fails_fails_all_answers_to_its_prompt(engines: Pair) -> None:
@@ -246,3 +262,7 @@ def test_behind_the_proxy(engines: Pair, order: str) -> None:
         answers = list(pool.map(lambda tokens: complete(proxy, tokens), prompts))
     assert [tokens_of(answer) for answer in answers] == [engines.alone(tokens) for tokens in prompts]
     assert len(engines.transfers()) == before + 4
+    several = [prompt(length, seed=30 + len(order)) for length in (150, 40)]
+    assert choices_of(complete(proxy, several)) == [engines.alone(tokens) for tokens in several]
+    assert len(engines.transfers()) == before + 5
+    assert eventually(lambda: not engines.leases())

@@ -1,22 +1,85 @@
-"""Two vLLM engines with too few blocks for what they are asked: requests are preempted on either side."""
+"""Two vLLM engines with too few blocks for what they are asked: requests are preempted on either side.
+
+Both have the connector in vLLM's MultiConnector, beside vLLM's OffloadingConnector, which keeps what leaves the cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from engines import Pair, cache_usage, complete, eventually, metric, pair, prompt, tokens_of
+from engines import Pair, cache_usage, complete, eventually, metric, missed, pair, prompt, tokens_of
+from kvferryd.demo.fleet import Service
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 FEW = ("--num-gpu-blocks-override", "44", "--max-model-len", "1024", "--max-num-batched-tokens", "128")
 
 
+OFFLOADING: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "HostOffloadingSpec", "spec_module_path": "host_offloading", "cpu_bytes_to_use": 256 << 20,
+    },
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    with pair(prefill={"flags": FEW, "options": {"progressive": True}}, decode={"flags": FEW}) as both:
+    side: dict[str, Any] = {"flags": FEW, "beside": [OFFLOADING]}
+    with pair(prefill=side | {"options": {"progressive": True}}, decode=side) as both:
         yield both
+
+
+def loaded(engine: Service) -> float:
+    """Tokens whose KV the other connector has loaded so far."""
+    return metric(engine, "prompt_tokens_cached_by_source_total", 'source="host"')
+
+
+def pushed_out(engine: Service, seed: int) -> None:
+    """What was asked before leaves the cache."""
+    for i in range(3):
+        complete(engine, prompt(900, seed=seed + i))
+
+
+def test_what_the_other_connector_has_kept_is_handed_over(engines: Pair) -> None:
+    tokens = prompt(600, seed=50)
+    alone = engines.alone(tokens)
+    pushed_out(engines.prefill, seed=51)
+    before = loaded(engines.prefill)
+    assert engines.handover(tokens) == alone
+    assert loaded(engines.prefill) > before
+    assert engines.transfers()[-1].state == "done"
+
+
+def test_what_was_handed_over_is_kept_by_the_other_connector(engines: Pair) -> None:
+    tokens = prompt(600, seed=60)
+    alone = engines.handover(tokens)
+    assert alone == engines.alone(tokens)
+    pushed_out(engines.decode, seed=61)
+    moves, before = len(engines.transfers()), loaded(engines.decode)
+    assert tokens_of(complete(engines.decode, tokens)) == alone
+    assert loaded(engines.decode) > before
+    assert len(engines.transfers()) == moves
+
+
+def test_a_prompt_of_which_each_connector_has_a_part(engines: Pair) -> None:
+    """Ours is asked first, and reads all that decode's own cache has not."""
+    first = prompt(320, seed=70)
+    engines.handover(first)
+    pushed_out(engines.decode, seed=71)
+    longer = first + prompt(300, seed=74)
+    assert engines.handover(longer) == engines.alone(longer)
+    assert engines.transfers()[-1].tokens == (0, 640)
+
+
+def test_a_request_that_is_refused_fails_alone(engines: Pair) -> None:
+    tokens = prompt(300, seed=80)
+    assert complete(engines.decode, tokens, kv_transfer_params={"do_remote_prefill": True}).status_code >= 400
+    assert engines.handover(tokens) == engines.alone(tokens)
+    assert eventually(lambda: missed(engines.decode, "refused") == 1)
 
 
 def test_requests_that_are_preempted_end_with_the_same_tokens(engines: Pair) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import ssl
@@ -19,7 +20,7 @@ from authority import Authority, replace
 from bounded import bounded
 from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal, resident_mb, until
 from lives import engine_on, published, receives
-from ranks import Shape
+from ranks import Kv, Shape
 from test_peer_secret import secret_file
 
 from kvferry.errors import KvferryError
@@ -390,17 +391,34 @@ async def test_orders_beyond_the_bound_are_refused_before_they_cost_memory(
         assert len((await http.get("/v1/transfers")).json()["transfers"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("sizes", "files", "bound"),
+    [({"kvferryd.api.rest.server.MAX_CONNECTIONS": 8}, 0, 8), ({}, 200, 50)],
+    ids=["its number", "a quarter of the descriptors"],
+)
 async def test_more_connections_than_the_bound_end_the_one_longest_without_a_request(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+    daemons: Daemons,
+    stack: AsyncExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, float],
+    files: int,
+    bound: int,
 ) -> None:
     """Where each has a request the new one is ended."""
-    bounded(monkeypatch, {"kvferryd.api.rest.server.MAX_CONNECTIONS": 8})
-    (daemon,) = await daemons.start("connections")
-    engine, router = await engine_on(stack, "connections", daemon)
+    bounded(monkeypatch, sizes | {"kvferryd.api.rest.server.HEADER_S": 600.0}, files)
+    name = f"connections-{bound}"
+    (daemon,) = await daemons.start(name)
+    engine, router = await engine_on(stack, name, daemon)
     ordered = await router.order(OrderBody(request_id="r", source=SourceBody(engine_id="x", address=engine.address)))
     await router.close()
     poll = f"GET /v1/transfers/{ordered.transfer_id}?wait=30 HTTP/1.1\r\nhost: x\r\n\r\n".encode()
-    first, *_ = [plain(daemon, stack) for _ in range(9)]
+    held = []
+    for _ in range(bound):
+        held.append(plain(daemon, stack))
+        held[-1].sendall(b"HEAD /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await asyncio.to_thread(held[-1].recv, 1 << 12)
+    assert select.select(held, [], [], 0) == ([], [], []), "none of them was ended"
+    first, *_ = *held, plain(daemon, stack)
     assert await ended_by_the_other_side(first)
 
     async def one_more_is_ended() -> bool:
@@ -415,6 +433,30 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
             return False
 
     await until(one_more_is_ended, "all have a request, and a new connection is ended")
+
+
+async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many are read, chunk by chunk in turn: the one that was ordered, and published, last is done first."""
+    bounded(monkeypatch, {"kvferryd.transport.read.CHUNK_DESCRIPTORS": 1})
+    (there,), (here,) = await daemons.start("hurry-s"), await daemons.start("hurry-r")
+    tokens, shape = 2048, Shape.tp(1, num_blocks=1024)
+    source, _ = await engine_on(stack, "hurry-s", there, shape)
+    reader, router = await engine_on(stack, "hurry-r", here, shape)
+    kv, prompts, done = Kv.random(tokens), {}, []
+    async with asyncio.TaskGroup() as receiving:
+        for request_id in ("first", "second", "third", "fourth", "fifth", "urgent"):
+            prompts[request_id] = source.take(tokens)
+            source.write(kv, prompts[request_id])
+            received = receiving.create_task(reader.receive(request_id, reader.take(tokens)))
+            received.add_done_callback(lambda _, request_id=request_id: done.append(request_id))
+            priority = 7 if request_id == "urgent" else 0
+            await router.order(
+                OrderBody(request_id=request_id, source=source.source(), priority=priority, way="direct")
+            )
+        await asyncio.gather(*(source.publish(each, blocks, tokens) for each, blocks in prompts.items()))
+    assert done[0] == "urgent", done
 
 
 async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(

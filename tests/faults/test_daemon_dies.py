@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +19,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from bounded import bounded
 from fleet import TIMEOUT_S
 from keepers import ROOT, before_this, children, eventually, kill, path_of, serving
 from load import SHAPE, Engine, Load
 from ranks import Blocks, Kv
 from wire import TCP
 
+from kvferryd.demo import fleet
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.keeper import LASTED_S, Deaths
 
@@ -35,7 +41,7 @@ def pair(own_fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService
     """A source's daemon and a reader's, each under a keeper."""
     flags = getattr(request, "param", ())
     daemons = [own_fleet.daemon(name, kept=True, flags=flags) for name in ("source", "reader")]
-    asyncio.run(own_fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    asyncio.run(own_fleet.ready(*daemons, timeout_s=START_S))
     return daemons
 
 
@@ -147,7 +153,7 @@ def test_an_engine_outlives_the_step_to_a_keeper_and_back(
 ) -> None:
     """serve, keep, serve at the same addresses: the engine hears that its daemon has gone and is there again."""
     daemons = [own_fleet.daemon(name) for name in ("source", "reader")]
-    asyncio.run(own_fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    asyncio.run(own_fleet.ready(*daemons, timeout_s=START_S))
     engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in daemons]
     load = Load(*engines)
     with load.running():
@@ -184,6 +190,8 @@ def test_daemons_that_die_again_and_again_wait_for_their_turn(pair: list[DaemonS
     eventually(lambda: died() and "turn is in 4 s" in daemon.log.read_text(), "the longest pause")
     daemon.signal(signal.SIGTERM)
     assert daemon.process.wait(TIMEOUT_S) == 128 + signal.SIGKILL
+    told = [json.loads(line) for line in daemon.log.read_text().splitlines() if "kvferry keep:" in line]
+    assert {(line["logger"], line["level"]) for line in told} == {("kvferryd.keeper", "warning")}
 
 
 def test_a_daemon_that_lasts_ends_the_waiting() -> None:
@@ -218,9 +226,64 @@ def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonSer
 
 
 def test_a_daemon_that_never_served_is_not_started_again(own_fleet: Fleet) -> None:
-    daemon = own_fleet.daemon("wrong", kept=True, flags=["--way", "sideways"])
-    assert daemon.process.wait(TIMEOUT_S) == 2
-    assert "sideways" in daemon.tail()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for flag, value in (("--way", "sideways"), ("--rest", address)):
+            daemon = own_fleet.daemon("wrong", kept=True, flags=[flag, value])
+            assert daemon.process.wait(START_S) == 2
+            assert value in daemon.tail()
+
+
+def test_a_daemon_that_served_before_its_keeper_had_looked_is_followed(
+    own_fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that gets no time: the first daemon's word and its death come at once."""
+    looks = tmp_path / "looks"
+    os.mkfifo(looks)
+    slow = f"from kvferryd.keeper import Keeper; keeper = Keeper(sys.argv[2:]); open({str(looks)!r}).read()"
+    command = [sys.executable, "-c", f"import sys; {slow}; sys.exit(keeper.run())"]
+    monkeypatch.setattr(fleet, "_kvferry", lambda arguments: [*command, *arguments])
+    daemon = own_fleet.daemon("slow", kept=True)
+    asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
+    gone = kill(daemon, signal.SIGKILL)
+    eventually(lambda: not _lives(gone), "it is dead")
+    looks.write_text("")
+    eventually(lambda: serving(daemon) != gone, "another daemon serves")
+
+
+def test_a_daemon_says_that_it_serves_when_its_keeper_has_been_told(tmp_path: Path) -> None:
+    """Who reads the log, and kills the daemon then, kills one that has served."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    addresses = ["--rest", "127.0.0.1:0", "--peer", "127.0.0.1:0", "--advertise", "127.0.0.1:9"]
+    with (tmp_path / "log").open("w") as log, ours, theirs:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "kvferryd", "serve", f"--keeper={theirs.fileno()}", *addresses,
+             "--engine-socket", str(tmp_path / "engine.sock")],
+            pass_fds=[theirs.fileno()], stdout=log, stderr=log,
+        )  # fmt: skip
+        theirs.close()
+        while b"loaded" not in ours.recv(4096):
+            continue
+        ours.send(b'""')
+        ours.shutdown(socket.SHUT_RD)
+        daemon.wait(START_S)
+    assert "serving" not in (tmp_path / "log").read_text(), "it could not tell its keeper"
+
+
+def test_a_standby_that_dies_is_replaced(own_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one takes the turn of the daemon that dies then."""
+    bounded(monkeypatch, {"kvferryd.keeper.STANDBYS_APART_S": 0.5})
+    daemon = own_fleet.daemon("watched", kept=True)
+    eventually(lambda: stands_by(daemon), "another daemon stands by")
+    current = serving(daemon)
+    (first,) = children(daemon) - {current}
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: stands_by(daemon) and first not in children(daemon), "yet another daemon stands by")
+    (second,) = children(daemon) - {current}
+    assert "the daemon that stood by is dead (it was ended by SIGKILL)" in daemon.log.read_text()
+    assert serving(daemon) == current
+    os.kill(current, signal.SIGKILL)
+    eventually(lambda: serving(daemon) == second, "it serves")
 
 
 def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
@@ -230,7 +293,7 @@ def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
     settings = tmp_path / "kvferry.toml"
     settings.write_text("max_leases = 64\n")
     daemon = own_fleet.daemon("upgraded", kept=True, flags=["--config", str(settings)])
-    asyncio.run(own_fleet.ready(daemon, timeout_s=TIMEOUT_S))
+    asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
     engine = Engine(f"e-{request_id[-8:]}", daemon, "1")
     before = serving(daemon)
 
@@ -257,7 +320,7 @@ def test_daemons_are_upgraded_from_the_commit_before_under_load(
         pytest.skip("the commit before has no keeper")
     monkeypatch.setenv("PYTHONPATH", path_of(code))
     daemons = [own_fleet.daemon(name, kept=True) for name in ("source", "reader")]
-    asyncio.run(own_fleet.ready(*daemons, timeout_s=TIMEOUT_S))
+    asyncio.run(own_fleet.ready(*daemons, timeout_s=START_S))
     engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in daemons]
     load = Load(*engines)
     with load.running():

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferryd.nixl import FIRST_READ_S
 from kvferryd.transport import Agent, Metadata, Read, Span, TransportError
-from kvferryd.transport.metadata import parse
+from kvferryd.transport.metadata import Screen, parse
 from kvferryd.transport.read import CHUNK_DESCRIPTORS
 
 pytestmark = pytest.mark.anyio
@@ -170,6 +171,21 @@ async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken(
                     peeks.append(asyncio.create_task(peek))
                     await asyncio.sleep(0)  # one more in each turn of the loop, whatever the others wait for
                 assert await asyncio.gather(*peeks) == list(range(1, 2000))
+
+
+async def test_a_peer_that_gets_no_cpu_is_tried_for_as_long_as_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # the source's process has to answer
+    screen = Screen()
+    try:
+        with a_source() as source:
+            await screen.prepare()
+            source.process.send_signal(signal.SIGSTOP)
+            checking = asyncio.create_task(screen.check(source.peer, [source.span], WAIT_S))
+            await asyncio.wait({checking}, timeout=FIRST_READ_S + 1)  # longer than a first read may take elsewhere
+            source.process.send_signal(signal.SIGCONT)
+            await checking
+    finally:
+        await screen.close()
 
 
 async def test_a_word_of_a_peer_that_is_gone_fails(source: Source, reader: Reader) -> None:

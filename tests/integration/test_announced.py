@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
-from fleet import Daemons, until
+from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, until
 from lives import engine_on, published, receives
 from ranks import Kv, TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState
+from kvferry.v1 import peer_pb2
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -85,6 +87,36 @@ async def test_an_announced_lease_that_was_revoked_is_not_read(two: Two, request
         await two.reader.receive(request_id, two.reader.take(50), source=two.source.source())
     assert failed.value.code == "lease_ended"
     assert failed.value.blocks_safe
+
+
+async def test_a_lease_that_is_opened_and_closed_in_one_breath_has_been_read(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    """A read of some tens of milliseconds opens its lease and closes it soon after. A busy source gets both at once."""
+    (daemon,) = await daemons.start("source-breath")
+    source, _ = await engine_on(stack, "source-breath", daemon)
+    reader = peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1)
+    async with peer_stub(daemon) as stub:
+        hand = ByHand(stub, peer_pb2.ReadOpening(engine_id="source-breath", epoch=source.epoch, reader=reader))
+        await published(source, "known to the reader")
+        assert (await hand.open("known to the reader")).HasField("update")
+        _, leases = await published(source, request_id)
+        async with asyncio.timeout(TIMEOUT_S):
+            told = await hand.call.read()
+        assert isinstance(told, peer_pb2.ReadReply)
+        update = told.announced.update
+        opens = peer_pb2.LeaseOpen(
+            reading=2, request_id=request_id, known_word=update.word, known_version=update.version
+        )
+        closes = peer_pb2.LeaseClose(reading=2, request_id=request_id, complete=True, nbytes=7)
+        await hand.say(
+            several=peer_pb2.ReadRequests(
+                requests=[peer_pb2.ReadRequest(open=opens), peer_pb2.ReadRequest(close=closes)]
+            )
+        )
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await leases[0].ended() is LeaseState.RELEASED
+        hand.call.cancel()
 
 
 async def test_a_strict_source_announces_nothing(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:

@@ -204,6 +204,7 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
 async def served(ferry: Ferry) -> AsyncIterator[int]:
     """The application on a real socket in this loop; gives its port."""
     server = RestServer(ferry)
+    await server.listen()
     serving = asyncio.create_task(server.serve())
     try:
         async with asyncio.timeout(10):

@@ -106,4 +106,5 @@ def move(
     runs = as_tuples(bound)
     verify(sources, tables, destination, destination_tables, tokens, runs)
     assert bound.nbytes == sum(run[5] for run in runs)
+    assert bound.run_count >= len(runs), "only those of different rows are joined after they were counted"
     return runs

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +93,39 @@ async def test_ranks_of_two_epochs_do_not_make_one_reader(leases: Leases, publis
     read(leases, ReaderId("decode", "1", 0, 2), lease)
     read(leases, ReaderId("decode", "2", 1, 2), lease)
     assert lease.state is LeaseState.PUBLISHED
+
+
+async def test_a_lease_is_over_exactly_when_all_have_read_whatever_its_readers_do(leases: Leases) -> None:
+    """Its counts are those that its readers' records give, after every step."""
+    rng = random.Random(1)
+    for number in range(60):
+        said = Publication(TABLES, 8, b"", more=False)
+        lease = leases.publish(f"r{number}", said, ttl_s=LONG_S, readers=rng.choice([1, 2, 50]))
+        ranks = [
+            ReaderId(f"d{each}", "1", rank, world) for each, world in enumerate((1, 2, 3)) for rank in range(world)
+        ]
+        opened: dict[ReaderId, tuple[AbstractContextManager[Opened], Opened]] = {}
+        while not lease.state.ended and rng.random() > 0.02:
+            who, step = rng.choice(ranks), rng.choice(["open", "packed", "leave", "close", "finished"])
+            if step == "open" and who not in opened:
+                reading = lease.reading(who)
+                opened[who] = reading, reading.__enter__()
+            elif step == "finished" and who not in opened:
+                lease.finished(who)
+            elif step == "packed" and who in opened:
+                opened[who][1].packed()
+            elif step in ("leave", "close") and who in opened:
+                reading, reader = opened.pop(who)
+                if step == "close":
+                    reader.close(complete=True)
+                reading.__exit__(None, None, None)
+            readers = lease.readers()
+            read = Counter((it.engine_id, it.world_size) for it in readers if it.state == "read")
+            whole = sum(count == world for (_, world), count in read.items())
+            assert lease.live_readers == len(opened)
+            unread = any(it.state == "reading" for it in readers)
+            assert lease.state.ended == (whole >= lease.expected and not unread), step
+        leases.revoke(lease.request_id, "the next one")
 
 
 async def test_ranks_count_as_through_when_all_they_want_is_packed(leases: Leases, publish: Publish) -> None:

@@ -218,6 +218,14 @@ def test_runs_are_arrays_of_64_bit_integers() -> None:
     assert len(as_tuples(bound)) == len(runs)
 
 
+@pytest.mark.parametrize(("blocks", "runs"), [((0, 1, 2, 3), 2), ((0, 1, 3, 2), 6), ((3, 2, 1, 0), 8)])
+def test_blocks_that_follow_one_another_are_counted_as_they_are_read(blocks: tuple[int, ...], runs: int) -> None:
+    """Two rows, K and V, of four blocks: it decides how they are moved."""
+    held = {"full": table(*blocks)}
+    bound = bind(plan([cache(*attention())], cache(*attention())), {0: {"full": table(0, 1, 2, 3)}}, held, (0, 16))
+    assert [bound.run_count, len(as_tuples(bound))] == [runs, runs]
+
+
 def test_offsets_beyond_four_gigabytes_do_not_wrap() -> None:
     far = array(block=8, slot=4, head=2, dim=2, offset=0)
     far["axes"][0]["stride"] = 2**33

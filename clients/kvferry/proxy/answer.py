@@ -18,7 +18,7 @@ HOP_BY_HOP = frozenset({
 })  # fmt: skip
 """Headers of one connection (RFC 9110, 7.6.1), never passed on."""
 STATUS = {
-    **dict.fromkeys(("malformed_json", "malformed_request_id", "batch_of_prompts"), 400),
+    **dict.fromkeys(("malformed_json", "malformed_request_id"), 400),
     **dict.fromkeys(("engine_timeout", "daemon_timeout", "deadline"), 504),
     "unauthorized": 401, "prefiller_not_allowed": 403, "body_too_large": 413, "full": 429, "draining": 503,
 }  # fmt: skip

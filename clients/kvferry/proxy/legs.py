@@ -13,7 +13,7 @@ from typing import TypeAlias
 import httpx
 
 from kvferry.errors import KvferryError, Malformed, PeerFailed
-from kvferry.handoff import MALFORMED, PARAMS, Handoff, check_one_prompt
+from kvferry.handoff import MALFORMED, PARAMS, Handoff
 from kvferry.schemas import OrderBody
 
 JsonObject: TypeAlias = Mapping[str, object]
@@ -25,7 +25,7 @@ ASK_TO_PUBLISH: JsonObject = {
 
 
 def read_body(content: bytes) -> JsonObject:
-    """The client's JSON object. Raises KvferryError `malformed_json` or `batch_of_prompts`."""
+    """The client's JSON object. Raises KvferryError `malformed_json`."""
     try:
         body = json.loads(content, parse_constant=_no_constant)
         if not isinstance(body, dict):
@@ -33,16 +33,21 @@ def read_body(content: bytes) -> JsonObject:
     except (ValueError, RecursionError) as error:
         remedy = 'send an object such as {"model": "m", "prompt": "Once"}'
         raise Malformed("malformed_json", f"the body is no JSON object: {error}", remedy=remedy) from None
-    check_one_prompt(body.get("prompt"))
     return body
 
 
 def prefill_body(body: JsonObject) -> dict[str, object]:
-    """One token, not streamed, and please publish."""
+    """One token, not streamed, and please publish.
+
+    Of several prompts the first: one kv_transfer_params object describes the KV of one, and decode computes the others.
+    """
     leg = {key: value for key, value in _own(body).items() if key != "stream_options"}
     leg |= {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, PARAMS: dict(ASK_TO_PUBLISH)}
     if "min_tokens" in leg:
         leg["min_tokens"] = 1
+    prompt = leg.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        leg["prompt"] = prompt[0]
     return leg
 
 

@@ -93,10 +93,11 @@ class CompletionBody(BaseModel):
 
 
 def requests_of(body: CompletionBody, prompts: list[list[int]], request_id: str, eos: tuple[int, ...]) -> list[Request]:
-    """One engine request per prompt. Raises KvferryError for kv_transfer_params that are malformed."""
-    handoff = Handoff.parse(body.kv_transfer_params) if body.kv_transfer_params is not None else Handoff()
-    if len(prompts) > 1 and (handoff.do_remote_prefill or handoff.do_remote_decode):
-        raise _malformed("prompt", len(prompts), "a single prompt with kv_transfer_params")
+    """One engine request per prompt. kv_transfer_params are those of the first: the others are computed here.
+
+    Raises KvferryError for kv_transfer_params that are malformed.
+    """
+    asked = Handoff.parse(body.kv_transfer_params) if body.kv_transfer_params is not None else Handoff()
     return [
         Request(
             request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
@@ -109,6 +110,7 @@ def requests_of(body: CompletionBody, prompts: list[list[int]], request_id: str,
             second_turn=handoff.do_remote_decode and handoff.do_remote_prefill,
         )
         for i, prompt in enumerate(prompts)
+        for handoff in (asked if i == 0 else Handoff(),)
     ]
 
 

@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvferry.vllm import register
+from kvferry.vllm.missed import Missed, MissedCounters
 from kvferry.vllm.options import Options
 from kvferry.vllm.scheduler import SchedulerSide
 from kvferry.vllm.step import Address, Step
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+register()  # MultiConnector looks its connectors up by name, also where the name came with a module's path
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -41,6 +46,20 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         return False  # the cache is the daemon's: vLLM cannot unmap it
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Missed:
+        return Missed(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: dict[Any, Any], labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MissedCounters:  # fmt: skip
+        return MissedCounters(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> Missed | None:
+        return (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).missed.take()
 
     # The scheduler's side.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from kvferry.errors import KvferryError
 from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer, lease_name
 from kvferry.tables import BlockTable
 from kvferry.vllm.identity import digest_of
+from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Address, Load, Publish, Step
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvferry.scheduler")
 NULL_BLOCK = 0
 """What stands in a block table where a sliding window has passed; no request ever gets it."""
+LATER_PROMPT = re.compile(r"(\d+_)?cmpl-.*-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
+"""vLLM's ids of a body's second prompt and of later ones: cmpl-NAME-1-RANDOM, with several answers 0_cmpl-NAME-1-....
+The kv_transfer_params of a body, and those of its answer, are the first prompt's."""
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -78,6 +83,7 @@ class SchedulerSide:
         self._loads: Remembered[tuple[bytes, bool]] = Remembered()
         """By remote request id: the digest of the tokens whose KV is read, and whether all of it has arrived."""
         self._step = Step()
+        self.missed = Missed()
 
     def reached_at(self, workers: Mapping[tuple[int, int], Address]) -> None:
         """Rank 0's daemon: from there the others are found."""
@@ -88,14 +94,17 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if params is None or params == {} or request.request_id in self._exchanges:
             return
+        if not isinstance(params, dict):
+            request.kv_transfer_params = None  # vLLM reads it as a mapping
+        if LATER_PROMPT.fullmatch(request.request_id):
+            self._missed(request, "several_prompts", "its body's kv_transfer_params are those of the first prompt")
+            return
         exchange = self._exchanges[request.request_id] = Exchange(request, Handoff())
         try:
             exchange.handoff = Handoff.parse(params)
             exchange.origin = self._origin(exchange.handoff, request)
         except KvferryError as error:
             exchange.problem = error
-        if not isinstance(params, dict):
-            request.kv_transfer_params = None  # vLLM reads it as a mapping
         if self._behind and exchange.handoff.do_remote_decode and request.num_prompt_tokens > 1:
             # As vLLM's own connectors do: it has no other way to stop a prefill before the prompt's end.
             for tokens in (request.prompt_token_ids, request._all_token_ids):
@@ -146,7 +155,7 @@ class SchedulerSide:
         if exchange is None:
             return
         if exchange.problem is not None:
-            log.warning("request %s: %s", request.request_id, exchange.problem)
+            self._missed(request, "refused", str(exchange.problem))
             exchange.problem = None
             if external:
                 self._step.refuse.append(request.request_id)
@@ -159,12 +168,21 @@ class SchedulerSide:
             self._loads[exchange.loading] = exchange.origin.digest, False
             exchange.origin = None
         else:
+            if exchange.origin is not None and exchange.origin.num_tokens and not self._reach(exchange.origin, request):
+                self._missed(request, "computed", "the state that was published is further than this request can use")
             self._release(exchange)
 
     def ended(self, request_ids: Collection[str], failed: Collection[str]) -> None:
         """Loads that have ended on every rank, well or not."""
         for request_id in self._exchanges.keys() & set(request_ids):
-            self._loaded(self._exchanges[request_id], request_id not in failed)
+            exchange = self._exchanges[request_id]
+            if exchange.loading and request_id in failed:
+                self._missed(exchange.request, "failed", f"request {exchange.loading} of the source was not read")
+            self._loaded(exchange, request_id not in failed)
+
+    def _missed(self, request: Request, reason: str, why: str) -> None:
+        self.missed.add(reason)
+        log.warning("request %s: nothing was handed over (%s): %s", request.request_id, reason, why)
 
     def _loaded(self, exchange: Exchange, there: bool) -> None:
         """Where it is not there, the next request that comes with this lease reads it itself."""
@@ -217,6 +235,8 @@ class SchedulerSide:
         keep = handoff.do_remote_decode or (handoff.do_remote_prefill and again)
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
         if not keep or request.status not in COMPLETE or num_tokens < 1:
+            if handoff.do_remote_decode and request.status in COMPLETE:
+                self._missed(request, "unpublished", "it has no token whose KV could be read")
             self._revoke(exchange)
             return False, None
         room = self._room(num_tokens)

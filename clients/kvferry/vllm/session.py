@@ -53,6 +53,7 @@ class End(enum.Enum):
     SENT = "nobody reads its blocks any more"
     ARRIVED = "its KV is there"
     FAILED = "nothing is written to its blocks any more, and its KV is not there"
+    UNPUBLISHED = "its KV cannot be read: the daemon did not take it, or has lost it"
 
 
 class Session:
@@ -165,8 +166,11 @@ class Session:
                 )  # fmt: skip
             if publish.last:
                 await lease.ended()
-        except Unsettled as error:
-            await error.quiesced()
+        except KvferryError as error:
+            if publish.last:
+                self._ends.put((publish.request_id, End.UNPUBLISHED))
+            if isinstance(error, Unsettled):
+                await error.quiesced()
             raise
         finally:
             if publish.last:

@@ -24,6 +24,7 @@ from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
 from kvferry.vllm.identity import fingerprint
+from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
 from kvferry.vllm.parts import Describing, Part, attention_parts, recurrent_parts
 from kvferry.vllm.session import Before, End, Session
@@ -66,6 +67,7 @@ class WorkerSide:
             timeout_s=options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
         self._session = Session(self._daemon, options)
+        self.missed = Missed()
         self._memory: SharedRegion | CudaRegion | CudaMemory | VmmMemory | None = None
         log.info("rank %d of %d is attached to the daemon on %s", self._rank, self._world_size, socket)
 
@@ -170,6 +172,8 @@ class WorkerSide:
         session = self._session
         ended = session.ended(LINGER_S if step.idle and session.waiting else 0.0)
         arrived, failed = ended[End.ARRIVED], ended[End.FAILED]
+        if unpublished := ended[End.UNPUBLISHED]:
+            self.missed.add("unpublished", len(unpublished))
         return KVConnectorTransferResults(
             finished_sending=ended[End.SENT], finished_recving=arrived | failed, failed_recving=failed
         )

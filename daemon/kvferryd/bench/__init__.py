@@ -11,7 +11,7 @@ from pathlib import Path
 PARTS = {
     "plan": "the planner: plan of 128 layers x 16 ranks, bind of 80 layers x 512 blocks",
     "host": "host memory: kvferry beside raw NIXL, and the control cost of one transfer",
-    "staged": "host memory: direct beside staged for runs of 128 B to 4 KiB, NHD to HND",
+    "ways": "direct and staged for runs of 2 B to 1 MiB beside what is expected of them, and what auto takes",
     "control": "the control path: turns, messages, tasks, calls and microseconds of a transfer on each event loop",
     "rpc": "grpc.aio between two processes: what a message and its answer cost at least",
     "watch": "what open status pages cost a daemon, with a full history",

@@ -10,8 +10,7 @@ from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest, TokenShard
 from kvferryd.explain.parts import parts
 from kvferryd.explain.summary import Bindings, plan_distinct, run_rows, summarise
-from kvferryd.explain.ways import chosen as chosen_way
-from kvferryd.explain.ways import ways_text
+from kvferryd.explain.ways import taken, ways_text
 from kvferryd.plan import Plan, bind
 
 MEANING = {
@@ -43,12 +42,12 @@ def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bin
     lines = [head, "", *table(rows, right=(0, 5, 6)), ""]
     sizes = summary.run_nbytes.tolist() if tables is None else [run[-1] for run in run_rows(bind(chosen, *tables))]
     kind = next(iter(destination.regions)).kind
-    taken = chosen_way(way, kind, len(sizes), sum(sizes))
+    own = taken(way, kind, len(sizes), sum(sizes))
     if tables is None:
         nbytes = _number(sum(summary.bytes_per_token.values()))
         lines += [
             f"a long request in scattered blocks: {nbytes} bytes and {summary.descriptors_per_token:.4g} runs a token,",
-            f"half of the bytes in runs of {_number(summary.run_bytes)} bytes or more; way: {taken}",
+            f"half of the bytes in runs of {_number(summary.run_bytes)} bytes or more; way: {own}",
             "",
             *_sizes(sizes),
         ]
@@ -56,7 +55,7 @@ def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bin
         first, last = tables[2]
         lines += [
             f"tokens {first} to {last} (excluded): {_number(sum(sizes))} bytes"
-            f" in {_number(len(sizes))} runs; way: {taken}",
+            f" in {_number(len(sizes))} runs; way: {own}",
             "",
             *_sizes(sizes),
         ]

@@ -112,16 +112,13 @@ class Opened:
     def packed(self, nbytes: int = 0) -> None:
         """All that this reader wants has been gathered while the lease held: it counts as one that has read. nbytes: of
         the last gather."""
-        self.read = self.read or (self.live and not self.lease.state.ended)
         self._count(self.nbytes + nbytes)
-        self.lease.settle()
+        self.lease.note(self, live=self.live, read=self.live)
 
     def close(self, *, complete: bool, nbytes: int = 0) -> None:
         """The reader has gone; complete: with all that it wanted. nbytes: that it has read in all. Idempotent."""
-        self.live = False
-        self.read = self.read or (complete and not self.lease.state.ended)
         self._count(nbytes)
-        self.lease.settle()
+        self.lease.note(self, live=False, read=complete)
 
     def _count(self, nbytes: int) -> None:
         if nbytes > self.nbytes:
@@ -172,6 +169,10 @@ class Lease:
         self.settle = functools.partial(settle, self)
         self._expiry = asyncio.get_running_loop().call_later(ttl_s, self.settle)
         self._readers: dict[ReaderId, Opened] = {}
+        # Counted, not looked up: thousands may read one lease, and each looks whether all have.
+        self.live_readers = self._reading = self._whole = 0
+        """Readers that are there, those of them that have not read, and engines of which all ranks have."""
+        self._ranks_read: Counter[tuple[str, str, int, bytes]] = Counter()
 
     @property
     def state(self) -> LeaseState:
@@ -316,19 +317,37 @@ class Lease:
     def _add_reader(self, who: ReaderId, reader: Opened) -> Opened:
         if who not in self._readers and len(self._readers) >= MAX_READERS:
             raise Full("full", f"request {self.request_id} has {MAX_READERS} readers already", value=MAX_READERS)
+        if (before := self._readers.get(who)) is not None:
+            self._count(before, -1)
         self._readers[who] = reader
+        self._count(reader, 1)
         return reader
 
-    @property
-    def live_readers(self) -> int:
-        return sum(reader.live for reader in self._readers.values())
+    def note(self, reader: Opened, *, live: bool, read: bool) -> None:
+        """A reader has read, or gone, after which the lease may be over. Of one whose place another has taken nothing
+        counts."""
+        counts = self._readers.get(reader.who) is reader
+        if counts:
+            self._count(reader, -1)
+        reader.live, reader.read = live, reader.read or (read and not self.state.ended)
+        if counts:
+            self._count(reader, 1)
+        self.settle()
+
+    def _count(self, reader: Opened, by: int) -> None:
+        """by: 1 as it is now, -1 as it was."""
+        self.live_readers += by * reader.live
+        self._reading += by * (reader.live and not reader.read)
+        if reader.read:
+            engine, ranks = reader.who.engine, self._ranks_read
+            was_whole = ranks[engine] >= reader.who.world_size
+            ranks[engine] += by
+            self._whole += (ranks[engine] >= reader.who.world_size) - was_whole
 
     @property
     def all_read(self) -> bool:
         """Whether as many engines as expected have read with all their ranks, and nobody else is reading."""
-        ranks = Counter(who.engine for who, it in self._readers.items() if it.read)
-        whole = sum(count >= world_size for (_, _, world_size, _), count in ranks.items())
-        return not self.more and whole >= self.expected and all(it.read for it in self._readers.values() if it.live)
+        return not (self.more or self._reading) and self._whole >= self.expected
 
     def read_by_others(self, who: ReaderId) -> bool:
         """Whether an engine other than that of `who` is reading it."""

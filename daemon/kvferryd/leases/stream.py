@@ -36,8 +36,8 @@ class _Reading:
         self, stream: ServedStream, number: int, request_id: str, known: tuple[int, int], trace: Trace
     ) -> None:
         """known: word and version of an announcement that the reader goes by."""
-        self._stream, self._number, self._request_id, self._known = stream, number, request_id, known
-        self._trace = trace
+        self._stream, self._number, self.request_id, self.known = stream, number, request_id, known
+        self.trace = trace
         self.opened: Opened | None = None
         self._lease: Lease | None = None
         """Set once the reader has its present version, from an update or an announcement."""
@@ -51,15 +51,15 @@ class _Reading:
     async def _follow(self) -> None:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
         try:
-            check_request_id(self._request_id)
-            lease = self._stream.leases.get(self._request_id)
+            check_request_id(self.request_id)
+            lease = self._stream.leases.get(self.request_id)
             if lease is None:
                 self._unpublished = True
                 self._queue()
-                lease = await self._stream.leases.find(self._request_id, self._stream.who)
+                lease = await self._stream.leases.find(self.request_id, self._stream.who)
                 self._unpublished = False
             with lease.reading(self._stream.who) as self.opened:
-                lease.trace = self._trace
+                lease.trace = self.trace
                 async for _ in lease.follow():
                     if not self._knows(lease):
                         self._update = lease
@@ -76,7 +76,7 @@ class _Reading:
 
     def _knows(self, lease: Lease) -> bool:
         """Whether the reader has the present version of the lease from an announcement."""
-        return self._lease is None and self._known == (lease.word.value, lease.version)
+        return self._lease is None and self.known == (lease.word.value, lease.version)
 
     def pack(self, said: peer_pb2.Pack) -> None:
         if said.HasField("open"):
@@ -84,7 +84,7 @@ class _Reading:
                 self._gather.end()
             self._gather = Gather(self._stream.gatherer, said.packing, said.open, self._queue)
             # A lease known from an announcement is opened at the loop's next turn, long before anything is packed.
-            lease = self._lease or self._stream.leases.get(self._request_id)
+            lease = self._lease or self._stream.leases.get(self.request_id)
             if lease is not None and (self._lease is not None or self._knows(lease)):
                 self._begin(self._gather, lease)
         if self._gather is not None and self._gather.number == said.packing:
@@ -224,19 +224,28 @@ class ServedStream:
         """Not answered. A reading that is over, or was refused, needs no closing."""
         self._leases_read += asked.complete and asked.nbytes > 0
         self._nbytes += asked.nbytes
-        if not asked.reading:
-            check_request_id(asked.request_id)
-            lease = self.leases.get(asked.request_id)
-            meant = not asked.word or (lease is not None and lease.word.value == asked.word)
-            if asked.complete and meant:
-                if lease is not None and not lease.state.ended:
-                    lease.trace = Trace.of(asked.trace)
-                with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
-                    self.leases.finished(asked.request_id, self.who, asked.nbytes)
-        elif (reading := self.readings.pop(asked.reading, None)) is not None:
-            if reading.opened is not None:
-                reading.opened.close(complete=asked.complete, nbytes=asked.nbytes)
-            reading.close()
+        reading = self.readings.pop(asked.reading, None)
+        if reading is None:
+            if asked.complete and not asked.reading:
+                self._finished(asked.request_id, asked.word, Trace.of(asked.trace), asked.nbytes)
+            return
+        if reading.opened is not None:
+            reading.opened.close(complete=asked.complete, nbytes=asked.nbytes)
+        elif asked.complete:  # the message came with the one that opens it: its task has had no turn
+            word, _ = reading.known
+            self._finished(reading.request_id, word, reading.trace, asked.nbytes)
+        reading.close()
+
+    def _finished(self, request_id: str, word: int, trace: Trace, nbytes: int) -> None:
+        """This rank has all that it wants of a lease that it has not opened. word: of the lease that is meant, or 0."""
+        check_request_id(request_id)
+        lease = self.leases.get(request_id)
+        if word and (lease is None or lease.word.value != word):
+            return
+        if lease is not None and not lease.state.ended:
+            lease.trace = trace
+        with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
+            self.leases.finished(request_id, self.who, nbytes)
 
     def _announce(self, lease: Lease) -> None:
         if len(self._announced) < ANNOUNCEMENTS:

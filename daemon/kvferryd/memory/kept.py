@@ -27,11 +27,13 @@ class Keeper:
         self._channel.set_inheritable(False)
         self._lock = threading.Lock()
 
-    def turn(self) -> str:
+    def turn(self, log_format: str) -> str:
         """Wait until this daemon is the one to serve: what became of the one before it, or nothing if it is the first.
+        The keeper logs as this daemon does.
 
         Raises EOFError when the keeper is gone.
         """
+        self._say({"log_format": log_format})
         self._say(LOADED)
         said = self._channel.recv(MOST)
         if not said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.errors import Conflict
+from kvferryd.aio import beside
 from kvferryd.engine import Engine
 from kvferryd.paths.direct import Direct
 from kvferryd.paths.mapped import Mapped
@@ -10,7 +11,7 @@ from kvferryd.paths.move import Flight, Move, Moved, Path, PathName, packed_whol
 from kvferryd.paths.staged import Staged
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.plan.crossover import direct_is_best
+from kvferryd.plan.cost import COSTS, IMPORTED, cheapest
 
 __all__ = ["Flight", "Move", "Moved", "PathName", "choose", "packed_whole", "refusals"]
 
@@ -23,15 +24,15 @@ def refusals(engine: Engine, peer: PeerEngine) -> dict[str, str]:
     return {path.name.value: path.refusal(engine, peer) for path in PATHS.values()}
 
 
-def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
+async def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
     """The path for these bytes. `way`: auto, or the path to take.
 
-    auto: mapped where it can be had; otherwise staged for many short runs, and from memory that is slow to read
-    directly, and direct for others. A forced staged falls back to the others where the pair cannot stage and nothing is
-    strict. Raises KvferryError: `way_unavailable`; `cannot_stage` where one side is strict and the pair cannot stage.
+    auto: the one of those that the pair can take that is expected to take the least time (`plan.cost`). A forced
+    staged falls back to the others where the pair cannot stage and nothing is strict. Raises KvferryError:
+    `way_unavailable`; `cannot_stage` where one side is strict and the pair cannot stage.
     """
     if way == "auto" and not PATHS[PathName.MAPPED].refusal(engine, peer):
-        return PATHS[PathName.MAPPED]
+        return PATHS[PathName.MAPPED]  # nothing is ever cheaper: that runs are counted can be spared
     why = {name: path.refusal(engine, peer) for name, path in PATHS.items()}
     able = [name for name in PATHS if not why[name]]
     if way in able:
@@ -45,16 +46,8 @@ def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Path:
         message = f"strict requires staging ({why[PathName.DIRECT]}), but {reason}"
         remedy = "set way = staged (or strict) on both sides, or strict on neither"
         raise Conflict("cannot_stage", message, field="strict", value=engine.strict, remedy=remedy)
-    if able == [PathName.STAGED, PathName.DIRECT] and not any(peer.ranks[rank].slow for rank in peer.plan.reads_from):
-        best = direct_is_best(engine.kind, _runs(bound), bound.nbytes)
-        return PATHS[PathName.DIRECT if best else PathName.STAGED]
-    return PATHS[able[0]]
-
-
-def _runs(bound: Bound) -> int:
-    """How many, as if all segments were as long as the longest."""
-    runs = 0
-    for copy, segments in bound.pairs:
-        if number := len(segments.tokens):
-            runs += number * sum(len(each.source_offsets) for each in copy.patterns(int(segments.tokens.max())))
-    return runs
+    if len(able) == 1:
+        return PATHS[able[0]]
+    imported = any(peer.ranks[rank].slow for rank in peer.plan.reads_from)
+    runs = await beside(bound.segment_count, lambda: bound.run_count)
+    return PATHS[cheapest(IMPORTED if imported else COSTS[engine.kind], able, runs, bound.nbytes)]

@@ -85,9 +85,8 @@ async def _move(move: Move) -> Moved:
     for reader in readers:
         if not reader.source.pairing:
             await reader.source.pair(peer.plan, timeout_s)
-    segments = sum(len(segments.tokens) for _, segments in bound.pairs)
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
-    for chunk in await beside(segments, lambda: cut(moves(bound), chunk_nbytes)):
+    for chunk in await beside(bound.segment_count, lambda: cut(moves(bound), chunk_nbytes)):
         by_rank[chunk.source_rank].append(chunk)
     streams = []
     for reader in readers:

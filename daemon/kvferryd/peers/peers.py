@@ -30,7 +30,7 @@ from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import asking
 from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
-from kvferryd.plan.crossover import DIRECT_FROM
+from kvferryd.plan.cost import COSTS, cheapest
 from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport import Span, TransportError
 from kvferryd.transport.metadata import Metadata, Screen, parse
@@ -39,6 +39,8 @@ log = logs.get(__name__)
 UNLOAD_S = 5.0
 COMPILE_S = 20.0
 """What a source may take to compile its kernels, beside the usual time to answer."""
+LARGE = 1 << 30
+"""Bytes of a request beside which what a way takes at all does not count."""
 IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made."""
 HOMES = 4096
@@ -212,9 +214,11 @@ class Peers:
         return peer
 
     def _wants_staging(self, engine: Engine, planned: Plan) -> bool:
-        """On host memory, where an arena is made when it is needed: whether most runs are short."""
+        """On host memory, where an arena is made when it is needed: whether a large request would be staged."""
         able = self._config.way == "auto" and (engine.arena is not None or engine.make_arena is not None)
-        return able and engine.kind == "host" and planned.mean_run < DIRECT_FROM["host"]
+        if not able or engine.kind != "host":
+            return False
+        return cheapest(COSTS["host"], ("direct", "staged"), LARGE / planned.mean_run, LARGE) == "staged"
 
     async def _have_arenas(
         self, engine: Engine, engine_id: str, planned: Plan, ranks: dict[int, PeerRank], asked: list[PeerRank]

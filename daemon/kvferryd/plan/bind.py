@@ -50,6 +50,16 @@ class Segments:
     tokens: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A pattern's runs at each of these offsets, `nbytes` long there: segments that follow one another are one."""
+
+    pattern: Pattern
+    source_offsets: Ints
+    destination_offsets: Ints
+    nbytes: Ints
+
+
 @dataclass(frozen=True)
 class Bound:
     """A plan bound to one request."""
@@ -68,11 +78,24 @@ class Bound:
             found[copy.source_rank] += copy.bytes_per_token * int(segments.tokens.sum())
         return found
 
+    @property
+    def segment_count(self) -> int:
+        return sum(len(segments.tokens) for _, segments in self.pairs)
+
+    @cached_property
+    def run_count(self) -> int:
+        """How many runs there are, before those of different rows are joined."""
+        return sum(len(each.nbytes) * len(each.pattern.source_offsets) for _, found in self._repeated for each in found)
+
+    @cached_property
+    def _repeated(self) -> list[tuple[Copy, list[Repeated]]]:
+        return [(copy, list(_repeat(copy, segments))) for copy, segments in self.pairs]
+
     def runs(self) -> list[Runs]:
         """The runs, maximal, ascending by source offset within one (source rank, regions)."""
         parts: dict[tuple[int, int, int], list[tuple[Ints, Ints, Ints]]] = defaultdict(list)
-        for copy, segments in self.pairs:
-            parts[copy.source_rank, copy.source.region, copy.destination.region] += _expand(copy, segments)
+        for copy, found in self._repeated:
+            parts[copy.source_rank, copy.source.region, copy.destination.region] += map(_expand, found)
         return [Runs(*where, *_join(found)) for where, found in parts.items() if found]
 
 
@@ -260,8 +283,7 @@ def _wrong(code: str, whose: str, group: Group, what: str, field: str, value: ob
     return Malformed(code, message, field=field, value=value, remedy=remedy)
 
 
-def _expand(copy: Copy, segments: Segments) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Segments times static rows, neighbouring segments joined first."""
+def _repeat(copy: Copy, segments: Segments) -> Iterator[Repeated]:
     kinds: dict[bytes, list[tuple[Pattern, Ints]]] = defaultdict(list)
     for length in _distinct(segments.tokens).tolist():
         of_length = np.flatnonzero(segments.tokens == length)
@@ -271,14 +293,16 @@ def _expand(copy: Copy, segments: Segments) -> Iterator[tuple[Ints, Ints, Ints]]
         pattern = found[0][0]
         index = np.concatenate([of_length for _, of_length in found])
         nbytes = np.repeat([p.nbytes for p, _ in found], [len(of_length) for _, of_length in found])
-        source, destination, joined = coalesce(
-            segments.source_offsets[index], segments.destination_offsets[index], nbytes
-        )
-        yield (
-            (pattern.source_offsets[:, None] + source).ravel(),
-            (pattern.destination_offsets[:, None] + destination).ravel(),
-            np.tile(joined, len(pattern.source_offsets)),
-        )
+        yield Repeated(pattern, *coalesce(segments.source_offsets[index], segments.destination_offsets[index], nbytes))
+
+
+def _expand(repeated: Repeated) -> tuple[Ints, Ints, Ints]:
+    pattern = repeated.pattern
+    return (
+        (pattern.source_offsets[:, None] + repeated.source_offsets).ravel(),
+        (pattern.destination_offsets[:, None] + repeated.destination_offsets).ravel(),
+        np.tile(repeated.nbytes, len(pattern.source_offsets)),
+    )
 
 
 def _join(parts: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, Ints]:

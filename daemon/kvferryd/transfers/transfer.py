@@ -458,7 +458,8 @@ class Transfer:
                 own, tokens = self.reservation.tables, (at, max(at, until))
                 bound = bind(peer.plan, tables, own, tokens, states=last)
                 if bound.nbytes:
-                    path = paths.choose(self.order.way or self._around.config.way, bound, self.engine, peer)
+                    way = self.order.way or self._around.config.way
+                    path = await paths.choose(way, bound, self.engine, peer)
                     self.path = path.name
                     began = time.monotonic()
                     move = Move(

@@ -168,7 +168,7 @@ class Screen:
             self._loads += 1
             assert process.stdin is not None and process.stdout is not None
             host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
-            asked = json.dumps([metadata.alias, metadata.blob.hex(), host]).encode() + b"\n"
+            asked = json.dumps([metadata.alias, metadata.blob.hex(), host, timeout_s]).encode() + b"\n"
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(ConnectionError):  # it has died
                     process.stdin.write(asked)

@@ -65,7 +65,7 @@ class Connection(H11Protocol):
 
 
 class RestServer(uvicorn.Server):
-    """Serves REST. Its owner awaits `serve()`, which raises OSError where it cannot listen, and ends it with
+    """Serves REST. Its owner awaits `listen()`, which raises OSError where it cannot, then `serve()`, and ends it with
     `should_exit`: long polls that are open then are cut after two seconds.
 
     It accepts by itself: asyncio's servers have no bound, and write thousands of lines when descriptors run out. At the
@@ -103,10 +103,12 @@ class RestServer(uvicorn.Server):
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()  # they are the process's
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    async def listen(self) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.config.host, self.config.port
         self.servers = [await loop.create_server(asyncio.Protocol, host, port, start_serving=False)]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for bound in self.servers[0].sockets:
             listening = bound.dup()
             listening.listen(BACKLOG)
