@@ -68,7 +68,7 @@ $(SGLANG_READY): tests/engines/install.py tests/engines/install_sglang.py tests/
 	@touch $@
 
 test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines on both sides, behind SGLang's router
-	@$(BIN)/python -m pytest -m engines tests/engines/test_sglang.py tests/engines/test_sglang_tp.py
+	@$(BIN)/python -m pytest -m engines tests/engines/test_sglang.py
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py

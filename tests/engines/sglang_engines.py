@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,6 @@ class SglangFleet(Engines):
             command += ["--decode", engine.url]
         process, log = self._start("sglang-router", command)
         return self._add(Service("sglang-router", f"http://{HOST}:{port}", "/readiness", process, log))
-
-    def restarted(self, engine: SglangEngine) -> SglangEngine:
-        """Start an engine that has ended once more, as it was."""
-        assert isinstance(engine.process.args, list)
-        process, log = self._start(engine.name.replace(" ", "-"), engine.process.args)
-        self.services.remove(engine)
-        return self._add(replace(engine, process=process, log=log))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
