@@ -134,10 +134,19 @@ def test_a_second_turn_of_another_conversation_is_refused(stage: Stage) -> None:
     assert tokens_of(right) == tokens_of(ask(stage.alone, following))
 
 
-def test_several_prompts_with_the_params_of_one_are_refused(stage: Stage) -> None:
+def test_the_params_of_several_prompts_are_those_of_the_first(stage: Stage) -> None:
     prompts = [prompt(20 + i) for i in range(3)]
+    answer = ask(stage.decode, prompts, kv_transfer_params=prefilled(stage, prompts[0]))
+    assert answer.status_code == 200, answer.text
+    tokens = [choice["token_ids"] for choice in answer.json()["choices"]]
+    assert tokens == [tokens_of(ask(stage.alone, alone)) for alone in prompts]
+    assert received(answer) == LENGTH
+
+
+def test_the_params_of_a_later_prompt_are_refused(stage: Stage) -> None:
+    prompts = [prompt(24 + i) for i in range(3)]
     answer = ask(stage.decode, prompts, kv_transfer_params=prefilled(stage, prompts[1]))
-    assert refused(answer) == (400, "malformed_request")
+    assert refused(answer) == (400, "other_prompt")
     for tokens in prompts:
         assert tokens_of(ask(stage.decode, tokens)) == tokens_of(ask(stage.alone, tokens))
 
