@@ -137,7 +137,7 @@ def test_a_second_turn_of_another_conversation_is_refused(stage: Stage) -> None:
 def test_several_prompts_with_the_params_of_one_are_refused(stage: Stage) -> None:
     prompts = [prompt(20 + i) for i in range(3)]
     answer = ask(stage.decode, prompts, kv_transfer_params=prefilled(stage, prompts[1]))
-    assert refused(answer) == (400, "malformed_request")
+    assert refused(answer) == (400, "other_prompt")
     for tokens in prompts:
         assert tokens_of(ask(stage.decode, tokens)) == tokens_of(ask(stage.alone, tokens))
 
