@@ -312,9 +312,9 @@ def cache_usage(engine: Service) -> float:
     return metric(engine, "kv_cache_usage_perc")
 
 
-def eventually(holds: Callable[[], bool], within_s: float = SETTLE_S) -> bool:
+def eventually(holds: Callable[[], bool]) -> bool:
     """Engines and daemons are other processes: they can only be asked again."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + SETTLE_S
     while not holds():
         if time.monotonic() > deadline:
             return False

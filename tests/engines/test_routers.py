@@ -1,16 +1,13 @@
 """Other projects' routers in front of vLLM with kvferry: the tokens are those of one engine, and the KV was moved.
 
 A tokenizer whose words are tokens lets every kind of request have the same prompt: not all routers take token ids.
-The last test kills the engines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
-import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,24 +28,27 @@ from engines import (
     cache_usage,
     eventually,
     metric,
+    pair,
     prompt,
     whole,
+    worded,
     words,
 )
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
-TTL_S = 60.0
-"""Of the engines' leases."""
 KINDS = list(itertools.product(("completions", "chat/completions"), (False, True)))
 """Of requests: the path, and whether the answer is a stream."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _routers_are_installed(engines: Pair) -> None:
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Pair]:
     modules = "vllm_router", "smg", "mooncake"
     found = f"from importlib.util import find_spec; assert all(map(find_spec, {modules}))"
-    if subprocess.run([PYTHON, "-c", found], check=False, stderr=subprocess.DEVNULL).returncode:
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", found], check=False, stderr=subprocess.DEVNULL).returncode:
         pytest.skip(f"{', '.join(modules)} are not installed beside vLLM: make engines-venv installs them")
+    side = {"transfer": {"kv_connector": "NixlConnector"}, "flags": ("--no-skip-tokenizer-init",)}
+    with pair(worded, prefill=side, decode=side, daemon_flags=("--lease-ttl-s", "60")) as both:
+        yield both
 
 
 def proxy(engines: Pair) -> Service:
@@ -201,49 +201,6 @@ def test_a_client_that_leaves_takes_its_request_along(engines: Pair, name: str, 
     nothing_is_left(engines)
 
 
-def nothing_is_left(engines: Pair, within_s: float = 20.0) -> None:
-    assert eventually(lambda: not engines.leases(), within_s), engines.leases()
+def nothing_is_left(engines: Pair) -> None:
+    assert eventually(lambda: not engines.leases()), engines.leases()
     assert eventually(lambda: cache_usage(engines.prefill) == 0 == cache_usage(engines.decode))
-
-
-def answered(service: Service) -> bool:
-    """Any request."""
-    try:
-        return bool(answers(service, prompt(60), *KINDS[0]))
-    except httpx.HTTPError:
-        return False
-
-
-def test_engines_that_die_and_come_back(engines: Pair, routers: dict[str, Service]) -> None:
-    """What is under way ends, what comes meanwhile is refused, and then everything is moved again."""
-    with ThreadPoolExecutor(len(routers)) as pool:
-
-        def decoding(name: str) -> int:
-            with asked(routers[name], prompt(180, seed(name)), stream=True, max_tokens=3000) as response:
-                try:
-                    return sum(line.startswith("data: {") for line in response.iter_lines())
-                except httpx.HTTPError:
-                    return 0
-
-        under_way = {name: pool.submit(decoding, name) for name in routers}
-        assert eventually(lambda: metric(engines.decode, "num_requests_running") == len(routers))
-        killed(engines.decode)
-        assert all(stream.result(ANSWER_S) < 3000 for stream in under_way.values())
-    assert [name for name, router in routers.items() if answered(router)] == []
-    killed(engines.prefill)
-    assert [name for name, router in routers.items() if answered(router)] == []
-
-    engines.prefill, engines.decode = (engines.fleet.again(engine) for engine in (engines.prefill, engines.decode))
-    asyncio.run(engines.fleet.ready(engines.prefill, engines.decode, timeout_s=START_S))
-    for name, router in routers.items():
-        assert eventually(functools.partial(answered, router), 60), f"{name} does not see them"
-        before = len(engines.transfers())
-        tokens = prompt(190, seed(name))
-        assert answers(router, tokens, *KINDS[0]) == answers(engines.prefill, tokens, *KINDS[0])
-        assert [(one.state, one.tokens) for one in engines.transfers()[before:]] == [("done", (0, whole(190)))]
-    nothing_is_left(engines, TTL_S + 20)
-
-
-def killed(engine: Service) -> None:
-    engine.signal(signal.SIGKILL)
-    engine.process.wait(10)
