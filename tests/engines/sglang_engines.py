@@ -130,7 +130,7 @@ def sglang_pair(
             for name, side in sides.items()
             if backend == "kvferry"
         }
-        asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=60))
+        asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=START_S))
         folder = fleet.model(model)
         engines = {name: fleet.sglang(name, folder, backend=backend, **side) for name, side in sides.items()}
         if alone:
