@@ -6,19 +6,22 @@ READY  := $(VENV)/.ready
 ENGINES_VENV  ?= .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
 VLLM          ?= 0.32.0
+SGLANG_VENV   ?= .venv-sglang
+SGLANG_READY  := $(SGLANG_VENV)/.ready
+SGLANG        ?= 0.5.23
 # Two processes, each with the daemons of its own modules: most of a test is waiting for a process to start.
 BESIDE        ?= --numprocesses 2 --dist loadfile
 # tests/faults: as many processes, and as often in a row.
 WORKERS       ?= 2
 TIMES         ?= 1
-export ENGINES_VENV
+export ENGINES_VENV SGLANG_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
-.PHONY: help setup demo test test-long test-faults test-all engines-venv test-engines bench-vllm bench-vllm-gpu soak
-.PHONY: lint format proto reference bench clean
+.PHONY: help setup demo test test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
+.PHONY: bench-vllm bench-vllm-gpu soak lint format proto reference bench clean
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install the development environment into .venv
 
@@ -53,8 +56,22 @@ $(ENGINES_READY): tests/engines/install.py pyproject.toml
 	@$(ENGINES_VENV)/bin/python tests/engines/install.py $(VLLM)
 	@touch $@
 
-test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides
+test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides, and other projects' routers: those of the gate
+	@$(BIN)/python -m pytest -m "engines and not long" tests/engines
+
+test-engines-all: $(READY) $(ENGINES_READY) ## all of them: more shapes, each prompt alone, daemons killed 50 times
 	@$(BIN)/python -m pytest -m engines tests/engines
+
+engines-sglang: $(SGLANG_READY) ## install a real SGLang for the CPU, and its router, into .venv-sglang
+
+$(SGLANG_READY): tests/engines/install.py tests/engines/install_sglang.py tests/engines/sgl_kernel.py pyproject.toml
+	@echo "setting up $(SGLANG_VENV): about five minutes and 3 GB on a fresh machine"
+	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python tests/engines/install_sglang.py $(SGLANG)
+	@touch $@
+
+test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines on both sides, behind SGLang's router
+	@$(BIN)/python -m pytest -m engines tests/engines/test_sglang.py
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py
@@ -85,4 +102,4 @@ bench-vllm-gpu: $(READY) ## the same on two GPUs; ENGINES_VENV: an environment w
 	@$(BIN)/python tests/engines/bench_gpu.py $(BENCH)
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(ENGINES_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

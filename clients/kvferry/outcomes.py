@@ -78,6 +78,11 @@ class Lease:
     request_id: str
     _ended: asyncio.Future[LeaseState] = field(repr=False)
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._ended.done()
+
     async def ended(self) -> LeaseState:
         """RELEASED (all expected readers have read), EXPIRED or REVOKED.
 

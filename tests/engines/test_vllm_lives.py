@@ -48,8 +48,7 @@ def engines() -> Iterator[Pair]:
 
 def started_again(engines: Pair, name: str) -> None:
     """An engine that has died, beside the daemons that it had."""
-    daemons = engines.prefill_daemons if name == "p" else engines.decode_daemons
-    engine = engines.fleet.vllm(name, engines.fleet.directory / "model", daemons, **SIDES[name])
+    engine = engines.fleet.again(engines.prefill if name == "p" else engines.decode)
     asyncio.run(engines.fleet.ready(engine, timeout_s=START_S))
     if name == "p":
         engines.prefill = engine

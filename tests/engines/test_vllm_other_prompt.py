@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from engines import ANSWER_S, PREFILL_LEG, PYTHON, START_S, Pair, Service, complete, pair, prompt, tokens_of
+from engines import ANSWER_S, PREFILL_LEG, PYTHON, START_S, Pair, Service, complete, prompt, tokens_of
 from kvferry.digest import prompt_digest
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
-LENGTH = 200
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Pair]:
-    """The prefill engine checks bodies, the decode engine does not: what gets past the check must be refused too."""
-    checked = {"flags": ("--middleware", "kvferry.asgi.CheckTransferParams")}
-    with pair(prefill=checked, daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "30")) as both:
-        yield both
+LENGTH = 220
+"""Of prompts that no other module with these engines has: prefix caches remember."""
 
 
 def ask(url: str, request_id: str, tokens: object, **more: object) -> httpx.Response:

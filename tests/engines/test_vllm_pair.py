@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +20,6 @@ from engines import (
     eventually,
     handed_over,
     missed,
-    pair,
     prompt,
     tokens_of,
     whole,
@@ -33,17 +31,6 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Pair]:
-    """Prefill as vLLM knows it by a plug-in's name, decode under the name that some routers and runtimes insist on."""
-    checked = {
-        "flags": ("--middleware", "kvferry.asgi.CheckTransferParams"), "transfer": {"kv_connector_module_path": None},
-    }  # fmt: skip
-    named = {"transfer": {"kv_connector": "NixlConnector"}}
-    with pair(prefill=checked, decode=named, daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "30")) as both:
-        yield both
 
 
 def test_the_tokens_depend_on_the_whole_prompt(engines: Pair) -> None:

@@ -60,6 +60,7 @@ def read_whole(engines: Pair, prompts: list[list[int]], at_once: int) -> None:
     assert eventually(lambda: cache_usage(engines.decode) == 0)
 
 
+@pytest.mark.long
 def test_every_prompt_alone(engines: Pair, request: pytest.FixtureRequest) -> None:
     read_whole(engines, fresh(request), at_once=1)
 
@@ -68,6 +69,7 @@ def test_eight_at_once(engines: Pair, request: pytest.FixtureRequest) -> None:
     read_whole(engines, fresh(request), at_once=8)
 
 
+@pytest.mark.long
 def test_a_sliding_window_alone(sliding: Pair, request: pytest.FixtureRequest) -> None:
     read_whole(sliding, fresh(request), at_once=1)
 

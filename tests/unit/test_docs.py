@@ -133,6 +133,17 @@ def test_the_readmes_code_is_that_of_the_examples() -> None:
         assert any(each in example for each in indented for example in examples), code
 
 
+def test_a_router_that_is_said_to_run_is_tested() -> None:
+    """The last cell of its row names the file and, there, the parameter."""
+    rows = re.findall(r"\[run\]\(([^)]+)\): (.+?) \|$", (ROOT / "docs" / "routers.md").read_text(), re.MULTILINE)
+    assert rows
+    for path in {path for path, _ in rows}:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not long", ROOT / "docs" / path]
+        listed = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True, cwd=ROOT).stdout
+        for router in (router for of, router in rows if of == path):
+            assert f"[{router}]" in listed, f"{router} is no test of {path}"
+
+
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name)
 def test_a_picture_can_be_read_in_the_dark_and_loads_nothing(picture: Path) -> None:
     text = picture.read_text()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.digest import prompt_digest
-from kvferry.reference.config import sample_weights
+from kvferry.fingerprint import model_fingerprint
 from kvferry.vllm.options import Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-
-OF_THE_FILE = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
-"""Fields about the configuration file, not about the model."""
 
 
 def fingerprint(config: VllmConfig, options: Options) -> str:
@@ -25,17 +20,10 @@ def fingerprint(config: VllmConfig, options: Options) -> str:
     if options.fingerprint:
         return options.fingerprint
     model, load = config.model_config, config.load_config
-    fields = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in OF_THE_FILE}
-    fields |= {"computed_in": [str(model.dtype), model.quantization]}
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
-    folder = Path(model.model)
-    if load.load_format == "dummy":
-        digest.update(f"seed {model.seed}".encode())
-    elif any(folder.glob("*.safetensors")):
-        sample_weights(folder, digest)
-    else:
-        digest.update(f"{model.model}@{model.revision}".encode())
-    return digest.hexdigest()[:32]
+    return model_fingerprint(
+        model.hf_text_config.to_dict(), str(model.dtype), model.quantization, name=model.model, revision=model.revision,
+        seed=model.seed if load.load_format == "dummy" else None,
+    )  # fmt: skip
 
 
 def digest_of(request: Request, num_tokens: int) -> bytes:

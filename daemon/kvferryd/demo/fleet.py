@@ -120,14 +120,14 @@ class Fleet:
         first = self.daemon(f"{name}-0", flags=flags)
         return [first, *(self.daemon(f"{name}-{rank}", roster=first, flags=flags) for rank in range(1, count))]
 
-    def again(self, daemon: DaemonService, command: str = "") -> DaemonService:
-        """Start a daemon that has ended once more, as it was: its addresses, its socket, its flags; or by `command`,
+    def again(self, ended: S, command: str = "") -> S:
+        """Start what has ended once more, as it was: its addresses, its socket, its flags; a daemon also by `command`,
         serve or keep."""
-        assert isinstance(daemon.process.args, list)
-        arguments = [command if command and each in ("serve", "keep") else each for each in daemon.process.args]
-        process, log = self._start(daemon.name, arguments)
-        self.services.remove(daemon)
-        return self._add(replace(daemon, process=process, log=log))
+        assert isinstance(ended.process.args, list)
+        arguments = [command if command and each in ("serve", "keep") else each for each in ended.process.args]
+        process, log = self._start(ended.name.replace(" ", "-"), arguments)
+        self.services.remove(ended)
+        return self._add(replace(ended, process=process, log=log))
 
     def engine(
         self,

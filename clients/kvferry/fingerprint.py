@@ -1,0 +1,34 @@
+"""The fingerprint of a model: by it two engines know that their KV can be exchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvferry.reference.config import sample_weights
+
+OF_THE_FILE = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
+"""Fields about the configuration file, not about the model."""
+
+
+def model_fingerprint(
+    config: Mapping[str, object], dtype: str, quantization: str | None, *, name: str, revision: str | None,
+    seed: int | None = None,
+) -> str:  # fmt: skip
+    """Equal for engines whose KV can be exchanged, whatever path, version, backend or parallelism they have.
+
+    config: of the text model, as transformers has it. dtype: in which it is computed, as torch prints it. name: the
+    checkpoint's folder, or what it is called elsewhere. seed: of weights that are made up, where they are.
+    """
+    fields: dict[str, object] = {field: value for field, value in config.items() if field not in OF_THE_FILE}
+    fields |= {"computed_in": [dtype, quantization]}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
+    if seed is not None:
+        digest.update(f"seed {seed}".encode())
+    elif any(Path(name).glob("*.safetensors")):
+        sample_weights(Path(name), digest)
+    else:
+        digest.update(f"{name}@{revision}".encode())
+    return digest.hexdigest()[:32]

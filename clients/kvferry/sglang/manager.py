@@ -1,0 +1,171 @@
+"""What SGLang makes once per rank, and where decode finds prefill."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from pydantic import ValidationError
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+from kvferry.handoff import Attempts, Remembered
+from kvferry.schemas import SourceBody
+from kvferry.sglang.rank import this_rank, unsupported
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from kvferry.sglang.receiver import Receiver
+
+log = logging.getLogger(__name__)
+PATH = "/kvferry"
+"""Where the bootstrap address says which engine this is."""
+ASK_S = 2.0
+"""How long a prefill engine may take to say so."""
+GLANCE_S = 0.05
+"""How long decode's scheduler waits for it. SGLang asks again a second later."""
+
+
+class Manager(BaseKVManager):
+    """Describes the rank's cache to its daemon."""
+
+    enable_deferred_decode_kv_release = True
+    """SGLang keeps a failed request's blocks until `is_abort_release_safe`."""
+
+    def __init__(
+        self, args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs, is_mla_backend: bool | None = False
+    ) -> None:
+        _check(args, arguments)
+        self.kv_args = args
+        self.rank = this_rank()
+        self.rank.register(arguments)
+        self.attempts = Attempts()
+        self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+        """How long decode waits for a request's KV."""
+        self.prefill_info_table: Remembered[PrefillServerInfo] = Remembered()
+        """What SGLang wants to know of a prefill engine, by bootstrap address."""
+        self.sources: Remembered[SourceBody] = Remembered()
+        self._asking: dict[str, Future[SourceBody | None]] = {}
+        self._askers = ThreadPoolExecutor(8, "kvferry-bootstrap")
+        self._draining: defaultdict[int, list[Receiver]] = defaultdict(list)
+        """Receivers that have failed, by room: SGLang keeps their blocks until they are quiet."""
+        if mode is DisaggregationMode.PREFILL and self.rank.number == 0:
+            _answer(get_serving().host, get_disagg().disaggregation_bootstrap_port)
+
+    def register_to_bootstrap(self) -> None:
+        """There is nothing to do: rank 0 answers at the bootstrap address itself."""
+
+    def aux_rows(self, index: int) -> list[tuple[int, int]]:
+        """Where a request's first token and what goes with it lie: (address, nbytes) of each row."""
+        args = self.kv_args
+        return [(at + n * index, n) for at, n in zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)]
+
+    def try_ensure_parallel_info(self, address: str) -> bool:
+        """Whether it is known which engine prefills at a bootstrap address. Called by decode's scheduler, which must
+        not wait for an engine that is gone."""
+        if address in self.sources:
+            return True
+        if address not in self._asking:
+            self._asking[address] = self._askers.submit(_ask, address)
+        try:
+            source = self._asking[address].result(GLANCE_S)
+        except TimeoutError:
+            return False
+        del self._asking[address]
+        if source is None:
+            return False
+        self.sources[address] = source
+        self.prefill_info_table[address] = PrefillServerInfo(
+            attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None, kv_cache_dtype=None,
+            follow_bootstrap_room=True,
+        )  # fmt: skip
+        return True
+
+    def forget(self, address: str) -> None:
+        """A receive from there has failed: another engine may be there by now."""
+        self.sources.pop(address, None)
+        self.prefill_info_table.pop(address, None)
+
+    def submit_prefill_recompute(self, receiver: Receiver, payload: dict[str, Any]) -> None:
+        """SGLang wants the KV of a request that it has retracted computed again: not supported."""
+        receiver.abort()
+
+    # What SGLang asks until a failed request's blocks may be used again, by room. A client may send a room twice.
+
+    def drain(self, room: int, receiver: Receiver) -> None:
+        self._draining[room].append(receiver)
+
+    def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
+        return all(receiver.quiet for receiver in self._draining.get(room, ()))
+
+    def clear_deferred_abort_state(self, room: int) -> None:
+        self._draining.pop(room, None)
+
+
+class BootstrapServer(BaseKVBootstrapServer):
+    """Nothing: SGLang makes it in another process than the scheduler's, whose rank 0 answers itself."""
+
+    def __init__(self, host: str, port: int) -> None:
+        pass
+
+
+def _check(args: KVArgs, arguments: ServerArgs) -> None:
+    """Raises KvferryError (`unsupported_engine`)."""
+    parallel, disagg = get_parallel(), get_disagg()
+    refused = {
+        "pipeline parallelism": parallel.pp_size > 1,
+        "data parallelism": parallel.dp_size > 1,
+        "context parallelism": parallel.attn_cp_size > 1,
+        "a draft model's cache": args.num_draft_entries > 0,
+        f"states ({', '.join(each.value for each in args.state_types)})": bool(args.state_types),
+        "--disaggregation-decode-allocation-policy prefill_complete":
+            disagg.disaggregation_decode_allocation_policy != "early",
+        "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        "--enable-memory-saver": arguments.enable_memory_saver,
+        "role switches": disagg.enable_pd_role_switch,
+    }  # fmt: skip
+    for what, asked in refused.items():
+        if asked:
+            raise unsupported(what)
+
+
+def _ask(address: str) -> SourceBody | None:
+    """The engine that prefills at a bootstrap address; None where it does not say."""
+    try:
+        said = httpx.get(f"http://{address}{PATH}", timeout=ASK_S, trust_env=False).raise_for_status().json()
+        return SourceBody.model_validate(said)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ValidationError) as error:
+        log.warning("no prefill engine answers at bootstrap address %s: %s", address, error)
+        return None
+
+
+def _answer(host: str, port: int) -> None:
+    """Say which engine this is, and where its rank 0's daemon is. Raises OSError."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = ASK_S
+
+        def do_GET(self) -> None:
+            if self.path != PATH:
+                self.send_error(404)
+                return
+            said = SourceBody(engine_id=this_rank().engine_id, address=this_rank().daemon.peer_address)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(said.model_dump(exclude_none=True)).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer((host, port), Handler)
+    threading.Thread(target=server.serve_forever, name="kvferry-bootstrap", daemon=True).start()

@@ -1,0 +1,144 @@
+"""All that this plug-in changes in SGLang, by name, with the reason.
+
+SGLang loads plug-ins by entry point, and its HookRegistry wraps functions by name, but a transfer backend is a member
+of an enumeration and a branch of one function. What is replaced is looked at first: on a version where it is not as
+expected nothing is changed, the log says what differs, and `--disaggregation-transfer-backend kvferry` is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import math
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from kvferry.errors import Unavailable
+from kvferry.sglang import BACKEND
+
+log = logging.getLogger(__name__)
+TESTED = "0.5.23"
+HOLDERS = (
+    "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.prefill", "sglang.srt.disaggregation.decode",
+    "sglang.srt.managers.disagg_service",
+)  # fmt: skip
+"""Modules that have `get_kv_class`, each under that name. There is no registry of backends."""
+EXPECTED = {
+    "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices": None,
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
+    **{f"{module}.get_kv_class": ("transfer_backend", "class_type") for module in HOLDERS},
+    # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": ("self",),
+    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers": ("self",),
+    # A sender and a receiver are not told the request, which their digest is made of.
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": ("self", "req"),
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue": ("self", "req"),
+    # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": ("self",),
+    "sglang.srt.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases": ("self",),
+}
+"""What is used or replaced, and its first parameters."""
+
+
+def install() -> None:
+    """Idempotent. Raises KvferryError (`unsupported_sglang`) before anything is changed."""
+    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
+
+    if BACKEND in DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    for target, parameters in EXPECTED.items():
+        _check(target, parameters)
+    add_disagg_transfer_backend_choices([BACKEND])
+    _add_backend()
+    _hook()
+
+
+def _check(target: str, parameters: tuple[str, ...] | None) -> None:
+    try:
+        found = pkgutil.resolve_name(target)
+        has = tuple(inspect.signature(found).parameters) if parameters else ()
+    except (ImportError, AttributeError) as error:
+        raise _unsupported(target, str(error)) from None
+    if parameters and has[: len(parameters)] != parameters:
+        raise _unsupported(target, f"its parameters are {has}, and {parameters} are expected")
+
+
+def _unsupported(target: str, why: str) -> Unavailable:
+    what = f"SGLang {version('sglang')} is not one that kvferry.sglang knows: {target}: {why}"
+    return Unavailable("unsupported_sglang", what, field=target, remedy=f"install sglang=={TESTED}")
+
+
+def _add_backend() -> None:
+    """A member of TransferBackend, which Python's Enum does not let be added, and its classes."""
+    from sglang.srt.disaggregation import utils
+
+    kinds, backends = utils.KVClassType, utils.TransferBackend
+    member = object.__new__(backends)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    backends._member_map_[member._name_] = backends._value2member_map_[BACKEND] = member
+    backends._member_names_.append(member._name_)
+    before = utils.get_kv_class
+
+    def get_kv_class(transfer_backend: Any, class_type: Any) -> Any:
+        if transfer_backend is not member or class_type is kinds.KVARGS:
+            return before(transfer_backend, class_type)
+        from kvferry.sglang.manager import BootstrapServer, Manager
+        from kvferry.sglang.receiver import Receiver
+        from kvferry.sglang.sender import Sender
+
+        return {
+            kinds.MANAGER: Manager, kinds.SENDER: Sender, kinds.RECEIVER: Receiver,
+            kinds.BOOTSTRAP_SERVER: BootstrapServer,
+        }[class_type]  # fmt: skip
+
+    for module in HOLDERS:
+        importlib.import_module(module).get_kv_class = get_kv_class  # type: ignore[attr-defined]
+
+
+def _hook() -> None:
+    """By SGLang's own registry, which applies them when all plug-ins have been loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    pools, disagg = "sglang.srt.mem_cache.memory_pool", "sglang.srt.disaggregation"
+    HookRegistry.register(f"{pools}.MHATokenToKVPool._create_buffers_normal", _place, HookType.AROUND)
+    HookRegistry.register(f"{pools}.MLATokenToKVPool._create_buffers", _place, HookType.AROUND)
+    HookRegistry.register(f"{disagg}.prefill.PrefillBootstrapQueue.create_sender", _bind_sender, HookType.AFTER)
+    queue = f"{disagg}.decode.DecodePreallocQueue"
+    HookRegistry.register(f"{queue}._create_receiver_and_enqueue", _bind_receiver, HookType.AFTER)
+    HookRegistry.register(f"{queue}._init_kv_manager", _release_when_quiet, HookType.AFTER)
+
+
+def _place(create: Callable[[Any], None], pool: Any) -> None:
+    from kvferry.sglang.rank import chosen, this_rank
+
+    if chosen():
+        this_rank().place(create, pool)
+    else:
+        create(pool)
+
+
+def _bind_sender(created: bool, queue: Any, req: Any, *_: object, **__: object) -> None:
+    _bind(req.disagg_kv_sender if created else None, req)
+
+
+def _bind_receiver(decode_req: Any, queue: Any, req: Any, *_: object, **__: object) -> None:
+    _bind(decode_req.kv_receiver, req)
+
+
+def _bind(end: Any, req: Any) -> None:
+    """SGLang's own senders and receivers, of warm-up requests, are bound to nothing."""
+    if hasattr(end, "bind"):
+        from kvferry.sglang.prompt import Prompt
+
+        end.bind(Prompt.of(req))
+
+
+def _release_when_quiet(manager: Any, queue: Any) -> None:
+    from kvferry.sglang.manager import Manager
+
+    if isinstance(manager, Manager):
+        queue.transfer_queue.enable_deferred_kv_release = True
+        queue.transfer_queue.deferred_kv_release_timeout = math.inf

@@ -1,0 +1,100 @@
+"""One rank of this engine, in the process of its scheduler: the session with its daemon, and the cache."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+from kvferry.blocking import BlockingEngineClient
+from kvferry.errors import Malformed
+from kvferry.fingerprint import model_fingerprint
+from kvferry.manifest import ManifestBuilder, ModelInfo
+from kvferry.memory import CudaRegion, SharedRegion
+from kvferry.memory.fences import Fence
+from kvferry.sglang import BACKEND
+from kvferry.sglang.cache import buffers_of, describe, placed, region_nbytes
+from kvferry.sglang.options import Options
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+log = logging.getLogger(__name__)
+
+
+class Rank:
+    """Made before SGLang allocates its cache, which is before there is a manager."""
+
+    def __init__(self) -> None:
+        parallel, self.options = get_parallel(), Options.read()
+        self.number, self.count = parallel.tp_rank, parallel.tp_size
+        said = self.options.engine_id or f"sglang-{socket.gethostname()}-{get_serving().port}", uuid.uuid4().hex
+        self.engine_id, self._epoch = parallel.tp_group.broadcast_object(said)
+        path = self.options.socket_of(self.number, self.count)
+        self.daemon = BlockingEngineClient.connect(
+            path, engine_id=self.engine_id, epoch=self._epoch, rank=self.number, world_size=self.count,
+            timeout_s=self.options.connect_timeout_s, say=log.warning,
+        )  # fmt: skip
+        self._region: SharedRegion | CudaRegion | None = None
+        self._pool: Any = None
+        log.info("rank %d of %d is attached to the daemon on %s", self.number, self.count, path)
+
+    def place(self, create: Callable[[Any], None], pool: Any) -> None:
+        """Let the pool's `create` allocate in the daemon's memory. Raises KvferryError."""
+        if self._pool is not None:
+            raise unsupported("a second pool of KV (a sliding window's, a draft model's)")
+        self._pool, device = pool, torch.device(pool.device).type
+        self._region = self.daemon.allocate(region_nbytes(buffers_of(create, pool), device))
+        with placed(self._region):
+            create(pool)
+
+    def register(self, arguments: ServerArgs) -> None:
+        """Describe the cache to the daemon. Raises KvferryError."""
+        if self._region is None:
+            raise unsupported("a cache that is neither MHATokenToKVPool nor MLATokenToKVPool")
+        model = ModelConfig.from_server_args(arguments)
+        fingerprint = self.options.fingerprint or model_fingerprint(
+            model.hf_text_config.to_dict(), str(model.dtype), model.quantization, name=model.model_path,
+            revision=model.revision, seed=arguments.random_seed if arguments.load_format == "dummy" else None,
+        )  # fmt: skip
+        builder = ManifestBuilder(
+            self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
+            world_size=self.count, parallel={"tp": self.count},
+        ).region(0, self._region.kind, nbytes=self._region.nbytes, address=self._region.address)  # fmt: skip
+        describe(builder, self._pool, self.number, self.count, model.get_total_num_kv_heads())
+        if self.on_gpu:
+            self.daemon.open_fences(torch.cuda.current_device())
+        for note in self.daemon.register(builder.build()):
+            log.warning("%s", note)
+
+    @property
+    def on_gpu(self) -> bool:
+        return isinstance(self._region, CudaRegion)
+
+    def written(self) -> Fence | None:
+        """What to publish after for all that was computed until now."""
+        return self.daemon.written(torch.cuda.current_stream()) if self.on_gpu else None
+
+
+@cache
+def this_rank() -> Rank:
+    """Of this process. Raises KvferryError."""
+    return Rank()
+
+
+def chosen() -> bool:
+    """Whether this engine is one side of a pair that kvferry serves."""
+    disagg = get_disagg()
+    return bool(disagg.disaggregation_mode != "null" and disagg.disaggregation_transfer_backend == BACKEND)
+
+
+def unsupported(what: str) -> Malformed:
+    remedy = "start the engine without it: docs/sglang.md lists what is supported"
+    return Malformed("unsupported_engine", f"kvferry does not carry {what}", field="sglang", value=what, remedy=remedy)

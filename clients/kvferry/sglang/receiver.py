@@ -1,0 +1,137 @@
+"""One request of a decode engine: its KV is received into blocks that SGLang has allocated."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import KVTransferError
+
+from kvferry.blocking import Receipt
+from kvferry.engine import Unsettled
+from kvferry.errors import Conflict, KvferryError
+from kvferry.handoff import Origin
+from kvferry.schemas import SourceBody
+from kvferry.sglang.cache import GROUP
+from kvferry.sglang.prompt import Prompt
+from kvferry.sglang.sender import lease_of, reason
+from kvferry.tables import BlockTable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from kvferry.sglang.manager import Manager
+
+log = logging.getLogger(__name__)
+
+
+class Receiver(BaseKVReceiver):
+    """Fails at once, so that the client is told; its blocks are SGLang's again when it is `quiet`."""
+
+    require_staging = False
+    bootstrap_infos = (None,)
+    """SGLang counts these: one answer of `is_abort_release_safe` is waited for."""
+
+    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr, self.bootstrap_addr, self._room = mgr, bootstrap_addr, bootstrap_room or 0
+        self.abort_notified = False
+        self._prompt = Prompt(0, b"")
+        self._source: SourceBody | None = None
+        self._aux = 0
+        self._receipt: Receipt | None = None
+        self._quiesced: Future[None] | None = None
+        self.conclude_state: int | None = None
+        self._why = ""
+
+    def bind(self, prompt: Prompt) -> None:
+        """To the prompt whose KV is wanted."""
+        self._prompt = prompt
+
+    def init(self, prefill_dp_rank: int) -> None:
+        self._source = self.kv_mgr.sources.get(self.bootstrap_addr)
+
+    def send_metadata(
+        self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None, state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None, destination: KVTransferDestination = KVTransferDestination.DEVICE,
+    ) -> None:  # fmt: skip
+        """SGLang has allocated these pages for what follows the first `decode_prefix_len` tokens, which it has."""
+        manager, first, stop = self.kv_mgr, decode_prefix_len or 0, self._prompt.num_tokens
+        self._aux = aux_index or 0
+        origin = Origin(lease_of(self._room), stop, self._source, digest=self._prompt.digest)
+        try:
+            self._receipt = manager.rank.daemon.receive(
+                origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)}, (first, stop),
+                source=self._source,
+                deadline_s=manager.timeout_s, digest=origin.digest, attempt=manager.attempts.next(origin),
+            )  # fmt: skip
+        except KvferryError as error:  # the client is closed
+            self._fail(reason(error))
+
+    def poll(self) -> Any:
+        if self.conclude_state is None and self._receipt is not None and self._receipt.done():
+            error = self._receipt.exception()
+            if error is None:
+                self._take(self._receipt.result().metadata)
+            else:
+                self._fail(reason(error))
+                self.kv_mgr.forget(self.bootstrap_addr)
+        if self.conclude_state is not None:
+            return self.conclude_state
+        if self._receipt is not None:
+            return KVPoll.Transferring
+        return KVPoll.Bootstrapping if self._source is None else KVPoll.WaitingForInput
+
+    poll_pp_consensus = poll
+
+    def _take(self, metadata: bytes) -> None:
+        """The first token and what goes with it, into the request's rows."""
+        rows, at = self.kv_mgr.aux_rows(self._aux), 0
+        if len(metadata) != sum(nbytes for _, nbytes in rows):
+            why = f"{len(metadata)} bytes beside the KV, {sum(nbytes for _, nbytes in rows)} expected"
+            self._fail(reason(Conflict("other_metadata", why, remedy="start both sides with one version of SGLang")))
+            return
+        for address, nbytes in rows:
+            ctypes.memmove(address, metadata[at : at + nbytes], nbytes)
+            at += nbytes
+        self.conclude_state = KVPoll.Success
+
+    def _fail(self, why: str) -> None:
+        self.conclude_state, self._why = KVPoll.Failed, why
+
+    def abort(self) -> None:
+        if self.conclude_state is None:
+            self._fail("it was aborted" if self._source else f"no prefill engine answers at {self.bootstrap_addr}")
+        self.ensure_abort_notified()
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """This has failed, here or on another rank: end the transfer, and let SGLang ask when it is quiet."""
+        if self._receipt is not None and not self.abort_notified:
+            self.abort_notified = True
+            self._receipt.cancel()
+            self.kv_mgr.drain(self._room, self)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is written to the blocks any more."""
+        if self._receipt is None:
+            return True
+        if not self._receipt.done():
+            return False
+        error = self._receipt.exception()
+        if not isinstance(error, Unsettled) or error.blocks_safe:
+            return True
+        if self._quiesced is None:
+            try:
+                self._quiesced = self.kv_mgr.rank.daemon.start(error.quiesced())
+            except KvferryError:  # the client is closed: it will never be known
+                return False
+        return self._quiesced.done() and self._quiesced.exception() is None
+
+    def failure_exception(self) -> None:
+        """Raises why this failed; on the other ranks, which end with it, that it was another one."""
+        why = self._why or "it failed on another rank"
+        raise KVTransferError(self._room, f"kvferry: {why}", is_from_another_rank=not self._why)

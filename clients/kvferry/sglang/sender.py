@@ -1,0 +1,178 @@
+"""One request of a prefill engine: published chunk by chunk, and watched until it has been read."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
+from sglang.srt.disaggregation.common.conn import KVTransferError
+
+from kvferry.engine import Lease, Unsettled
+from kvferry.errors import KvferryError
+from kvferry.memory.fences import Fence
+from kvferry.schemas import LeaseState
+from kvferry.sglang.cache import GROUP
+from kvferry.sglang.prompt import Prompt
+from kvferry.tables import BlockTable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from kvferry.sglang.manager import Manager
+
+log = logging.getLogger(__name__)
+GONE_S = 5.0
+"""How long that may take."""
+
+
+def lease_of(room: int | None) -> str:
+    """The request id by which daemons know what SGLang calls a bootstrap room."""
+    return f"room-{room}"
+
+
+def reason(error: BaseException) -> str:
+    """What a client and the log are told."""
+    return f"{error.code}: {error}" if isinstance(error, KvferryError) else str(error)
+
+
+class Sender(BaseKVSender):
+    """Prefill waits for nobody: it publishes what it has computed, whether decode has asked for it or not.
+
+    The scheduler calls, and never waits: the daemon's answers come to the client's event loop.
+    """
+
+    _early_send_wait_event: torch.cuda.Event | None = None
+    """Set by SGLang when it sends what an earlier step may still be writing."""
+
+    def __init__(
+        self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        self.kv_mgr, self._room = mgr, bootstrap_room
+        self._daemon = mgr.rank.daemon
+        self._prompt = Prompt(0, b"")
+        self._pages: list[int] = []
+        self._expected = self._aux = 0
+        self._began: float | None = None
+        self._order = asyncio.Lock()
+        self._lease: Lease | None = None
+        self._aborted = False
+        self._end: Future[LeaseState] | None = None
+        """Of the lease, once all of it has been sent."""
+        self._revoked: Future[None] | None = None
+        self._state: int | None = None
+        self._why = ""
+
+    def bind(self, prompt: Prompt) -> None:
+        """To the prompt whose KV this is."""
+        self._prompt = prompt
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._expected, self._aux = num_kv_indices, aux_index or 0
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        """These pages are written. With the last ones goes the first token."""
+        if self._aborted:
+            return
+        self._began = self._began or time.monotonic()
+        self._pages.extend(kv_indices.tolist())
+        last = len(self._pages) >= self._expected
+        num_tokens = self._prompt.num_tokens if last else len(self._pages) * self.kv_mgr.kv_args.page_size
+        metadata = b"".join(ctypes.string_at(*row) for row in self.kv_mgr.aux_rows(self._aux)) if last else b""
+        if self._early_send_wait_event is not None:
+            self._early_send_wait_event.wait()
+            self._early_send_wait_event = None
+        publish = self._publish(BlockTable.of(self._pages), num_tokens, last, metadata, self.kv_mgr.rank.written())
+        try:
+            end = self._daemon.start(publish)
+        except KvferryError as error:  # the client is closed
+            self._fail(reason(error))
+            return
+        if last:
+            self._end = end
+
+    async def _publish(
+        self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, after: Fence | None
+    ) -> LeaseState:
+        """Returns how the lease has ended, after the last publish; a lease that has ended gets no more."""
+        try:
+            async with self._order:
+                if not self._aborted and (self._lease is None or not self._lease.over):
+                    self._lease = await self._daemon.client.publish(
+                        lease_of(self._room), {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
+                        digest=self._prompt.digest, ttl_s=self.kv_mgr.rank.options.lease_ttl_s,
+                    )  # fmt: skip
+            if self._lease is None:
+                return LeaseState.REVOKED
+            return await self._lease.ended() if last else LeaseState.PUBLISHING
+        except Unsettled as error:
+            await error.quiesced()
+            raise
+
+    def poll(self) -> Any:
+        if self._state is None and self._end is not None and self._end.done() and _over(self._revoked):
+            error = self._end.exception()
+            if error is None and self._end.result() is LeaseState.RELEASED:
+                self._state = KVPoll.Success
+            else:
+                self._fail(reason(error) if error else f"its lease is {self._end.result()}, and was not read")
+        if self._state is not None:
+            return self._state
+        return KVPoll.WaitingForInput if self._end is None else KVPoll.Transferring
+
+    poll_pp_consensus = poll
+
+    def _fail(self, why: str) -> None:
+        self._state, self._why = KVPoll.Failed, why
+
+    def abort(self) -> None:
+        """The pages are SGLang's again: at once where not all of them had been sent, as then no reader can finish;
+        otherwise when this fails or succeeds."""
+        self._revoke()
+        if self._end is None and self._state is None:
+            self._fail("it was aborted")
+
+    def _revoke(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            try:
+                self._revoked = self._daemon.start(self._tell_readers())
+            except KvferryError as error:
+                log.debug("%s", error)
+
+    async def _tell_readers(self) -> None:
+        async with self._order:
+            try:
+                await self._daemon.client.abort(lease_of(self._room))
+            except Unsettled as error:
+                await error.quiesced()
+
+    def failure_exception(self) -> None:
+        """Raises why this failed; on the other ranks, which end with it, that it was another one. Their pages are
+        SGLang's again when this returns, so it waits until no reader can go on."""
+        self._revoke()
+        if self._revoked is not None:
+            with suppress(TimeoutError, KvferryError):
+                self._revoked.result(GONE_S)
+        why = self._why or "it failed on another rank"
+        raise KVTransferError(self._room, f"kvferry: {why}", is_from_another_rank=not self._why)
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric(transfer_latency_s=time.monotonic() - self._began if self._began else None)
+
+
+def _over(work: Future[None] | None) -> bool:
+    return work is None or work.done()

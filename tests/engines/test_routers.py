@@ -1,0 +1,249 @@
+"""Other projects' routers in front of vLLM with kvferry: the tokens are those of one engine, and the KV was moved.
+
+A tokenizer whose words are tokens lets every kind of request have the same prompt: not all routers take token ids.
+The last test kills the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from engines import (
+    ANSWER_S,
+    LENGTHS,
+    PYTHON,
+    START_S,
+    Pair,
+    Service,
+    cache_usage,
+    eventually,
+    metric,
+    prompt,
+    whole,
+    words,
+)
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+TTL_S = 60.0
+"""Of the engines' leases."""
+KINDS = list(itertools.product(("completions", "chat/completions"), (False, True)))
+"""Of requests: the path, and whether the answer is a stream."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _routers_are_installed(engines: Pair) -> None:
+    modules = "vllm_router", "smg", "mooncake"
+    found = f"from importlib.util import find_spec; assert all(map(find_spec, {modules}))"
+    if subprocess.run([PYTHON, "-c", found], check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip(f"{', '.join(modules)} are not installed beside vLLM: make engines-venv installs them")
+
+
+def proxy(engines: Pair) -> Service:
+    return engines.fleet.proxy(engines.prefill, engines.decode)
+
+
+def vllm_router(engines: Pair) -> Service:
+    return engines.fleet.router(
+        "vllm-router", "vllm_router.launch_router", "--vllm-pd-disaggregation", "--kv-connector", "nixl",
+        "--prefill", engines.prefill.url, "--decode", engines.decode.url, *CHECKS, *metrics(engines),
+    )  # fmt: skip
+
+
+def smg(engines: Pair) -> Service:
+    """It moves KV only between workers that it has been told the connector of."""
+    gateway = engines.fleet.router(
+        "smg", "smg", "launch", "--pd-disaggregation", "--backend", "vllm", *CHECKS, *metrics(engines)
+    )
+    asyncio.run(engines.fleet.ready(gateway, timeout_s=START_S))
+    for role, engine in (("prefill", engines.prefill), ("decode", engines.decode)):
+        labels = {"kv_connector": "NixlConnector"}
+        worker = {"url": engine.url, "worker_type": role, "runtime": "vllm", "labels": labels}
+        httpx.post(f"{gateway.url}/workers", json=worker, trust_env=False, timeout=ANSWER_S).raise_for_status()
+
+    def both() -> bool:
+        workers = httpx.get(f"{gateway.url}/workers", trust_env=False).json()["workers"]
+        return [worker["is_healthy"] for worker in workers] == [True, True]
+
+    assert eventually(both)
+    return gateway
+
+
+def toy_proxy(engines: Pair) -> Service:
+    """That of vLLM's repository, as Mooncake's package has it."""
+    sides = (("prefiller", engines.prefill), ("decoder", engines.decode))
+    ports = [part for name, engine in sides for part in (f"--{name}-port", str(urlsplit(engine.url).port))]
+    hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
+    return engines.fleet.router("toy-proxy", "mooncake.vllm_v1_proxy_server", *hosts, *ports, path="/healthcheck")
+
+
+CHECKS = (
+    "--health-check-interval-secs",
+    "1",
+    "--cb-timeout-duration-secs",
+    "1",
+    "--worker-startup-check-interval",
+    "1",
+)
+"""So that an engine that is back is soon seen."""
+ROUTERS: dict[str, Callable[[Pair], Service]] = {
+    "kvferry proxy": proxy, "vllm-router": vllm_router, "smg": smg, "toy proxy": toy_proxy
+}  # fmt: skip
+DECODED_ALONE = {"smg"}
+"""Sends a request for several answers to the decode engine only: nothing is to be moved."""
+
+
+def metrics(engines: Pair) -> tuple[str, str]:
+    return "--prometheus-port", str(engines.fleet.free_port())
+
+
+@pytest.fixture(scope="module")
+def routers(engines: Pair) -> dict[str, Service]:
+    started = {name: start(engines) for name, start in ROUTERS.items()}
+    asyncio.run(engines.fleet.ready(*started.values(), timeout_s=START_S))
+    return started
+
+
+@pytest.fixture(params=ROUTERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def router(name: str, routers: dict[str, Service]) -> Service:
+    return routers[name]
+
+
+@contextmanager
+def asked(
+    service: Service, tokens: Sequence[int], path: str = "completions", stream: bool = False, **more: Any
+) -> Iterator[httpx.Response]:
+    text = words(tokens)
+    what = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    body = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | what | more
+    with (
+        httpx.Client(trust_env=False, timeout=ANSWER_S) as http,
+        http.stream("POST", f"{service.url}/v1/{path}", json=body | {"stream": stream}) as response,
+    ):
+        yield response
+
+
+def answers(service: Service, tokens: Sequence[int], path: str, stream: bool, **more: Any) -> list[list[int]]:
+    """The tokens of each answer, whole or as a stream. Raises httpx.HTTPError."""
+    with asked(service, tokens, path, stream, **more) as response:
+        text = response.read().decode()
+        response.raise_for_status()
+    lines = (
+        [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")] if stream else [text]
+    )
+    told: dict[int, list[int]] = {}
+    for line in lines:
+        for choice in json.loads(line)["choices"] if line != "[DONE]" else ():
+            told.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+    return [told[index] for index in sorted(told)]
+
+
+def seed(name: str) -> int:
+    """Prompts of its own for each router: what a prefix cache holds is not moved."""
+    return 100 * (1 + list(ROUTERS).index(name))
+
+
+def test_sixteen_at_once_of_every_kind_have_the_tokens_of_one_engine(engines: Pair, name: str, router: Service) -> None:
+    before = len(engines.transfers())
+    prompts = [prompt(length, seed(name)) for length in LENGTHS]
+    kinds = list(itertools.islice(itertools.cycle(KINDS), len(prompts)))
+    with ThreadPoolExecutor(16) as pool:
+        moved = list(pool.map(lambda tokens, kind: answers(router, tokens, *kind), prompts, kinds))
+        alone = list(pool.map(lambda tokens: answers(engines.prefill, tokens, *KINDS[0]), prompts))
+    different = [(len(each), kind) for each, kind, a, b in zip(prompts, kinds, moved, alone, strict=True) if a != b]
+    assert not different, f"{different} have other tokens: {moved}, alone {alone}"
+    transfers = engines.transfers()[before:]
+    assert {one.state for one in transfers} == {"done"}
+    assert sorted(one.tokens or () for one in transfers) == sorted((0, whole(length)) for length in LENGTHS)
+    nothing_is_left(engines)
+
+
+@pytest.mark.parametrize(("path", "stream"), KINDS)
+def test_two_answers_to_one_prompt(engines: Pair, name: str, router: Service, path: str, stream: bool) -> None:
+    before = len(engines.transfers())
+    tokens = prompt(150, seed(name) + 1 + KINDS.index((path, stream)))
+    two: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 7}
+    told = answers(router, tokens, path, stream, **two)
+    assert told[0] != told[1]
+    assert told == answers(engines.prefill, tokens, path, stream, **two)
+    read = [
+        one.state for one in engines.transfers()[before:] if one.bytes
+    ]  # a second answer that comes late ends a lease
+    assert read == ([] if name in DECODED_ALONE else ["done"])
+    nothing_is_left(engines)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_client_that_leaves_takes_its_request_along(engines: Pair, name: str, router: Service, path: str) -> None:
+    tokens = prompt(170, seed(name) + len(path))
+    with asked(router, tokens, path, stream=True, max_tokens=3000) as response:
+        chunks = response.iter_bytes()  # an iterator that is forgotten closes the connection
+        assert next(chunks)
+        assert eventually(lambda: metric(engines.decode, "num_requests_running") == 1)
+    assert eventually(lambda: metric(engines.decode, "num_requests_running") == 0)
+    nothing_is_left(engines)
+
+
+def nothing_is_left(engines: Pair, within_s: float = 20.0) -> None:
+    assert eventually(lambda: not engines.leases(), within_s), engines.leases()
+    assert eventually(lambda: cache_usage(engines.prefill) == 0 == cache_usage(engines.decode))
+
+
+def answered(service: Service) -> bool:
+    """Any request."""
+    try:
+        return bool(answers(service, prompt(60), *KINDS[0]))
+    except httpx.HTTPError:
+        return False
+
+
+def test_engines_that_die_and_come_back(engines: Pair, routers: dict[str, Service]) -> None:
+    """What is under way ends, what comes meanwhile is refused, and then everything is moved again."""
+    with ThreadPoolExecutor(len(routers)) as pool:
+
+        def decoding(name: str) -> int:
+            with asked(routers[name], prompt(180, seed(name)), stream=True, max_tokens=3000) as response:
+                try:
+                    return sum(line.startswith("data: {") for line in response.iter_lines())
+                except httpx.HTTPError:
+                    return 0
+
+        under_way = {name: pool.submit(decoding, name) for name in routers}
+        assert eventually(lambda: metric(engines.decode, "num_requests_running") == len(routers))
+        killed(engines.decode)
+        assert all(stream.result(ANSWER_S) < 3000 for stream in under_way.values())
+    assert [name for name, router in routers.items() if answered(router)] == []
+    killed(engines.prefill)
+    assert [name for name, router in routers.items() if answered(router)] == []
+
+    engines.prefill, engines.decode = (engines.fleet.again(engine) for engine in (engines.prefill, engines.decode))
+    asyncio.run(engines.fleet.ready(engines.prefill, engines.decode, timeout_s=START_S))
+    for name, router in routers.items():
+        assert eventually(functools.partial(answered, router), 60), f"{name} does not see them"
+        before = len(engines.transfers())
+        tokens = prompt(190, seed(name))
+        assert answers(router, tokens, *KINDS[0]) == answers(engines.prefill, tokens, *KINDS[0])
+        assert [(one.state, one.tokens) for one in engines.transfers()[before:]] == [("done", (0, whole(190)))]
+    nothing_is_left(engines, TTL_S + 20)
+
+
+def killed(engine: Service) -> None:
+    engine.signal(signal.SIGKILL)
+    engine.process.wait(10)
