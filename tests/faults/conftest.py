@@ -11,7 +11,7 @@ and those of tests/integration (fleet, ranks, lives, ...).
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
@@ -23,6 +23,8 @@ from hosts import Host, host
 from kvferryd.demo.fleet import Fleet
 
 HERE = Path(__file__).parent
+LAST = 40
+"""Lines of each log that are told of a failure, and as many of warnings and worse."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What failed is told with the end of its daemons' logs, and with what went wrong in them before: files go."""
+    report = yield
+    if report.failed and isinstance(item, pytest.Function):
+        found = [item.funcargs.get(name) for name in ("daemons", "own_fleet")]
+        fleets = [each.fleet if isinstance(each, Daemons) else each for each in found if each is not None]
+        for log in (log for fleet in fleets for log in sorted(fleet.directory.glob("*.log"))):
+            lines = log.read_text(errors="replace").splitlines()
+            wrong = [line for line in lines[:-LAST] if '"level": "info"' not in line]
+            report.sections.append((f"log of {log.stem}", "\n".join([*wrong[-LAST:], *lines[-LAST:]])))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
