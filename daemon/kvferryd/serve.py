@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import resource
@@ -25,7 +24,7 @@ from kvferry.errors import KvferryError
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
-from kvferryd import logs, nixl, ucx
+from kvferryd import heap, logs, nixl, ucx
 from kvferryd.api.answer import Context, Undecoded
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
@@ -36,15 +35,12 @@ from kvferryd.config import Config, bad_config
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.memory.kept import Keeper
-from kvferryd.metrics import Metrics
+from kvferryd.metrics import Metrics, total
 from kvferryd.settings import DESCRIPTORS
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEEP_BYTES = 32 << 20
-"""glibc's own upper bound for the mmap threshold."""
 SWITCH_S = 2e-4
 """How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
@@ -59,7 +55,7 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     """
     keeper = None if keeper_fd is None else Keeper(keeper_fd)
     sys.setswitchinterval(SWITCH_S)
-    _keep_freed_memory()
+    heap.keep()
     _raise_descriptor_limit()
     if config.device != "cpu":
         log.info("loading torch and Triton: some seconds")
@@ -85,18 +81,6 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     return asyncio.run(_serve(config, keeper, listening))
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep what numpy frees, up to KEEP_BYTES, instead of handing it back and faulting it in again.
-
-    A request's runs are arrays of hundreds of KiB that live for a millisecond: with glibc's defaults most of the time
-    that `bind` takes for 16,384 blocks is page faults (docs/decisions.md).
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another libc
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, KEEP_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
-
-
 def _raise_descriptor_limit() -> None:
     """An engine takes 30, a peer two or more."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -116,7 +100,8 @@ async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, 
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(signalled))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(_ignore_signals)  # a late signal must not kill a process that stops cleanly
-        ferry = Ferry(config, Metrics(), keeper)
+        metrics = Metrics()
+        ferry = Ferry(config, metrics, keeper)
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams
@@ -125,8 +110,10 @@ async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, 
             await rest.listen()
         except OSError:
             raise _cannot_listen("rest", config.rest) from None
-        serving, meeting = asyncio.create_task(rest.serve()), asyncio.create_task(ferry.known_peers.run())
-        stack.callback(meeting.cancel)
+        beside = ferry.known_peers.run(), heap.give_back(lambda: (total(metrics.ended), total(metrics.leases_ended)))
+        for task in (asyncio.create_task(each) for each in beside):
+            stack.callback(task.cancel)
+        serving = asyncio.create_task(rest.serve())
         stack.push_async_callback(_stop_rest, rest, serving)
         if keeper is not None:
             keeper.serving()  # before anybody else can read it
