@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from fleet import TIMEOUT_S, Daemons, ended, open_files, until
 from lives import TP1, engine_on, published, receives
@@ -20,6 +21,7 @@ from test_rest_tls import authority, certificate
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import PeerRequest
+from kvferry.v1 import peer_pb2
 from kvferryd.config import Config
 from kvferryd.peers.channels import MAX_CHANNELS, Channels
 
@@ -67,6 +69,27 @@ async def is_not_dialled(bell: Doorbell) -> None:
     rung = bell.rung
     await asyncio.sleep(BACKOFF_S)
     assert bell.rung == rung
+
+
+async def test_a_peer_that_is_back_is_reached_at_once_though_others_hold_a_channel_to_it(daemons: Daemons) -> None:
+    """gRPC lets up to two seconds pass before it dials again, and fails calls until then."""
+    (daemon,) = await daemons.start("comes-back")
+    channels = Channels(Config())
+    held = channels.open(daemon.peer)
+    try:
+        for _ in range(3):
+            await ended(daemon, signal.SIGKILL)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await held.stub.Handshake(peer_pb2.HandshakeRequest(), timeout=TIMEOUT_S)
+            daemon = daemons.fleet.again(daemon)
+            await daemons.fleet.ready(daemon, timeout_s=TIMEOUT_S)
+            with pytest.raises(KvferryError) as refused:
+                async with channels.calling(daemon.peer) as stub:
+                    await stub.Handshake(peer_pb2.HandshakeRequest(), timeout=TIMEOUT_S)
+            assert refused.value.code != "peer_unreachable", refused.value
+    finally:
+        await held.close()
+        await channels.close()
 
 
 async def test_an_address_that_did_not_answer_is_not_dialled_again(daemons: Daemons, stack: AsyncExitStack) -> None:

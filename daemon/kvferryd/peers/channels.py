@@ -60,7 +60,7 @@ class Channels:
         allow.check(address, self._config.allow_peers)
         identity = self._certificates.current() if self._certificates else None
         shared = self._open.get((address, identity))
-        if shared is None:
+        if shared is None or shared.waits:
             if len(self._open) >= MAX_CHANNELS:
                 raise Full(
                     "too_many_peers", f"this daemon is connected with {len(self._open)} others", field="address",
@@ -117,6 +117,12 @@ class _Shared:
         self._among, self._key, self.contact, self.users = among, key, contact, 0
         self._channel = _dial(*key)
         self.stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(self._channel)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the peer was not there, and gRPC lets seconds pass before it dials again: calls fail until then, even
+        if the peer has come back. Another channel dials at once; this one's users keep it."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     async def leave(self) -> None:
         self.users -= 1
