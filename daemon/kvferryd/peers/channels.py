@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 from cachetools import LRUCache
@@ -49,7 +49,9 @@ class Channels:
 
     def __init__(self, config: Config, certificates: Certificates | None = None) -> None:
         self._config, self._certificates = config, certificates
-        self._open: dict[tuple[str, Identity | None], _Shared] = {}
+        self._open: set[_Shared] = set()
+        self._newest: dict[tuple[str, Identity | None], _Shared] = {}
+        """Of those that are open, the one that whoever comes now gets."""
         self._contacts: LRUCache[str, Contact] = LRUCache(CONTACTS)
 
     def __len__(self) -> int:
@@ -59,15 +61,22 @@ class Channels:
         """Raises KvferryError (`address_not_allowed`, `malformed_address`, `too_many_peers`)."""
         allow.check(address, self._config.allow_peers)
         identity = self._certificates.current() if self._certificates else None
-        shared = self._open.get((address, identity))
+        shared = self._newest.get((address, identity))
         if shared is None or shared.waits:
             if len(self._open) >= MAX_CHANNELS:
                 raise Full(
                     "too_many_peers", f"this daemon is connected with {len(self._open)} others", field="address",
                     value=address, remedy="try again; DELETE /v1/peers/ENGINE_ID forgets an engine",
                 )  # fmt: skip
-            shared = self._open[address, identity] = _Shared(self._open, (address, identity), self.contact(address))
+            shared = _Shared(address, identity, self.contact(address), self._closed)
+            self._open.add(shared)
+            self._newest[address, identity] = shared
         return Channel(shared)
+
+    def _closed(self, shared: _Shared) -> None:
+        self._open.discard(shared)
+        if self._newest.get((shared.address, shared.identity)) is shared:
+            del self._newest[shared.address, shared.identity]
 
     def contact(self, address: str) -> Contact:
         """What is known of the daemon there."""
@@ -89,33 +98,33 @@ class Channels:
         too."""
         assert self._certificates is not None
         now = self._certificates.current()
-        before = [(address, shared) for (address, identity), shared in self._open.items() if identity != now]
-        await asyncio.gather(*(self._recheck(address, shared, now) for address, shared in before))
+        await asyncio.gather(*(self._recheck(shared, now) for shared in list(self._open) if shared.identity != now))
 
-    async def _recheck(self, address: str, shared: _Shared, now: Identity) -> None:
-        trying = _dial(address, now)
+    async def _recheck(self, shared: _Shared, now: Identity) -> None:
+        trying = _dial(shared.address, now)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await trying.channel_ready()
         except TimeoutError:
             if shared.users:
-                log.warning("connection ended: the peer does not prove itself any more", address=address)
+                log.warning("connection ended: the peer does not prove itself any more", address=shared.address)
             await shared.close()
         finally:
             await trying.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(shared.close() for shared in list(self._open.values())))
+        await asyncio.gather(*(shared.close() for shared in list(self._open)))
 
 
 class _Shared:
-    """The channel that all users of an address have in common."""
+    """The channel that users of an address have in common. closed: called when it is."""
 
     def __init__(
-        self, among: dict[tuple[str, Identity | None], _Shared], key: tuple[str, Identity | None], contact: Contact
+        self, address: str, identity: Identity | None, contact: Contact, closed: Callable[[_Shared], None]
     ) -> None:
-        self._among, self._key, self.contact, self.users = among, key, contact, 0
-        self._channel = _dial(*key)
+        self.address, self.identity, self.contact, self.users = address, identity, contact, 0
+        self._closed = closed
+        self._channel = _dial(address, identity)
         self.stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(self._channel)
 
     @property
@@ -130,8 +139,7 @@ class _Shared:
             await self.close()
 
     async def close(self) -> None:
-        if self._among.get(self._key) is self:
-            del self._among[self._key]
+        self._closed(self)
         await self._channel.close()
 
 
