@@ -160,12 +160,22 @@ class Pair:
 
     def transfers(self) -> list[TransferRecord]:
         """On rank 0 of decode, the oldest first."""
-        body = httpx.get(f"{self.decode_daemons[0].url}/v1/transfers?limit=10000", trust_env=False).json()
-        return [TransferRecord.model_validate(one) for one in body["transfers"]]
+        return transfers_at(self.decode_daemons[0])
 
     def leases(self) -> list[LeaseRecord]:
-        body = httpx.get(f"{self.prefill_daemons[0].url}/v1/leases", trust_env=False).json()
-        return [LeaseRecord.model_validate(one) for one in body["leases"]]
+        return leases_at(self.prefill_daemons[0])
+
+
+def transfers_at(daemon: DaemonService) -> list[TransferRecord]:
+    """The oldest first."""
+    body = httpx.get(f"{daemon.url}/v1/transfers?limit=10000", trust_env=False).json()
+    return [TransferRecord.model_validate(one) for one in body["transfers"]]
+
+
+def leases_at(daemon: DaemonService) -> list[LeaseRecord]:
+    """That have not ended."""
+    body = httpx.get(f"{daemon.url}/v1/leases", trust_env=False).json()
+    return [LeaseRecord.model_validate(one) for one in body["leases"]]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engines import ANSWER_S, HOST, SITE, Engines
+from engines import ANSWER_S, HOST, SITE, Engines, leases_at, transfers_at
 from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import DaemonService, Service, ServiceError
 
@@ -104,14 +104,11 @@ class SglangPair:
         return {"bootstrap_host": HOST, "bootstrap_port": self.engines["p"].bootstrap, "bootstrap_room": next(ROOMS)}
 
     def leases(self) -> list[LeaseRecord]:
-        """That have not ended."""
-        body = httpx.get(f"{self.daemons['p'][0].url}/v1/leases", trust_env=False).json()
-        return [LeaseRecord.model_validate(one) for one in body["leases"]]
+        return leases_at(self.daemons["p"][0])
 
     def transfers(self) -> list[TransferRecord]:
         """On rank 0 of decode, the oldest first."""
-        body = httpx.get(f"{self.daemons['d'][0].url}/v1/transfers?limit=10000", trust_env=False).json()
-        return [TransferRecord.model_validate(one) for one in body["transfers"]]
+        return transfers_at(self.daemons["d"][0])
 
 
 @contextmanager
