@@ -30,17 +30,10 @@ EXPECTED = {
     "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices": None,
     "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
     **{f"{module}.get_kv_class": ("transfer_backend", "class_type") for module in HOLDERS},
-    # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": ("self",),
-    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers": ("self",),
-    # A sender and a receiver are not told the request, which their digest is made of.
-    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": ("self", "req"),
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue": ("self", "req"),
-    # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": ("self",),
     "sglang.srt.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases": ("self",),
 }
-"""What is used or replaced, and its first parameters."""
+"""The functions of SGLang that this module needs as they are, beside those of HOOKS, each with the names of its first
+parameters (None: they are not checked)."""
 
 
 def install() -> None:
@@ -49,7 +42,7 @@ def install() -> None:
 
     if BACKEND in DISAGG_TRANSFER_BACKEND_CHOICES:
         return
-    for target, parameters in EXPECTED.items():
+    for target, parameters in (EXPECTED | {target: parameters for target, (parameters, _, _) in HOOKS.items()}).items():
         _check(target, parameters)
     add_disagg_transfer_backend_choices([BACKEND])
     _add_backend()
@@ -102,13 +95,8 @@ def _hook() -> None:
     """By SGLang's own registry, which applies them when all plug-ins have been loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    pools, disagg = "sglang.srt.mem_cache.memory_pool", "sglang.srt.disaggregation"
-    HookRegistry.register(f"{pools}.MHATokenToKVPool._create_buffers_normal", _place, HookType.AROUND)
-    HookRegistry.register(f"{pools}.MLATokenToKVPool._create_buffers", _place, HookType.AROUND)
-    HookRegistry.register(f"{disagg}.prefill.PrefillBootstrapQueue.create_sender", _bind_sender, HookType.AFTER)
-    queue = f"{disagg}.decode.DecodePreallocQueue"
-    HookRegistry.register(f"{queue}._create_receiver_and_enqueue", _bind_receiver, HookType.AFTER)
-    HookRegistry.register(f"{queue}._init_kv_manager", _release_when_quiet, HookType.AFTER)
+    for target, (_, hook, when) in HOOKS.items():
+        HookRegistry.register(target, hook, HookType[when])
 
 
 def _place(create: Callable[[Any], None], pool: Any) -> None:
@@ -142,3 +130,17 @@ def _release_when_quiet(manager: Any, queue: Any) -> None:
     if isinstance(manager, Manager):
         queue.transfer_queue.enable_deferred_kv_release = True
         queue.transfer_queue.deferred_kv_release_timeout = math.inf
+
+
+HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., None], str]] = {
+    # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": (("self",), _place, "AROUND"),
+    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers": (("self",), _place, "AROUND"),
+    # A sender and a receiver are not told the request, which their digest is made of.
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": (("self", "req"), _bind_sender, "AFTER"),
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue":
+        (("self", "req"), _bind_receiver, "AFTER"),
+    # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "AFTER"),
+}  # fmt: skip
+"""The functions of SGLang that are wrapped: the names of their first parameters, by what, and where."""
