@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvferry.manifest import ManifestBuilder, ModelInfo  # noqa: E402
-from kvferry.vllm.parts import Describing, Part, attention_parts, recurrent_parts  # noqa: E402
+from kvferry.parts import Describing, Part, attention_parts, recurrent_parts  # noqa: E402
 
 HEADS, DIM, STATE, GROUPS = 4, 8, 16, 2
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.errors import KvferryError
-from kvferry.vllm.parts import locate
+from kvferry.parts import locate
 
 SLOTS, HEADS, DIM = 6, 3, 4
 AXES = ("slot", "head", "dim")

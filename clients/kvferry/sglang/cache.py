@@ -13,7 +13,7 @@ from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder
 from kvferry.memory import CudaRegion, SharedRegion, torch_pool
 from kvferry.memory.pools import segment_nbytes
-from kvferry.vllm.parts import Describing, Part
+from kvferry.parts import Describing, Part
 
 GROUP = "0"
 ALIGNED = 256

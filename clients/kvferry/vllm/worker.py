@@ -23,10 +23,10 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
+from kvferry.parts import Describing, Part, attention_parts, recurrent_parts
 from kvferry.vllm.identity import fingerprint
 from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
-from kvferry.vllm.parts import Describing, Part, attention_parts, recurrent_parts
 from kvferry.vllm.session import Before, End, Session
 from kvferry.vllm.step import Address, Step
 from kvferry.vllm.torch_place import placed, region_nbytes
