@@ -46,7 +46,10 @@ class CheckTransferParams:
 
 
 def check(body: bytes) -> None:
-    """Leaves what is no JSON object to the engine. Raises KvferryError (`malformed_kv_transfer_params`)."""
+    """Check the kv_transfer_params in a request's body. A body that is not a JSON object passes: the engine refuses it.
+
+    Raises KvferryError (`malformed_kv_transfer_params`).
+    """
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):

@@ -349,7 +349,7 @@ class EngineClient:
 
         async def left() -> None:
             with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await said.answered()  # before that the daemon has nothing to abort
+                answer = await said.answered()  # the daemon can abort only what it has answered
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return

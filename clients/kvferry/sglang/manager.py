@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PATH = "/kvferry"
-"""Where the bootstrap address says which engine this is."""
+"""The HTTP path at which a prefill engine answers with its engine id and its daemon's address."""
 ASK_S = 2.0
 """How long a prefill engine may take to say so."""
 GLANCE_S = 0.05

@@ -44,7 +44,7 @@ def reason(error: BaseException) -> str:
 
 
 class Sender(BaseKVSender):
-    """Prefill waits for nobody: it publishes what it has computed, whether decode has asked for it or not.
+    """Publishes each chunk when it has been computed. It does not wait until decode asks for it.
 
     The scheduler calls, and never waits: the daemon's answers come to the client's event loop.
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 METRIC = "vllm:kvferry_missed_handovers"
 REASONS = ("refused", "failed", "computed", "several_prompts", "unpublished")
-"""docs/vllm.md says what each of them means."""
+"""The values of the metric's label `reason`. docs/vllm.md explains them."""
 
 
 class Missed(KVConnectorStats):
