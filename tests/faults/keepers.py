@@ -20,8 +20,14 @@ WAIT_S = 60.0
 
 
 def serving(daemon: DaemonService) -> int:
-    """The process that serves now, as it says in the log. A line may be cut: another process writes there too."""
-    return int(re.findall(r'"pid": (\d+),.* "event": "serving"', daemon.log.read_text())[-1])
+    """The process that serves now, as it says in the log. A line may be cut: another process writes there too. The
+    first is waited for: a keeper knows of it, and starts another that stands by, before it is written."""
+
+    def said() -> list[str]:
+        return re.findall(r'"pid": (\d+),.* "event": "serving"', daemon.log.read_text())
+
+    eventually(said, "the daemon says that it serves")
+    return int(said()[-1])
 
 
 def kill(daemon: DaemonService, number: signal.Signals) -> int:

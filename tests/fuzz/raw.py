@@ -66,6 +66,12 @@ class RawEngine:
 
         await until(answered, f"each of {self.said} commands is answered")
 
+    async def some_moved(self) -> None:
+        async def moved() -> bool:
+            return bool(self.target.said["moved"])
+
+        await until(moved, "a transfer is done")
+
     async def _hear(self) -> None:
         while (event := await self._call.read()) is not grpc.aio.EOF:
             if event.HasField("answer"):

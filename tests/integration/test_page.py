@@ -100,17 +100,21 @@ async def test_a_transfer_appears_and_changes_while_it_is_watched(chrome: Browse
         assert cells[7].strip() == f"rank {record.slowest_rank}"
 
 
+STATES = "[...document.querySelectorAll('.states button:not([hidden])')].map((it) => it.innerText).join(', ')"
+"""JavaScript."""
+
+
 async def test_search_states_and_sorting_choose_the_rows(chrome: Browser, pair: Pair, request_id: str) -> None:
     large, small = f"{request_id}-large", f"{request_id}-small"
     await moved(pair, large, 4 * TOKENS)
     await moved(pair, small)
     refused = SourceBody(engine_id="nobody", address="127.0.0.1:9")
     async with watching(chrome, pair.decode.daemons[0]) as page:
-        await pair.routers[0].order(OrderBody(request_id=f"{request_id}-failed", source=refused, deadline_ms=1))
+        await pair.routers[0].order(OrderBody(request_id=f"{request_id}-refused", source=refused, deadline_ms=1))
         await page.type("#search", f"{request_id.upper()} DECODE")
         await page.until("document.querySelectorAll('#rows tr').length === 3")
-        await page.until(f"{row(f'{request_id}-failed')}.innerText.includes('failed')")
-        assert await page.texts(".states button:not([hidden])") == ["all 3", "done 2", "failed 1"]
+        await page.until(f"{row(f'{request_id}-refused')}.innerText.includes('failed')")
+        await page.until(f"{STATES} === 'all 3, done 2, failed 1'", "the states are counted")
         await page.click(".states .done")
         assert len(await page.texts("#rows tr")) == 2
         for clicks, first in ((1, large), (2, small)):
