@@ -70,8 +70,8 @@ $(SGLANG_READY): tests/engines/install.py tests/engines/install_sglang.py tests/
 	@$(SGLANG_VENV)/bin/python tests/engines/install_sglang.py $(SGLANG)
 	@touch $@
 
-test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines on both sides, behind SGLang's router
-	@$(BIN)/python -m pytest -m engines tests/engines/test_sglang.py
+test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines, behind SGLang's router, and beside vLLM where there is one
+	@$(BIN)/python -m pytest -m engines tests/engines/test_sglang*.py
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py

@@ -6,28 +6,32 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+import engines
 from engines import ANSWER_S, HOST, SITE, Engines, leases_at, transfers_at
+from kvferry.reference.config import ModelConfig
 from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import DaemonService, Service, ServiceError
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("SGLANG_VENV", ".venv-sglang") / "bin" / "python"
-START_S = 420.0
+START_S = 1500.0
+DAEMON_S = 300.0
 ROOMS = itertools.count(1)
 FLAGS = (
     "--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--max-total-tokens", "16384", "--max-running-requests", "16", "--chunked-prefill-size", "512",
     "--disable-overlap-schedule", "--skip-tokenizer-init", "--skip-server-warmup", "--disable-cuda-graph",
+    "--sleep-on-idle",
 )  # fmt: skip
 """Of every engine."""
 
@@ -38,104 +42,76 @@ class SglangFleet(Engines):
     def sglang(
         self,
         name: str,
-        model: Path,
-        daemons: Sequence[DaemonService] = (),
         *,
-        mode: str = "null",
+        mode: str,
         ranks: int = 1,
         page_size: int = 32,
         backend: str = "kvferry",
+        bootstrap: int | None = None,
         flags: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
     ) -> SglangEngine:
-        """mode: prefill, decode, or null for an engine that stands alone."""
-        port, bootstrap = self.free_port(), self.free_port()
+        """Start an engine of `model` and, where kvferry is the backend, a daemon for each of its ranks.
+
+        mode: prefill or decode. bootstrap: the port of another engine, which has ended. Raises ServiceError.
+        """
+        daemons = tuple(self.daemons(name, ranks)) if backend == "kvferry" else ()
+        asyncio.run(self.ready(*daemons, timeout_s=DAEMON_S))
+        port, bootstrap = self.free_port(), bootstrap or self.free_port()
         command = [
             "/usr/bin/env", f"PYTHONPATH={os.pathsep.join(filter(None, (str(SITE), os.environ.get('PYTHONPATH'))))}",
             f"KVFERRY_SGLANG_SOCKET={self.directory / f'{name}-{{rank}}.sock'}", f"KVFERRY_SGLANG_ENGINE_ID={name}",
             "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
-            *(f"{key}={value}" for key, value in (environment or {}).items()),
-            str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", "m",
+            "SGLANG_EXTERNAL_MODEL_PACKAGE=only_llama",
+            f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks)}",
+            str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
             "--tp", str(ranks), "--nccl-port", str(self.free_port()), *FLAGS, *flags,
         ]  # fmt: skip
-        if mode != "null":
-            command += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
-            command += ["--disaggregation-bootstrap-port", str(bootstrap)]
+        command += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
+        command += ["--disaggregation-bootstrap-port", str(bootstrap)]
         if mode == "decode":
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         process, log = self._start(f"sglang-{name}", command)
-        engine = SglangEngine(f"sglang {name}", f"http://{HOST}:{port}", "/health", process, log, bootstrap=bootstrap)
-        return self._add(engine)
+        url = f"http://{HOST}:{port}"
+        return self._add(SglangEngine(f"sglang {name}", url, "/health", process, log, bootstrap, daemons))
 
-    def router(self, prefill: Sequence[SglangEngine], decode: Sequence[SglangEngine]) -> Service:
-        """sglang-router before them."""
+    def sglang_router(self, prefill: SglangEngine, decode: SglangEngine) -> Service:
+        """Start sglang-router before them."""
         port = self.free_port()
         command = [
             str(PYTHON), "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", HOST, "--policy",
             "round_robin", "--port", str(port), "--prometheus-port", str(self.free_port()), "--disable-retries",
+            "--prefill", prefill.url, str(prefill.bootstrap), "--decode", decode.url,
         ]  # fmt: skip
-        for engine in prefill:
-            command += ["--prefill", engine.url, str(engine.bootstrap)]
-        for engine in decode:
-            command += ["--decode", engine.url]
         process, log = self._start("sglang-router", command)
         return self._add(Service("sglang-router", f"http://{HOST}:{port}", "/readiness", process, log))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SglangEngine(Service):
-    """bootstrap: the port at which decode finds prefill."""
+    """bootstrap: the port at which decode finds prefill. daemons: of its ranks; none where another backend moves KV."""
 
     bootstrap: int
-
-
-@dataclass
-class SglangPair:
-    """A prefill and a decode engine, a router before them, and perhaps an engine that stands alone."""
-
-    fleet: SglangFleet
-    engines: dict[str, SglangEngine]
-    daemons: dict[str, list[DaemonService]]
-    router: Service
-
-    def room(self) -> dict[str, Any]:
-        """What a router adds to a request, for tests that send the two legs themselves."""
-        return {"bootstrap_host": HOST, "bootstrap_port": self.engines["p"].bootstrap, "bootstrap_room": next(ROOMS)}
+    daemons: tuple[DaemonService, ...] = ()
 
     def leases(self) -> list[LeaseRecord]:
-        return leases_at(self.daemons["p"][0])
+        """That have not ended, on any rank."""
+        return [lease for daemon in self.daemons for lease in leases_at(daemon)]
 
     def transfers(self) -> list[TransferRecord]:
-        """On rank 0 of decode, the oldest first."""
-        return transfers_at(self.daemons["d"][0])
+        """On rank 0, the oldest first."""
+        return transfers_at(self.daemons[0])
 
 
 @contextmanager
-def sglang_pair(
-    model: Any, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, alone: bool = True,
-    backend: str = "kvferry", daemon_flags: Sequence[str] = (),
-) -> Iterator[SglangPair]:  # fmt: skip
-    """prefill, decode: for `SglangFleet.sglang`. backend: or nixl, SGLang's own. Raises ServiceError."""
+def sglang_fleet(model: ModelConfig) -> Iterator[SglangFleet]:
+    """Its checkpoint is written. What does not come up says how its log ends."""
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
     fleet = SglangFleet()
     try:
-        sides = {"p": {"mode": "prefill"} | (prefill or {}), "d": {"mode": "decode"} | (decode or {})}
-        daemons = {
-            name: fleet.daemons(name, side.get("ranks", 1), flags=daemon_flags)
-            for name, side in sides.items()
-            if backend == "kvferry"
-        }
-        asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=START_S))
-        folder = fleet.model(model)
-        engines = {name: fleet.sglang(name, folder, backend=backend, **side) for name, side in sides.items()}
-        if alone:
-            engines["alone"] = fleet.sglang("alone", folder)
-        asyncio.run(fleet.ready(*engines.values(), timeout_s=START_S))
-        router = fleet.router([engines["p"]], [engines["d"]])
-        asyncio.run(fleet.ready(router, timeout_s=START_S))
-        yield SglangPair(fleet, engines, daemons, router)
+        fleet.model(model)
+        yield fleet
     except ServiceError as error:  # its log goes with the fleet
         error.add_note(error.service.tail(40))
         raise
@@ -143,13 +119,60 @@ def sglang_pair(
         fleet.close()
 
 
+def room(prefill: SglangEngine) -> dict[str, Any]:
+    """What a router adds to both legs of a request."""
+    return {"bootstrap_host": HOST, "bootstrap_port": prefill.bootstrap, "bootstrap_room": next(ROOMS)}
+
+
+@dataclass(frozen=True, slots=True)
+class SglangPair:
+    """A prefill and a decode engine, and what stands alone beside them."""
+
+    prefill: SglangEngine
+    decode: SglangEngine
+    single: Service
+
+    def handover(self, tokens: Sequence[int]) -> list[int]:
+        """Both legs at once, as SGLang's router sends them."""
+        where = room(self.prefill)
+        with ThreadPoolExecutor(1) as pool:
+            prefilled = pool.submit(generate, self.prefill, tokens, **where)
+            moved = generate(self.decode, tokens, **where)
+            assert prefilled.result().status_code == 200, prefilled.result().text
+        return tokens_of(moved)
+
+    def alone(self, tokens: Sequence[int]) -> list[int]:
+        return engines.tokens_of(engines.complete(self.single, tokens))
+
+    def same(self, prompts: Sequence[Sequence[int]], at_once: int = 1, router: Service | None = None) -> None:
+        """Assert that every prompt's tokens are those of a single engine. router: or else `handover`."""
+
+        def moved(tokens: Sequence[int]) -> list[int]:
+            return tokens_of(generate(router, tokens)) if router else self.handover(tokens)
+
+        with ThreadPoolExecutor(at_once) as pool:
+            answers = list(pool.map(moved, prompts))
+        alone = [self.alone(tokens) for tokens in prompts]
+        different = [len(tokens) for tokens, one, other in zip(prompts, answers, alone, strict=True) if one != other]
+        assert not different, f"prompts of {different} tokens have other tokens: {answers}, alone {alone}"
+
+
 def generate(
     engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, timeout_s: float = ANSWER_S, **more: Any
 ) -> httpx.Response:
-    parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": list(tokens), "sampling_params": parameters} | more
     with httpx.Client(trust_env=False, timeout=timeout_s) as http:
-        return http.post(f"{engine.url}/generate", json=body)
+        return http.post(f"{engine.url}/generate", json=_body(tokens, max_tokens) | more)
+
+
+@contextmanager
+def leaving(engine: Service, tokens: Sequence[int], **more: Any) -> Iterator[None]:
+    """Inside, a client waits for its answer; then it leaves."""
+    url = httpx.URL(engine.url)
+    connection = HTTPConnection(url.host, url.port or 0, timeout=ANSWER_S)
+    with closing(connection):
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/generate", json.dumps(_body(tokens, 16) | more), headers)
+        yield
 
 
 def tokens_of(response: httpx.Response) -> list[int]:
@@ -159,13 +182,11 @@ def tokens_of(response: httpx.Response) -> list[int]:
 
 
 def streamed(engine: Service, tokens: Sequence[int], max_tokens: int = 16) -> list[int]:
-    """The tokens of a streamed answer: SGLang sends them from the first on, or the new ones."""
-    parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": list(tokens), "sampling_params": parameters, "stream": True}
+    """The tokens of a streamed answer: SGLang sends them from the first on."""
     events = []
     with (
         httpx.Client(trust_env=False, timeout=ANSWER_S) as http,
-        http.stream("POST", f"{engine.url}/generate", json=body) as response,
+        http.stream("POST", f"{engine.url}/generate", json=_body(tokens, max_tokens) | {"stream": True}) as response,
     ):
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
@@ -175,10 +196,6 @@ def streamed(engine: Service, tokens: Sequence[int], max_tokens: int = 16) -> li
     return list(events[-1]["output_ids"])
 
 
-def same(pair: SglangPair, prompts: Sequence[Sequence[int]], at_once: int = 1) -> None:
-    """Assert that every prompt's tokens are those of one engine."""
-    with ThreadPoolExecutor(at_once) as pool:
-        moved = list(pool.map(lambda tokens: tokens_of(generate(pair.router, tokens)), prompts))
-    alone = [tokens_of(generate(pair.engines["alone"], tokens)) for tokens in prompts]
-    different = [len(tokens) for tokens, one, other in zip(prompts, moved, alone, strict=True) if one != other]
-    assert not different, f"prompts of {different} tokens have other tokens: {moved}, alone {alone}"
+def _body(tokens: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": list(tokens), "sampling_params": parameters}
