@@ -19,11 +19,11 @@ from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.schemas import TransferRecord
 from kvferry.tables import BlockTable
 from kvferryd.api.rest.server import RestServer
-from kvferryd.cli import main
+from kvferryd.commands.cli import main
 from kvferryd.config import Config
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 
 BLOCKS, SLOTS, DIM = 16, 4, 8
 TOKENS = 11

@@ -14,10 +14,10 @@ import pytest
 from test_rest_daemons import served
 
 from kvferry.router import RouterClient
-from kvferryd.cli import main
+from kvferryd.commands.cli import main
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with the openssl command")
 

@@ -14,7 +14,7 @@ from kvferry.errors import KvferryError
 from kvferryd.copy import Batch
 from kvferryd.staging.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
 from kvferryd.staging.copies import HostCopies, over
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 pytestmark = pytest.mark.anyio
 KB64 = 64 << 10

@@ -18,11 +18,11 @@ from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.leases import Leases
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
 from kvferryd.transfers.transfer import Surroundings, Transfer
-from kvferryd.transport import Agent
+from kvferryd.transport.agent import Agent
 
 
 @pytest.fixture
