@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from transformers import AutoConfig
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import Malformed
@@ -61,7 +62,7 @@ class Rank:
             raise unsupported("a cache that is neither MHATokenToKVPool nor MLATokenToKVPool")
         model = ModelConfig.from_server_args(arguments)
         fingerprint = self.options.fingerprint or model_fingerprint(
-            model.hf_text_config.to_dict(), str(model.dtype), model.quantization, name=model.model_path,
+            _configuration(model, arguments), str(model.dtype), model.quantization, name=model.model_path,
             revision=model.revision, seed=arguments.random_seed if arguments.load_format == "dummy" else None,
         )  # fmt: skip
         builder = ManifestBuilder(
@@ -81,6 +82,17 @@ class Rank:
     def written(self) -> Fence | None:
         """What to publish after for all that was computed until now."""
         return self.daemon.written(torch.cuda.current_stream()) if self.on_gpu else None
+
+
+def _configuration(model: ModelConfig, arguments: ServerArgs) -> dict[str, Any]:
+    """The text model's, as other engines read it: SGLang adds fields to the one that it works with."""
+    try:
+        config = AutoConfig.from_pretrained(
+            model.model_path, revision=model.revision or "main", trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError):  # a model that only SGLang knows
+        return dict(model.hf_text_config.to_dict())
+    return dict(config.get_text_config().to_dict())
 
 
 @cache
