@@ -22,7 +22,7 @@ TORCH = "torch==2.13.0"
 ROUTERS = ("vllm-router==0.1.17", "smg==1.13.0")
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13"
 NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
-STEP_S = 900
+STEP_S = 3600
 CHECKOUT = Path(__file__).parents[2]
 
 
