@@ -72,3 +72,14 @@ async def test_who_waits_for_a_lease_that_is_over_when_it_is_published_is_told(l
     assert (await reader.hears()).unpublished
     leases.publish("r", WHOLE, ttl_s=60, readers=1)
     assert (await reader.hears()).problem.code == "lease_ended"
+
+
+async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_only_those(
+    leases: Leases, reader: Reader
+) -> None:
+    for number in range(LIMIT):
+        leases.publish(f"r-{number}", WHOLE, ttl_s=60, readers=1)
+    reader.opens(*(f"r-{number}" for number in range(LIMIT)), *(f"later-{number}" for number in range(LIMIT + 1)))
+    told = [await reader.hears() for _ in range(2 * LIMIT + 1)]
+    assert {reply.reading for reply in told if reply.HasField("update")} == set(range(1, LIMIT + 1))
+    assert sorted(reply.problem.code for reply in told if reply.HasField("problem")) == ["full"]
