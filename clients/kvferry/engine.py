@@ -322,10 +322,15 @@ class EngineClient:
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
 
     async def _none_before(self, request_id: str) -> None:
-        """Wait, for as long as a call may take, until a receive of the request that was given up is quiet."""
+        """Wait, for as long as a call may take, until a receive of the request that was given up is quiet, or one that
+        was aborted has ended."""
         before = self._receives.get(request_id)
-        if before is not None and before.leaving is not None:
-            await asyncio.wait([before.leaving], timeout=self._session.call_timeout_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._session.call_timeout_s):
+                if before is not None and before.leaving is not None:
+                    await asyncio.wait([before.leaving])
+                elif before is not None and before.aborted:
+                    await before.ended.wait()
         if request_id in self._receives:
             message = f"request {request_id} is being received already, or was and is not quiet"
             remedy = "wait for it, or abort it first"
@@ -367,6 +372,8 @@ class EngineClient:
 
         Raises Unsettled when the daemon does not answer in time or the session ends first.
         """
+        if (receiving := self._receives.get(request_id)) is not None:
+            receiving.aborted = True
         await self._session.command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
 
     async def close(self) -> None:
