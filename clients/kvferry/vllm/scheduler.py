@@ -163,7 +163,7 @@ class SchedulerSide:
             tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
             self._step.load.append(self._load(request, exchange.origin, tables, tokens))
             exchange.loading = exchange.origin.request_id
-            self._loads[exchange.loading] = exchange.origin.digest, False, _prompt_of(request)
+            self._loads[exchange.loading] = exchange.origin.digest, False, _prompt_of(request.request_id)
             exchange.origin = None
         else:
             if exchange.origin is not None and exchange.origin.num_tokens and not self._reach(exchange.origin, request):
@@ -245,7 +245,7 @@ class SchedulerSide:
             digest = digest_of(request, num_tokens)
             self._step.finished.append(Publish(request.request_id, tables, room, True, digest, metadata))
         self._step.hold.append(request.request_id)
-        if (prompt := _prompt_of(request)) != request.request_id:
+        if (prompt := _prompt_of(request.request_id)) != request.request_id:
             # One of several answers: the client gets the kv_transfer_params of the one that ends last.
             if (before := self._answered.get(prompt)) is not None:
                 self._step.unread.append(before)
@@ -268,7 +268,7 @@ class SchedulerSide:
         if origin is None:
             return
         digest, there, prompt = self._loads.get(origin.request_id, (None, False, ""))
-        shared = exchange.waits or not there or prompt == _prompt_of(exchange.request)
+        shared = exchange.waits or not there or prompt == _prompt_of(exchange.request.request_id)
         if digest != origin.digest or not shared:
             nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
             tokens = origin.num_tokens, origin.num_tokens
@@ -303,7 +303,7 @@ class SchedulerSide:
         return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)
 
 
-def _prompt_of(request: Request) -> str:
+def _prompt_of(request_id: str) -> str:
     """What the names have in common that vLLM gives to several answers to one prompt: 0_name, 1_name, ..."""
-    index, _, name = request.request_id.partition("_")
-    return name if index.isdigit() else request.request_id
+    index, _, name = request_id.partition("_")
+    return name if index.isdigit() else request_id
