@@ -5,7 +5,7 @@ import argparse
 import asyncio
 import sys
 
-from kvferryd.ask import client
+from kvferryd.commands.ask import client
 from kvferryd.config import reach
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from kvferryd.cli import main
+from kvferryd.commands.cli import main
 
 sys.exit(main())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvferry.errors import KvferryError
-from kvferryd import logs
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 T = TypeVar("T")

@@ -18,9 +18,7 @@ from kvferry.errors import Conflict, KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import LEASE_STATES, problem_to_proto
-from kvferryd import logs, spans
 from kvferryd.aio import Notes
-from kvferryd.certificates import CertificateFiles, Certificates
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -28,9 +26,11 @@ from kvferryd.engine.registry import Engines
 from kvferryd.leases.lease import Lease, ReaderId, reader_id
 from kvferryd.memory import provider
 from kvferryd.memory.kept import Keeper
-from kvferryd.metrics import Metrics, total
+from kvferryd.observe import logs, spans
+from kvferryd.observe.metrics import Metrics, total
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
+from kvferryd.peers.certificates import CertificateFiles, Certificates
 from kvferryd.peers.contact import Contact
 from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peer import PeerEngine

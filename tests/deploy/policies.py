@@ -17,8 +17,8 @@ import kvferry
 from kvferry.errors import KvferryError
 from kvferry.proxy import options as proxy_options
 from kvferryd.config import OPTIONS, PREFIX, Config
+from kvferryd.config.types import is_wildcard
 from kvferryd.peers import allow
-from kvferryd.settings import is_wildcard
 
 
 def _vllm_options() -> Any:

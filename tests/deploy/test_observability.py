@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "observability"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())

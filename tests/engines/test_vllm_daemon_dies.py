@@ -31,10 +31,9 @@ TOKENS = 4
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the keepers find the daemon's code: a link to that of the commit before, if that has a keeper."""
+    """Where the keepers find the daemon's code: a link to that of the commit before."""
     folder = tmp_path_factory.mktemp("code")
-    before = before_this(folder / "before")
-    (folder / "code").symlink_to(before if (before / "daemon/kvferryd/keeper.py").exists() else ROOT)
+    (folder / "code").symlink_to(before_this(folder / "before"))
     return folder / "code"
 
 

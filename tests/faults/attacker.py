@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.v1 import peer_pb2
-from kvferryd.nixl import make_agent
 from kvferryd.transport.metadata import DESCRIPTOR, LENGTH
+from kvferryd.transport.nixl import make_agent
 
 PIECE = 1 << 20
 WAIT_S = 20.0

@@ -27,5 +27,5 @@ def bounded(monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, float], files: 
     )
     if files:
         assign += f"; import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))"
-    command = [sys.executable, "-c", f"import sys; {assign}; from kvferryd.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-c", f"import sys; {assign}; from kvferryd.commands.cli import main; sys.exit(main())"]
     monkeypatch.setattr(fleet, "_kvferry", lambda arguments: [*command, *arguments])

@@ -30,8 +30,8 @@ from kvferry.wire import manifest_from_proto
 from kvferryd.api.callers import MAX_FROM_ONE, MAX_WAITING
 from kvferryd.api.rest.explain import AT_ONCE
 from kvferryd.demo.fleet import DaemonService
-from kvferryd.transport import TransportError
 from kvferryd.transport.metadata import MAX_NBYTES, parse
+from kvferryd.transport.read import TransportError
 
 pytestmark = pytest.mark.anyio
 STRANGER = "127.0.0.2"
@@ -196,7 +196,7 @@ def trying(daemon: DaemonService) -> set[int]:
         for task in Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
         for pid in task.read_text().split()
     )
-    return {pid for pid in pids if b"kvferryd.screening" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in pids if b"kvferryd.transport.screening" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons, stack: AsyncExitStack) -> None:

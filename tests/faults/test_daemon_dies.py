@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ from wire import TCP
 
 from kvferryd.demo import fleet
 from kvferryd.demo.fleet import DaemonService, Fleet
-from kvferryd.keeper import LASTED_S, Deaths
+from kvferryd.process.keeper import LASTED_S, Deaths
 
 START_S = 5 * TIMEOUT_S
 """Of a keeper and its daemon, on a machine with other work."""
@@ -179,10 +178,9 @@ def test_daemons_that_die_again_and_again_wait_for_their_turn(pair: list[DaemonS
     pids: set[int] = set()
 
     def died() -> bool:
-        with contextlib.suppress(IndexError):
-            if (pid := serving(daemon)) not in pids:
-                pids.add(pid)
-                os.kill(pid, signal.SIGKILL)
+        if (pid := serving(daemon)) not in pids:
+            pids.add(pid)
+            os.kill(pid, signal.SIGKILL)
         return "daemons in a row have not lasted" in daemon.log.read_text()
 
     eventually(died, "the keeper waits")
@@ -191,7 +189,7 @@ def test_daemons_that_die_again_and_again_wait_for_their_turn(pair: list[DaemonS
     daemon.signal(signal.SIGTERM)
     assert daemon.process.wait(TIMEOUT_S) == 128 + signal.SIGKILL
     told = [json.loads(line) for line in daemon.log.read_text().splitlines() if "kvferry keep:" in line]
-    assert {(line["logger"], line["level"]) for line in told} == {("kvferryd.keeper", "warning")}
+    assert {(line["logger"], line["level"]) for line in told} == {("kvferryd.process.keeper", "warning")}
 
 
 def test_a_daemon_that_lasts_ends_the_waiting() -> None:
@@ -240,7 +238,7 @@ def test_a_daemon_that_served_before_its_keeper_had_looked_is_followed(
     """A keeper that gets no time: the first daemon's word and its death come at once."""
     looks = tmp_path / "looks"
     os.mkfifo(looks)
-    slow = f"from kvferryd.keeper import Keeper; keeper = Keeper(sys.argv[2:]); open({str(looks)!r}).read()"
+    slow = f"from kvferryd.process.keeper import Keeper; keeper = Keeper(sys.argv[2:]); open({str(looks)!r}).read()"
     command = [sys.executable, "-c", f"import sys; {slow}; sys.exit(keeper.run())"]
     monkeypatch.setattr(fleet, "_kvferry", lambda arguments: [*command, *arguments])
     daemon = own_fleet.daemon("slow", kept=True)
@@ -272,7 +270,7 @@ def test_a_daemon_says_that_it_serves_when_its_keeper_has_been_told(tmp_path: Pa
 
 def test_a_standby_that_dies_is_replaced(own_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one takes the turn of the daemon that dies then."""
-    bounded(monkeypatch, {"kvferryd.keeper.STANDBYS_APART_S": 0.5})
+    bounded(monkeypatch, {"kvferryd.process.keeper.STANDBYS_APART_S": 0.5})
     daemon = own_fleet.daemon("watched", kept=True)
     eventually(lambda: stands_by(daemon), "another daemon stands by")
     current = serving(daemon)
@@ -316,8 +314,6 @@ def test_daemons_are_upgraded_from_the_commit_before_under_load(
 ) -> None:
     code = tmp_path / "code"
     code.symlink_to(before_this(tmp_path / "before"))
-    if not (code / "daemon/kvferryd/keeper.py").exists():
-        pytest.skip("the commit before has no keeper")
     monkeypatch.setenv("PYTHONPATH", path_of(code))
     daemons = [own_fleet.daemon(name, kept=True) for name in ("source", "reader")]
     asyncio.run(own_fleet.ready(*daemons, timeout_s=START_S))

@@ -25,7 +25,7 @@ def screen(daemon: DaemonService) -> int:
     pid = daemon.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     said = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    (found,) = [child for child, command in said.items() if b"kvferryd.screening" in command]
+    (found,) = [child for child, command in said.items() if b"kvferryd.transport.screening" in command]
     return found
 
 

@@ -18,8 +18,8 @@ from lives import engine_on, published, receives
 from kvferry.errors import KvferryError
 from kvferry.schemas import PeerRequest
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
-from kvferryd.transport import TransportError
 from kvferryd.transport.metadata import LENGTH, parse
+from kvferryd.transport.read import TransportError
 
 pytestmark = pytest.mark.anyio
 SEED = random.randrange(1 << 32)

@@ -11,7 +11,7 @@ import signal
 import pytest
 from test_agent import WAIT_S, Reader, Source, a_reader, a_source
 
-from kvferryd.transport import Read, TransportError
+from kvferryd.transport.read import Read, TransportError
 
 pytestmark = pytest.mark.anyio
 

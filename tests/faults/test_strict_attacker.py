@@ -17,7 +17,7 @@ from ranks import TestEngine
 from test_strict import pool
 
 from kvferry.v1 import peer_pb2
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 pytestmark = pytest.mark.anyio
 ATTACKER = Path(__file__).with_name("attacker.py")

@@ -15,7 +15,7 @@ from lives import engine_on, published, receives
 
 from kvferry.schemas import PeerRequest
 from kvferryd.demo.fleet import DaemonService
-from kvferryd.ucx import PORTS
+from kvferryd.transport.ucx import PORTS
 
 pytestmark = pytest.mark.anyio
 FIRST, LAST = map(int, PORTS.split("-"))

@@ -28,8 +28,9 @@ from kvferry.schemas import LeaseState, TransferRecord
 from kvferry.v1 import peer_pb2
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.memory.cuda import read as read_gpu
-from kvferryd.transport import Agent, Span, TransportError
+from kvferryd.transport.agent import Agent
 from kvferryd.transport.metadata import parse
+from kvferryd.transport.read import Span, TransportError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 FAR = len(GPUS) - 1

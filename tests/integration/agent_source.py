@@ -8,7 +8,8 @@ import sys
 
 import numpy as np
 
-from kvferryd.transport import Agent, Span
+from kvferryd.transport.agent import Agent
+from kvferryd.transport.read import Span
 
 
 async def main(name: str) -> None:

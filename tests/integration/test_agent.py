@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferryd.nixl import FIRST_READ_S
-from kvferryd.transport import Agent, Metadata, Read, Span, TransportError
-from kvferryd.transport.metadata import Screen, parse
-from kvferryd.transport.read import CHUNK_DESCRIPTORS
+from kvferryd.transport.agent import Agent
+from kvferryd.transport.metadata import Metadata, Screen, parse
+from kvferryd.transport.nixl import FIRST_READ_S
+from kvferryd.transport.read import CHUNK_DESCRIPTORS, Read, Span, TransportError
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30.0

@@ -239,7 +239,7 @@ async def test_a_command_that_makes_no_sense_exits_2_and_names_what_was_wrong(
 ) -> None:
     if arguments[0] in ("transfers", "peers"):
         arguments = [*arguments, "--daemon", victim.daemon.url]
-    command = [sys.executable, "-c", "import sys; from kvferryd.cli import main; sys.exit(main())", *arguments]
+    command = [sys.executable, "-c", "import sys; from kvferryd.commands.cli import main; sys.exit(main())", *arguments]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 2, done.stderr
     assert named in done.stderr

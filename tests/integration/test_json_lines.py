@@ -14,13 +14,13 @@ import pytest
 from fleet import TIMEOUT_S
 from ranks import Shape, start_rank
 
-from kvferryd.foreign import as_json
+from kvferryd.observe.foreign import as_json
 
 SAYS = """
 import ctypes, os, sys
-from kvferryd import logs
+from kvferryd.observe import logs
 from kvferryd.config import Config
-from kvferryd.foreign import wrap
+from kvferryd.observe.foreign import wrap
 logs.configure(Config(log_format="json"), wrap())
 libc = ctypes.CDLL(None)
 logs.get("kvferryd.x").info("ours", number=1)
@@ -88,5 +88,5 @@ async def test_a_real_daemon_writes_nothing_but_json_though_nixl_and_ucx_talk(tm
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert {"nixl", "ucx", "kvferryd.serve"} <= {each["logger"] for each in told}
+    assert {"nixl", "ucx", "kvferryd.process.serve"} <= {each["logger"] for each in told}
     assert "stopped" in [each["event"] for each in told]

@@ -18,7 +18,7 @@ from kvferryd.api.rest.app import create_app
 from kvferryd.api.rest.gate import MAX_BODY, TokenFile
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 
 ORDER = {"request_id": "r1", "source": {"engine_id": "prefill", "address": "127.0.0.1:7411"}}
 

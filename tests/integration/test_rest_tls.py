@@ -14,10 +14,10 @@ import pytest
 from test_rest_daemons import served
 
 from kvferry.router import RouterClient
-from kvferryd.cli import main
+from kvferryd.commands.cli import main
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with the openssl command")
 
@@ -77,7 +77,7 @@ def test_only_certificates_of_our_authority_are_let_in_and_replaced_ones_are_rea
     strangers = [client_tls(ours, None), client_tls(ours, certificate(tmp_path, "stranger", theirs))]
 
     async def run() -> None:
-        async with served(Ferry(config, Metrics())) as port, asyncio.timeout(30):
+        async with served(Ferry(config, Metrics())) as port, asyncio.timeout(60):
             url = f"https://127.0.0.1:{port}"
             async with RouterClient(url, tls=router) as client:
                 assert await client.healthy()

@@ -106,7 +106,8 @@ async def test_a_failed_transfer_is_a_span_with_an_error_and_a_trace_of_its_own(
 
 def test_without_an_endpoint_no_sdk_is_imported() -> None:
     script = (
-        "import sys; from kvferryd import serve, spans; assert spans.made('x') is None;"
+        "import sys; from kvferryd.observe import spans; from kvferryd.process import serve;"
+        "assert spans.made('x') is None;"
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=None)
@@ -116,7 +117,8 @@ def test_without_an_endpoint_no_sdk_is_imported() -> None:
 def test_missing_packages_are_told_and_the_daemon_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     script = (
-        "import sys; sys.modules['opentelemetry.sdk'] = None;from kvferryd import spans; assert spans.made('x') is None"
+        "import sys; sys.modules['opentelemetry.sdk'] = None;"
+        "from kvferryd.observe import spans; assert spans.made('x') is None"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "pip install 'kvferry[otel]'" in done.stdout + done.stderr

@@ -17,8 +17,9 @@ from ranks import HND, Kv, Shape, TestEngine
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.v1 import peer_pb2
-from kvferryd.transport import Agent, Span, TransportError
+from kvferryd.transport.agent import Agent
 from kvferryd.transport.metadata import parse
+from kvferryd.transport.read import Span, TransportError
 
 pytestmark = pytest.mark.anyio
 SHAPE = Shape.tp(1, num_blocks=64)

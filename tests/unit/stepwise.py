@@ -24,8 +24,8 @@ import pytest
 from kvferry.v1 import engine_pb2
 from kvferryd.api.peer import PeerService
 from kvferryd.copy import Batch, host
-from kvferryd.transport import Metadata, Read, Span, TransportError
-from kvferryd.transport.read import Descriptors
+from kvferryd.transport.metadata import Metadata
+from kvferryd.transport.read import Descriptors, Read, Span, TransportError
 
 T = TypeVar("T")
 WINDOW = 2

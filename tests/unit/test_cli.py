@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.schemas import ErrorBody, SourceBody, TransferRecord, TransferState
-from kvferryd import ask, cli
-from kvferryd.cli import FORWARDED, main
+from kvferryd.commands import ask, cli
+from kvferryd.commands.cli import FORWARDED, main
 from kvferryd.config import OPTIONS
 
 OWN = ("serve", "doctor", "status", "transfers", "peers", "drain")
@@ -69,7 +69,7 @@ def test_help_of_each_command_has_examples(command: str, capsys: pytest.CaptureF
 
 def test_help_needs_nothing_but_the_standard_library_and_ours() -> None:
     heavy = "{'torch', 'nixl_cu12', 'nixl_cu13', 'fastapi', 'structlog', 'grpc', 'numpy', 'httpx', 'pydantic'}"
-    script = f"import sys; from kvferryd.cli import _parser; _parser(); print({heavy} & set(sys.modules))"
+    script = f"import sys; from kvferryd.commands.cli import _parser; _parser(); print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

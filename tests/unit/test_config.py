@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferryd import config as configuration
 from kvferryd.config import Config, ConfigError, misspelt, reach, resolve
-from kvferryd.settings import Wrong, is_loopback, is_wildcard, split_address
+from kvferryd.config.types import Wrong, is_loopback, is_wildcard, split_address
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_every_field_is_an_option_with_help_and_a_default_that_it_would_accept()
 
 
 def test_every_setting_has_a_flag_in_both_spellings() -> None:
-    from kvferryd.cli import _parser
+    from kvferryd.commands.cli import _parser
 
     parser: argparse.ArgumentParser = _parser()
     parsed = parser.parse_args(

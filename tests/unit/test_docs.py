@@ -20,7 +20,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from kvferryd import cli
+from kvferryd.commands import cli
 from kvferryd.config import OPTIONS
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvferryd.cli import main
+from kvferryd.commands.cli import main
+from kvferryd.commands.doctor import CHECK, CHECKS, ports
 from kvferryd.config import OPTIONS
-from kvferryd.doctor import CHECK, CHECKS, ports
 
 NO_GPU = not list(Path("/dev").glob("nvidia[0-9]*"))
 
@@ -151,7 +151,7 @@ def test_check_finds_a_missing_package() -> None:
     """In an interpreter that has none of them."""
     script = (
         "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'nixl', 'nixl_cu12', 'nixl_cu13']));"
-        "from kvferryd.cli import main; sys.exit(main(['serve', '--check']))"
+        "from kvferryd.commands.cli import main; sys.exit(main(['serve', '--check']))"
     )
     done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -54,7 +54,7 @@ from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Lease, Publication
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Files
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 

@@ -9,7 +9,7 @@ KEPT = """
 import asyncio, itertools, re, sys
 from pathlib import Path
 import numpy as np
-from kvferryd import heap
+from kvferryd.process import heap
 
 def own_mb():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from kvferryd import logs
 from kvferryd.config import Config
+from kvferryd.observe import logs
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
-from kvferryd.metrics import FAILURES, REFUSALS, WAYS, Few, Metrics
+from kvferryd.observe.metrics import FAILURES, REFUSALS, WAYS, Few, Metrics
 from kvferryd.paths import PathName
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,7 @@ HIDING = """\
 import sys
 missing, *argv = sys.argv[1:]
 sys.modules |= dict.fromkeys(missing.split(","))  # as where they are not installed
-from kvferryd.cli import main
+from kvferryd.commands.cli import main
 sys.exit(main(argv))
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import KvferryError
-from kvferryd.serve import _claim
+from kvferryd.process.serve import _claim
 
 
 def refused(path: Path) -> KvferryError:

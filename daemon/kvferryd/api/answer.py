@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from kvferry.errors import Conflict, Internal, KvferryError, Malformed
 from kvferry.rpc import PROBLEM_KEY, PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.wire import problem_to_proto
-from kvferryd import logs
+from kvferryd.observe import logs
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from kvferry.errors import Full, KvferryError, Unauthorized
-from kvferryd import logs
 from kvferryd.api.answer import Context
-from kvferryd.certificates import Certificates, Identity
+from kvferryd.observe import logs
 from kvferryd.peers import allow
+from kvferryd.peers.certificates import Certificates, Identity
 
 log = logs.get(__name__)
 MAX_CALLS = 8192

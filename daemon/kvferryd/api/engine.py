@@ -12,7 +12,6 @@ from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
-from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
 from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
@@ -21,6 +20,7 @@ from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
+from kvferryd.observe import logs
 from kvferryd.transfers.order import order_from_proto, reservation_from_proto
 
 log = logs.get(__name__)

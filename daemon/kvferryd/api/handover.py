@@ -23,9 +23,9 @@ from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, frame
 from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_to_proto
-from kvferryd import logs
 from kvferryd.aio import Tasks
 from kvferryd.memory import Files
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 EXCHANGE_S, HELD_S, BREATH_S = 2.0, 5.0, 0.1

@@ -12,7 +12,6 @@ from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed, NotFoun
 from kvferry.manifest import Manifest
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, manifest_to_proto, problem_to_proto
-from kvferryd import logs
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.api.callers import Callers, host_of
 from kvferryd.check import check_request_id
@@ -24,6 +23,7 @@ from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.lease import ReaderId, reader_id
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
+from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import prepare_gather

@@ -96,7 +96,7 @@ def _snapshot() -> Counter[str]:
 
 def serve(counts: str, arguments: list[str]) -> int:
     """A daemon that counts: SIGUSR1 writes what it has found, SIGUSR2 begins or ends to count Python's calls."""
-    from kvferryd.cli import main
+    from kvferryd.commands.cli import main
 
     count_messages()
     asyncio.set_event_loop_policy(_Policy())

@@ -16,8 +16,8 @@ from kvferryd.bench.gpu_cases import Case
 from kvferryd.bench.gpu_table import Row, Table
 from kvferryd.bench.raw import RawPair, connected, target
 from kvferryd.memory.cuda import CudaProvider
-from kvferryd.nixl import load, make_agent
-from kvferryd.transport import Span
+from kvferryd.transport.nixl import load, make_agent
+from kvferryd.transport.read import Span
 
 CEILING_REPEATS, CONTIGUOUS_REPEATS, PERMUTED_REPEATS, WARM_UP = 9, 7, 4, 1
 CEILING, DEFAULTS, BEST = "plain copy, the ceiling", "NIXL, defaults", "NIXL, best knobs"

@@ -20,8 +20,8 @@ from kvferry.errors import Deadline, PeerFailed
 from kvferry.memory import SharedRegion, open_file_region
 from kvferryd.bench.child import child, tell
 from kvferryd.memory.cuda import CudaProvider
-from kvferryd.nixl import make_agent
-from kvferryd.transport import Span
+from kvferryd.transport.nixl import make_agent
+from kvferryd.transport.read import Span
 
 Indices = npt.NDArray[np.int32]
 READ_S = 20.0

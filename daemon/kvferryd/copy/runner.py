@@ -20,12 +20,12 @@ from typing import TypeVar
 
 from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.memory import CudaRegion, cuda
-from kvferryd import logs
 from kvferryd.aio import settle, submit
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import USUAL, Copier, NotPrepared, Shape
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import read
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 T = TypeVar("T")

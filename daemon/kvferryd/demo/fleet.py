@@ -265,7 +265,7 @@ class Fleet:
 
 def _kvferry(arguments: Sequence[str]) -> list[str]:
     """`kvferry ...` of this very installation, wherever its script lies."""
-    return [sys.executable, "-c", "import sys; from kvferryd.cli import main; sys.exit(main())", *arguments]
+    return [sys.executable, "-c", "import sys; from kvferryd.commands.cli import main; sys.exit(main())", *arguments]
 
 
 def _end_with_parent() -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
-from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.copy import Move, mapped, sample
 from kvferryd.copy.runner import Runner
@@ -23,11 +22,12 @@ from kvferryd.engine.session import Session, made
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider
+from kvferryd.observe import logs
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import STAGING_FACTOR, GpuCopies, HostCopies
 from kvferryd.staging.share import Pairings, prepare_gather, prepare_scatter
-from kvferryd.transport import Agent
+from kvferryd.transport.agent import Agent
 
 log = logs.get(__name__)
 

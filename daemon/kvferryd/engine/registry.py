@@ -12,13 +12,13 @@ from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.manifest import Manifest
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
-from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine.fences import Fences
 from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.memory import Files, Provider, Region
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 DETACH_S, RETIRE_S = 0.5, 10.0

@@ -11,9 +11,9 @@ from kvferry.errors import Conflict, Malformed, Unavailable
 from kvferry.outbox import Outbox
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
-from kvferryd import logs
 from kvferryd.engine.fences import Fences
 from kvferryd.memory import Region
+from kvferryd.observe import logs
 
 if TYPE_CHECKING:
     from kvferryd.engine.registration import Engine

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.errors import NotFound
 from kvferry.schemas import PeerRecord, TransferRecord
-from kvferryd import ask
 from kvferryd import config as configuration
+from kvferryd.commands import ask
 
 
 async def explain_transfer(arguments: argparse.Namespace) -> int:

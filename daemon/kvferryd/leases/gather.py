@@ -18,10 +18,10 @@ from kvferry.manifest import Manifest
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
-from kvferryd import logs
 from kvferryd.aio import beside, when_done
 from kvferryd.copy import Chunk
 from kvferryd.leases.lease import Lease
+from kvferryd.observe import logs
 from kvferryd.plan import Plan
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.share import Pairings, packs

@@ -18,7 +18,7 @@ from kvferry.schemas import LeaseReader, LeaseRecord, LeaseState
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferryd.leases.words import Word
-from kvferryd.logs import UNTRACED
+from kvferryd.observe.logs import UNTRACED
 from kvferryd.states import LEASE, Machine
 
 MAX_READERS = 4096

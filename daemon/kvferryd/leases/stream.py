@@ -21,7 +21,7 @@ from kvferryd.check import check_request_id
 from kvferryd.leases.gather import Gather, Gatherer
 from kvferryd.leases.lease import Lease, Opened, ReaderId, announced_as
 from kvferryd.leases.leases import Leases
-from kvferryd.logs import Trace
+from kvferryd.observe.logs import Trace
 
 ENDED_S = 1.0
 """How long readers may take to receive the end of their leases, when all of them end."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvferry.v1 import engine_pb2
 from kvferryd.config import Config
 from kvferryd.memory.kept import Keeper
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 
 @dataclass(frozen=True, slots=True)

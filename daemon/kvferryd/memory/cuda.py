@@ -16,7 +16,7 @@ from kvferry.memory.vmm import VmmMapping
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Probe, Region
 from kvferryd.memory.kept import Keeper
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 PROBE_NBYTES = 64
 SLOW_ADOPTED = (

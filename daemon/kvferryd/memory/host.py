@@ -13,7 +13,7 @@ from kvferry.memory import SharedRegion, open_region
 from kvferry.memory.handover import sealed_file
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Region
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 NAME = "kvferry-cache"
 """What /proc shows of a region that a daemon made."""

@@ -1,4 +1,4 @@
-"""The daemon's end of its keeper, `kvferryd.keeper`."""
+"""The daemon's end of its keeper, `kvferryd.process.keeper`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 
 from kvferry.errors import Full, Unavailable
 from kvferry.memory.cuda import Exported
-from kvferryd.keeper import LOADED, MOST, SERVING
+from kvferryd.process.keeper import LOADED, MOST, SERVING
 
 ANSWER_S = 60.0
 """How long the keeper may take to allocate: the first time it makes its context on the GPU."""

@@ -11,7 +11,7 @@ from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Runs
-from kvferryd.transport import Descriptors, Span
+from kvferryd.transport.read import Descriptors, Span
 
 Rows = tuple[str, Descriptors, Descriptors, str, str]
 """What one read takes: the source's agent, local and remote rows of equal lengths, and the type of memory of each."""

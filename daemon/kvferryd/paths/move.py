@@ -13,7 +13,7 @@ from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.transport import Read
+from kvferryd.transport.read import Read
 
 
 class PathName(enum.StrEnum):

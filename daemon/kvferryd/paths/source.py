@@ -13,11 +13,11 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.copy import Chunk
-from kvferryd.logs import UNTRACED, Trace
+from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers.contact import of_peer
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import ReaderStream
-from kvferryd.transport import Agent
+from kvferryd.transport.agent import Agent
 
 OPEN_AFTER_S = 0.02
 """How long a reader goes by an announcement before it opens the lease, so that the lease does not expire under a long

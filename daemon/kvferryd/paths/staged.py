@@ -31,7 +31,7 @@ from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.copies import over
 from kvferryd.staging.share import wanting
-from kvferryd.transport import Read
+from kvferryd.transport.read import Read
 
 IN_FLIGHT = 8
 """Slots that one transfer may have at once."""

@@ -8,7 +8,7 @@ import ipaddress
 from collections.abc import Sequence
 
 from kvferry.errors import Forbidden, Malformed
-from kvferryd.settings import Wrong, split_address
+from kvferryd.config.types import Wrong, split_address
 
 
 def split(address: str) -> tuple[str, int]:

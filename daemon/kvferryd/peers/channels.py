@@ -12,10 +12,10 @@ from cachetools import LRUCache
 from kvferry.errors import Full
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2_grpc
-from kvferryd import logs
-from kvferryd.certificates import Certificates, Identity
 from kvferryd.config import Config
+from kvferryd.observe import logs
 from kvferryd.peers import allow
+from kvferryd.peers.certificates import Certificates, Identity
 from kvferryd.peers.contact import Contact, asking
 
 log = logs.get(__name__)

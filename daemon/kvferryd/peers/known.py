@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvferry.errors import KvferryError
-from kvferryd import logs
 from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers

@@ -19,15 +19,15 @@ from kvferry.manifest import Manifest
 from kvferry.memory import CudaRegion, cuda
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_to_proto
-from kvferryd import logs
 from kvferryd.copy.runner import Runner
 from kvferryd.engine import Engine
 from kvferryd.memory import Probe
+from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel
 from kvferryd.peers.contact import asking
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Plan
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 log = logs.get(__name__)
 LATELY = 32

@@ -18,22 +18,22 @@ from kvferry.manifest import Manifest
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
-from kvferryd import logs
 from kvferryd.aio import Tasks, to_the_end
-from kvferryd.certificates import Certificates
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
-from kvferryd.metrics import Metrics
+from kvferryd.observe import logs
+from kvferryd.observe.metrics import Metrics
+from kvferryd.peers.certificates import Certificates
 from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import asking
 from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.plan.cost import COSTS, cheapest
 from kvferryd.staging.share import prepare_scatter
-from kvferryd.transport import Span, TransportError
 from kvferryd.transport.metadata import Metadata, Screen, parse
+from kvferryd.transport.read import Span, TransportError
 
 log = logs.get(__name__)
 UNLOAD_S = 5.0

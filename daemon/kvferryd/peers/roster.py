@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2
-from kvferryd import logs
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.peers.channels import Channels
 

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
-from kvferryd.certificates import Certificates, Identity
-from kvferryd.settings import SHORTEST_SECRET, Wrong, secrets_in
+from kvferryd.config.types import SHORTEST_SECRET, Wrong, secrets_in
+from kvferryd.peers.certificates import Certificates, Identity
 
 NAME = "kvferry-peer"
 """For which the certificates are: a daemon that knows the secret may have any address."""

@@ -18,7 +18,7 @@ from kvferry.errors import Malformed
 from kvferry.v1 import engine_pb2
 from kvferryd.memory import Region
 from kvferryd.staging.copies import Copies, arena_closed
-from kvferryd.transport import Span
+from kvferryd.transport.read import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 128 << 20}
 """By kind of memory. Over NVLink chunks of 134 MB are 1.5 times as fast as those of 67."""

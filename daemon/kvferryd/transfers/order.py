@@ -15,7 +15,7 @@ from kvferry.tables import Tables, tables_from_json
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import tables_from_proto
 from kvferryd.check import check_destination, check_seconds, check_way
-from kvferryd.logs import UNTRACED, Trace
+from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers import allow
 
 

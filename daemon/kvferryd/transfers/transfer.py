@@ -13,10 +13,11 @@ from kvferry.errors import Conflict, Deadline, Internal, KvferryError
 from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
-from kvferryd import logs, paths
+from kvferryd import paths
 from kvferryd.aio import all_over, together
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move, Moved, PathName
 from kvferryd.paths.checksums import compare
 from kvferryd.paths.source import SourceReader, close_all, readers_of

@@ -17,13 +17,13 @@ from cachetools import LRUCache
 
 from kvferry.errors import Conflict, Forbidden, Full, KvferryError, NotFound, PeerFailed, Unavailable
 from kvferry.schemas import TransferState
-from kvferryd import logs
 from kvferryd.aio import Notes, Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
-from kvferryd.metrics import Metrics
+from kvferryd.observe import logs
+from kvferryd.observe.metrics import Metrics
+from kvferryd.observe.spans import Spans
 from kvferryd.peers.peers import Peers
-from kvferryd.spans import Spans
 from kvferryd.transfers.claims import Claim, Claims
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks

@@ -21,10 +21,10 @@ import numpy as np
 
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
-from kvferryd import logs
 from kvferryd.aio import settle, submit, when_done
-from kvferryd.nixl import make_agent, rehearse
+from kvferryd.observe import logs
 from kvferryd.transport.metadata import Metadata
+from kvferryd.transport.nixl import make_agent, rehearse
 from kvferryd.transport.read import Descriptors, Read, Reads, Span, TransportError, post, typed
 
 log = logs.get(__name__)

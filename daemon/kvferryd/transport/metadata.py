@@ -20,9 +20,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferryd import screening
-from kvferryd.screening import FINE, READY
+from kvferryd.transport import screening
 from kvferryd.transport.read import Span, TransportError, nixl_failed
+from kvferryd.transport.screening import FINE, READY
 
 INTRO = b"nixlSerDes|"
 MAX_NBYTES = 1 << 20

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KvferryError, PeerFailed
-from kvferryd import logs
 from kvferryd.aio import settle
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 Descriptors = npt.NDArray[np.uint64]

@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.asgi import replayed
 from kvferry.errors import Forbidden, Internal, KvferryError, Malformed, Unauthorized
-from kvferryd import logs
 from kvferryd.api.rest import page
 from kvferryd.api.rest.problems import problem
-from kvferryd.metrics import Metrics
+from kvferryd.observe import logs
+from kvferryd.observe.metrics import Metrics
 
 log = logs.get(__name__)
 

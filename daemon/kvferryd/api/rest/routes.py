@@ -12,9 +12,9 @@ from pydantic import AfterValidator
 from kvferry import schemas
 from kvferry.asgi import unless, while_connected
 from kvferry.errors import Malformed, Unavailable
-from kvferryd import logs
 from kvferryd.api.rest.openapi import problems
 from kvferryd.ferry import Ferry
+from kvferryd.observe import logs
 
 T = TypeVar("T")
 LONGEST_WAIT_S = 60.0

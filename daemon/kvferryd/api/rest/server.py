@@ -13,11 +13,11 @@ from typing import cast
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvferryd import logs
 from kvferryd.aio import Tasks
 from kvferryd.api.rest.app import create_app
+from kvferryd.config.types import split_address
 from kvferryd.ferry import Ferry
-from kvferryd.settings import split_address
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 HEADER_S = 5.0
@@ -80,7 +80,7 @@ class RestServer(uvicorn.Server):
             host=host,
             port=port,
             http=Connection,
-            log_config=None,  # lines go where `kvferryd.logs` sends them
+            log_config=None,  # lines go where `kvferryd.observe.logs` sends them
             access_log=False,
             lifespan="off",
             ws="none",

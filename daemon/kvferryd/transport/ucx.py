@@ -10,9 +10,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferryd import logs
 from kvferryd.config import Config
-from kvferryd.settings import is_loopback, is_wildcard, split_address
+from kvferryd.config.types import is_loopback, is_wildcard, split_address
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 PORTS = "17411-17999"

@@ -41,7 +41,9 @@ class Forwarded:
 
 
 FORWARDED = {
-    "keep": Forwarded("kvferryd.keeper", "run the daemon, and start it again when it dies; holds its GPU memory"),
+    "keep": Forwarded(
+        "kvferryd.process.keeper", "run the daemon, and start it again when it dies; holds its GPU memory"
+    ),
     "demo": Forwarded("kvferryd.demo", "two engines of different shape, their daemons and a proxy", "daemon,reference"),
     "bench": Forwarded("kvferryd.bench", "the benchmarks of docs/benchmarks.md", "bench"),
     "explain": Forwarded("kvferryd.explain", "what a transfer between two manifests would do, or what one did"),
@@ -225,7 +227,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.check:
         for name in OPTIONS:
             print(f"{name:<18} {written(getattr(config, name)) or '-':<32} {origins[name]}")
-        from kvferryd.doctor import CHECK, Level, findings
+        from kvferryd.commands.doctor import CHECK, Level, findings
 
         bad = False
         for found in findings(config, CHECK):
@@ -235,10 +237,11 @@ def _serve(arguments: argparse.Namespace) -> int:
             elif found.level is Level.NOTE:
                 print(f"note: {found.what}")
         return FAILED if bad else OK
-    from kvferryd import logs, serve
+    from kvferryd.observe import logs
+    from kvferryd.process import serve
 
     if config.log_format == "json":
-        from kvferryd.foreign import wrap  # before anything else can write
+        from kvferryd.observe.foreign import wrap  # before anything else can write
 
         logs.configure(config, wrap())
     else:
@@ -249,14 +252,14 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from kvferryd.doctor import doctor
+    from kvferryd.commands.doctor import doctor
 
     return doctor(vars(arguments), as_json=arguments.json)
 
 
 def _ask(command: str, arguments: argparse.Namespace) -> int:
-    """Ask a daemon over REST; `kvferryd.ask` has one coroutine for each command."""
-    from kvferryd import ask
+    """Ask a daemon over REST; `kvferryd.commands.ask` has one coroutine for each command."""
+    from kvferryd.commands import ask
     from kvferryd.config import reach
 
     flags = {"token_file": arguments.token_file, "config": arguments.config}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import grpc
 
-from kvferryd import logs
 from kvferryd.config import Config, bad_config
+from kvferryd.observe import logs
 
 log = logs.get(__name__)
 

@@ -1,7 +1,7 @@
 """The daemon's settings, and the only reader of the environment.
 
 One model, `Config`, drives the TOML file, the KVFERRY_* variables, the flags of `kvferry serve` and the table in
-docs/reference. Flags win over the environment, the environment over the file. The types are in `kvferryd.settings`.
+docs/reference. Flags win over the environment, the environment over the file. The types are in `kvferryd.config.types`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pydantic.fields import FieldInfo
 
 from kvferry.errors import Malformed
 from kvferry.schemas import Way
-from kvferryd import settings
-from kvferryd.settings import (
+from kvferryd.config.types import (
     ADDRESS,
     Addresses,
     Device,
     Dial,
     File,
+    Flag,
     Form,
     Listen,
     Peers,
@@ -34,6 +34,9 @@ from kvferryd.settings import (
     Socket,
     Ucx,
     Whole,
+    is_loopback,
+    is_wildcard,
+    split_address,
 )
 
 PREFIX = "KVFERRY_"
@@ -71,10 +74,10 @@ class Config(BaseModel):
         ge=1,
         le=1024,
     )
-    checksum: settings.Flag = _about(
+    checksum: Flag = _about(
         False, "compare a checksum of all that was read with the source's, before a transfer is done"
     )
-    strict: settings.Flag = _about(
+    strict: Flag = _about(
         False, "register and export staging slots only: peers can read nothing else; needs TLS in ucx"
     )
     allow_peers: Peers = _about(("127.0.0.0/8", "::1", "localhost"), "addresses that may be dialled and may dial in")
@@ -83,7 +86,7 @@ class Config(BaseModel):
         "daemons whose engines will be read from: they are met before the first request, and again when they change. "
         "A name stands for all its addresses, as that of a headless service",
     )
-    order_tables: settings.Flag = _about(
+    order_tables: Flag = _about(
         True, "orders may name the blocks to write; false: only blocks that the engine reserved"
     )
     token_file: File = _about(None, "bearer tokens of the REST API, one a line; read again on change")
@@ -95,7 +98,7 @@ class Config(BaseModel):
         "a secret that all daemons share, where they have no certificates; on a second line the one before; read again "
         "on change",
     )
-    rest_tls: settings.Flag = _about(False, "serve REST over mutual TLS with the tls_* files as well")
+    rest_tls: Flag = _about(False, "serve REST over mutual TLS with the tls_* files as well")
     log_format: Literal["text", "json"] = _about("text", "text for people, json for machines")
     log_level: Literal["debug", "info", "warning", "error"] = _about("info", "the least serious line that is logged")
     lease_ttl_s: Seconds = _about(30.0, "life of a lease without a live reader", ge=0.1, le=86400)
@@ -105,7 +108,7 @@ class Config(BaseModel):
     max_leases: Whole = _about(4096, "live leases; more are refused", ge=1, le=1 << 20)
     history: Whole = _about(1000, "ended transfers that can still be looked up", ge=0)
     drain_timeout_s: Seconds = _about(300.0, "longest wait for leases to be read at exit", ge=0, le=86400)
-    require_rdma: settings.Flag = _about(False, "without RDMA or NVLink, /readyz says no")
+    require_rdma: Flag = _about(False, "without RDMA or NVLink, /readyz says no")
     nixl_threads: Whole = _about(0, "extra NIXL worker threads; 0: none", ge=0, le=64)
     ucx: Ucx = _about({}, "extra UCX settings, without the prefix UCX_")
     connect_timeout_s: Seconds = _about(5.0, "longest wait for a peer to answer", ge=0.1, le=600)
@@ -123,14 +126,14 @@ class Config(BaseModel):
     @property
     def url(self) -> str:
         """Where a command on this machine reaches the daemon over REST."""
-        host, port = settings.split_address(self.rest)
-        if settings.is_wildcard(self.rest):
+        host, port = split_address(self.rest)
+        if is_wildcard(self.rest):
             host = "127.0.0.1"
         return f"http{'s' if self.rest_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def warnings(self) -> Iterator[str]:
         """What is allowed but should be known, one sentence each."""
-        if not settings.is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
+        if not is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
             yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
         if self.strict and self.may_use_tcp:
             yield "strict = true does not hold over TCP, where UCX checks no key: who reaches UCX reads this process"
@@ -270,7 +273,7 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str,
         yield "rest_tls", "has no certificate", "set tls_cert, tls_key and tls_ca"
     if config.tls and config.peer_secret_file:
         yield "peer_secret_file", "is set beside the tls_* settings", "peers prove themselves in one way: set one"
-    if not settings.is_loopback(config.peer) and not config.tls and not config.peer_secret_file:
+    if not is_loopback(config.peer) and not config.tls and not config.peer_secret_file:
         remedy = "set peer_secret_file, or tls_cert, tls_key and tls_ca; or listen on 127.0.0.1"
         yield "peer", "is open to other hosts, and its callers need not prove who they are", remedy
     if not config.arena_mb and (config.strict or config.way == "staged"):
@@ -286,7 +289,7 @@ def _together(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str,
         yield "way", "cannot be had with strict = true", "set way = auto or staged, or strict = false"
     if config.advertise.endswith(":0"):
         yield "peer", "has port 0, by which no other daemon reaches this one", "name a port"
-    if settings.is_wildcard(config.peer) and origins["advertise"] == "default":
+    if is_wildcard(config.peer) and origins["advertise"] == "default":
         why = f"is no address to dial, as peer = {config.peer} is every interface"
         yield "advertise", why, "set advertise to the HOST:PORT at which other daemons reach this one"
 

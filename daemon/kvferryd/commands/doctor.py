@@ -26,17 +26,17 @@ from pathlib import Path
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferry.router import RouterClient
-from kvferryd import nixl, settings
 from kvferryd.config import Config, ConfigError, misspelt, resolve
+from kvferryd.config.types import DESCRIPTORS, split_address
 from kvferryd.peers import allow
-from kvferryd.settings import DESCRIPTORS
+from kvferryd.transport import nixl
 
 PACKAGES = ("fastapi", "uvicorn", "structlog", "prometheus_client", "grpc", "cachetools", "cryptography")
 RENEW_DAYS = 14
 CAP_IPC_LOCK = 14
 SHOWN = 8
 """Interfaces that are named."""
-PROBE = "from kvferryd import nixl; nixl.make_agent('doctor', threads=0)"
+PROBE = "from kvferryd.transport import nixl; nixl.make_agent('doctor', threads=0)"
 PROBE_S = 60.0
 
 
@@ -88,7 +88,7 @@ def roster(config: Config) -> Iterator[Finding]:
 
 
 def certificates(config: Config) -> Iterator[Finding]:
-    from kvferryd.certificates import CertificateFiles, expires_at
+    from kvferryd.peers.certificates import CertificateFiles, expires_at
 
     if config.tls is None:
         return
@@ -127,7 +127,7 @@ def engine_socket(config: Config) -> Iterator[Finding]:
 def ports(config: Config) -> Iterator[Finding]:
     """Of a daemon that is to start: one that runs has them."""
     for name in ("rest", "peer"):
-        host, port = settings.split_address(getattr(config, name))
+        host, port = split_address(getattr(config, name))
         try:
             found = socket.getaddrinfo(
                 "" if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

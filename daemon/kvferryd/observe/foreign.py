@@ -52,7 +52,7 @@ def as_json(line: str) -> str:
 
 
 def event(what: str, level: str, logger: str) -> str:
-    """A line as `kvferryd.logs` writes it."""
+    """A line as `kvferryd.observe.logs` writes it."""
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     return json.dumps({"event": what, "level": level, "logger": logger, "time": now})
 

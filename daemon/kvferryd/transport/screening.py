@@ -22,7 +22,7 @@ def main() -> None:
     os.dup2(2, 1)  # NIXL writes to stdout
     import numpy as np
 
-    from kvferryd.nixl import make_agent, read_once, rehearse
+    from kvferryd.transport.nixl import make_agent, read_once, rehearse
 
     agent = make_agent(f"screen-{os.getpid()}", threads=0)
     landing = np.zeros(1, dtype=np.uint8)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.schemas import RankTransfer
-from kvferryd import logs
 from kvferryd.leases.lease import Lease
+from kvferryd.observe import logs
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

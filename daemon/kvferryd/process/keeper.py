@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvferry.errors import KvferryError
-from kvferryd.foreign import event
+from kvferryd.observe.foreign import event
 
 LOADED, SERVING = "loaded", "serving"
 """What a daemon says of itself."""

@@ -24,7 +24,6 @@ from kvferry.errors import KvferryError
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
-from kvferryd import heap, logs, nixl, ucx
 from kvferryd.api.answer import Context, Undecoded
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
@@ -32,11 +31,14 @@ from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
+from kvferryd.config.types import DESCRIPTORS
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.memory.kept import Keeper
-from kvferryd.metrics import Metrics, total
-from kvferryd.settings import DESCRIPTORS
+from kvferryd.observe import logs
+from kvferryd.observe.metrics import Metrics, total
+from kvferryd.process import heap
+from kvferryd.transport import nixl, ucx
 
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -1,0 +1,1 @@
+"""The commands of `kvferry` but for the large ones: explain, demo and bench have rooms of their own."""

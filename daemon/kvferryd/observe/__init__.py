@@ -1,0 +1,1 @@
+"""What the daemon tells people: log lines, metrics, spans."""

@@ -1,0 +1,1 @@
+"""The daemon as a process: its start and stop, its parent, its memory."""
