@@ -13,11 +13,11 @@ from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.leases import Leases
-from kvferryd.metrics import Metrics
+from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.order import Order
 from kvferryd.transfers.transfers import Transfers
-from kvferryd.transport import Agent
+from kvferryd.transport.agent import Agent
 
 pytestmark = pytest.mark.anyio
 
