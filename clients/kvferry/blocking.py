@@ -48,7 +48,7 @@ class BlockingLease:
     """What was published under one request id."""
 
     def __init__(self, lease: Lease, ended: Future[LeaseState]) -> None:
-        self.request_id = lease.request_id
+        self.request_id, self.lease = lease.request_id, lease
         self.ended = ended
         """Resolves to RELEASED, EXPIRED or REVOKED: the blocks may be reused. Fails as `Lease.ended` does."""
 
@@ -269,7 +269,7 @@ class BlockingEngineClient:
         """As `EngineClient.publish`; `ended` of the lease is a future."""
         lease = self.call(self.client.publish(*args, **named))
         known = self._leases.get(lease.request_id)
-        if known is None or known.ended.done():
+        if known is None or known.lease is not lease:
             known = self._leases[lease.request_id] = BlockingLease(lease, self.start(lease.ended()))
             known.ended.add_done_callback(lambda _: self._leases.pop(lease.request_id, None))
         return known

@@ -234,15 +234,20 @@ class EngineClient:
         Raises KvferryError when the daemon refuses it; Unsettled when the daemon does not answer in time or the session
         ends first: it may be published, and is withdrawn; `quiesced()` waits until nobody reads it.
         """
+        request = engine_pb2.PublishRequest(
+            request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
+            metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
+            after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
+        )  # fmt: skip
+        return await self._publish(request)
+
+    async def _publish(self, request: engine_pb2.PublishRequest) -> Lease:
+        request_id = request.request_id
         known = self._leases.get(request_id)
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
+        request.continues = known is not None
         try:
-            request = engine_pb2.PublishRequest(
-                request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
-                metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
-                after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
-            )  # fmt: skip
             said = self._session.say(publish=request)
             try:
                 await self._session.answer(said)
@@ -252,11 +257,14 @@ class EngineClient:
                     abort = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
                     withdrawn = Unsettled(error, abort.settled)
                 raise withdrawn from None
-        except BaseException:
+        except BaseException as error:
             if known is None and self._leases.get(request_id) is lease:
                 del self._leases[request_id]
+            ended = isinstance(error, KvferryError) and error.code == "lease_ended"
+            if ended and known is not None and known.over:  # that was heard while this was on its way
+                return await self._publish(request)
             raise
-        if lease._ended.done():
+        if lease.over:
             return lease
         return self._leases.setdefault(request_id, lease)  # a publish beside this one may have been refused
 
@@ -322,10 +330,15 @@ class EngineClient:
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
 
     async def _none_before(self, request_id: str) -> None:
-        """Wait, for as long as a call may take, until a receive of the request that was given up is quiet."""
+        """Wait, for as long as a call may take, until a receive of the request that was given up is quiet, or one that
+        was aborted has ended."""
         before = self._receives.get(request_id)
-        if before is not None and before.leaving is not None:
-            await asyncio.wait([before.leaving], timeout=self._session.call_timeout_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._session.call_timeout_s):
+                if before is not None and before.leaving is not None:
+                    await asyncio.wait([before.leaving])
+                elif before is not None and before.aborted:
+                    await before.ended.wait()
         if request_id in self._receives:
             message = f"request {request_id} is being received already, or was and is not quiet"
             remedy = "wait for it, or abort it first"
@@ -367,6 +380,8 @@ class EngineClient:
 
         Raises Unsettled when the daemon does not answer in time or the session ends first.
         """
+        if (receiving := self._receives.get(request_id)) is not None:
+            receiving.aborted = True
         await self._session.command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
 
     async def close(self) -> None:

@@ -105,6 +105,8 @@ class Receiving:
         self.transfer_id = ""
         self.leaving: asyncio.Task[None] | None = None
         """The end of a receive that was given up."""
+        self.aborted = False
+        """Its end will come soon."""
         self._early: deque[engine_pb2.TransferEnded | engine_pb2.BlocksSafe] = deque(maxlen=EARLY)
 
     def named(self, transfer_id: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +17,8 @@ from engines import (
     ANSWER_S,
     LENGTHS,
     PREFILL_LEG,
+    PYTHON,
+    START_S,
     Pair,
     cache_usage,
     choices_of,
@@ -96,6 +101,18 @@ def test_several_answers_to_one_prompt_are_those_of_one_engine(engines: Pair, le
     assert choices_of(moved) == choices_of(complete(engines.prefill, tokens, **SEVERAL))
     assert [one.state for one in engines.transfers()[before:]] == ["done"]
     assert eventually(lambda: not engines.leases())
+
+
+def test_a_lease_is_not_ended_by_a_request_while_another_reads_it_nor_by_an_answer_to_the_same_prompt() -> None:
+    script = Path(__file__).with_name("shared_leases.py")
+    done = subprocess.run([PYTHON, script], timeout=START_S, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    only_a = {"load": ["a"], "cancel": [], "release": []}
+    assert told["answers to one prompt"] == [[True, False, False, False], only_a | {"load": ["0_a"]}]
+    assert told["another request leaves, waiting"] == told["another request leaves, queued"] == only_a
+    assert told["another request, late"] == [False, only_a | {"release": ["b"]}]
+    assert told["the last of them leaves"] == only_a | {"release": ["b"]}
 
 
 def test_several_prompts_in_one_body_are_those_of_one_engine(engines: Pair) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 from fleet import TIMEOUT_S, ByHand, peer_stub, until
 from pair import MANY, TOKENS, Pair, half_published, is_in, order, prefilled
+from ranks import Kv
 
 from kvferry.engine import Received, TransferFailed
 from kvferry.schemas import LeaseState, PeerRequest, TransferState
@@ -54,6 +56,22 @@ async def test_a_lease_that_nobody_reads_expires_and_its_engine_is_told(pair: Pa
     _, leases = await prefilled(pair, request_id, ttl_s=0.2)
     async with asyncio.timeout(TIMEOUT_S):
         assert [await lease.ended() for lease in leases] == [LeaseState.EXPIRED] * 2
+
+
+async def test_a_publish_that_crosses_the_end_of_its_lease_begins_another(pair: Pair, request_id: str) -> None:
+    """Else its engine would take the new lease for over, and reuse blocks that are served."""
+    kv, blocks = Kv.random(TOKENS), pair.prefill.take(TOKENS)
+    pair.prefill.write(kv, blocks)
+    before = await pair.prefill.publish(request_id, blocks, 10, more=True)
+    for daemon in pair.prefill.daemons:
+        # While this blocks its engine hears nothing.
+        httpx.delete(f"{daemon.url}/v1/leases/{request_id}", trust_env=False).raise_for_status()  # noqa: ASYNC210
+    after = await pair.prefill.publish(request_id, blocks, TOKENS)
+    assert [await lease.ended() for lease in before] == [LeaseState.REVOKED] * 2
+    assert not any(lease.over for lease in after)
+    await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
+    async with asyncio.timeout(TIMEOUT_S):
+        assert [await lease.ended() for lease in after] == [LeaseState.RELEASED] * 2
 
 
 async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id: str) -> None:

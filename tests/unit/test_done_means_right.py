@@ -621,8 +621,10 @@ class Done(RuleBasedStateMachine):
         try:
             self._call(self.reader, receive)
         except KvferryError as error:
-            if error.code == "internal" or (error.code == "blocks_not_quiet" and not taken & set(blocks)):
-                raise  # those are safe
+            own_number_refused = error.code == "stale_attempt" and not attempt
+            safe_ones_refused = error.code == "blocks_not_quiet" and not taken & set(blocks)
+            if error.code == "internal" or own_number_refused or safe_ones_refused:
+                raise
 
     @precondition(lambda self: self.reader.engine and self.attempts)
     @rule(which=st.integers(0, 7), same=st.booleans(), request_id=st.sampled_from(REQUESTS), attempt=st.integers(0, 3))
@@ -922,4 +924,21 @@ def test_blocks_are_not_quiet_because_a_wait_for_them_was_cut_off(quiet: None) -
     model.serve_again(served=replace(first, blow="session", after=0), way="direct")
     model.pass_time(seconds=6.0)
     model.read_fails(which=0)
+    model.teardown()
+
+
+def test_a_reservation_after_an_order_with_a_number_of_its_own_is_the_next_attempt(quiet: None) -> None:
+    first = Served("r", b"hello", 1, False, False, None, False, False, "", 0, 40, 1)
+    model = Done()
+    model.begin(eager=False, met=True)
+    model.receive(
+        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=False, fresh=False, way="", attempt=0,
+        deadline_s=None,
+    )  # fmt: skip
+    model.order(request_id="r", attempt=3, fresh=False, way="", rank=None, counted=False, deadline_s=None)
+    model.publish(
+        request_id="r", prompt=b"hello", blocks=1, odd=False, signed=False, more=False, fenced=False, readers=1
+    )  # fmt: skip
+    model.run_dry()
+    model.serve_again(served=first, way="direct")
     model.teardown()

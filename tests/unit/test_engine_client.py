@@ -153,6 +153,21 @@ async def test_the_late_end_of_a_cancelled_receive_does_not_settle_the_next(both
     assert (await second).transfer_id == "t1"
 
 
+async def test_a_receive_after_an_abort_waits_for_the_end_of_the_one_before(both: Both) -> None:
+    daemon, client = both
+    first = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    await client.abort("R")
+    second = asyncio.create_task(client.receive("R", OTHERS))
+    await everything_heard(daemon, client)
+    daemon.end("t0", "aborted", safe=False)
+    with pytest.raises(TransferFailed):
+        await first
+    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
+    daemon.end("t1")
+    assert (await second).transfer_id == "t1"
+
+
 async def test_an_end_may_come_before_the_reply_that_names_the_transfer(both: Both) -> None:
     daemon, client = both
     daemon.answers.clear()

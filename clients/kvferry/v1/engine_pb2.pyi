@@ -593,6 +593,7 @@ class PublishRequest(google.protobuf.message.Message):
     READERS_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    CONTINUES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     num_tokens: builtins.int
     """tokens [0, num_tokens) are in place"""
@@ -607,6 +608,10 @@ class PublishRequest(google.protobuf.message.Message):
     digest: builtins.bytes
     """Names what was computed, for example a digest of the prompt's token ids. At most 64 bytes; equal in every publish of
     one lease. A reader that expects another digest is refused (`other_prompt`).
+    """
+    continues: builtins.bool
+    """It adds to a lease whose end this engine has not heard of. Where that has ended it is refused (`lease_ended`): taken
+    for a new lease, it would be held for over by an engine that hears of the end of the one before.
     """
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables:
@@ -628,9 +633,10 @@ class PublishRequest(google.protobuf.message.Message):
         readers: builtins.int = ...,
         after: Global___Fence | None = ...,
         digest: builtins.bytes = ...,
+        continues: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "continues", b"continues", "digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 

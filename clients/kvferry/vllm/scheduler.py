@@ -48,7 +48,7 @@ class Exchange:
     loading: str = ""
     """The name of the lease that is being read for it."""
     waits: bool = False
-    """Another request reads the lease that it came with."""
+    """It has waited for another request, which reads the lease that it came with."""
     published: bool = False
     complete: bool = False
     """All that will ever be published has been."""
@@ -80,8 +80,9 @@ class SchedulerSide:
         """By remote request id: the digest of the last prompt that came with it."""
         self._answered: Remembered[str] = Remembered()
         """By the name that vLLM gives to several answers to one prompt: the last of them that has published."""
-        self._loads: Remembered[tuple[bytes, bool]] = Remembered()
-        """By remote request id: the digest of the tokens whose KV is read, and whether all of it has arrived."""
+        self._loads: Remembered[tuple[bytes, bool, str]] = Remembered()
+        """By remote request id: the digest of the tokens whose KV is read, whether all of it has arrived, and for which
+        prompt."""
         self._step = Step()
         self.missed = Missed()
 
@@ -137,15 +138,12 @@ class SchedulerSide:
         if exchange is None:
             return 0, False
         if (origin := exchange.origin) is not None:
-            digest, there = self._loads.get(origin.request_id, (None, False))
+            digest, there, _ = self._loads.get(origin.request_id, (None, False, ""))
             if digest == origin.digest:
-                exchange.waits |= not there
                 if not there:
+                    exchange.waits = True
                     return None, False
-                if exchange.waits:
-                    exchange.origin = None
-                else:  # it comes late; if its lease is a new one of the same name, that one ends
-                    self._release(exchange)
+                self._release(exchange)
         count = 1 if exchange.problem else self._reach(exchange.origin, request) - computed
         return (count, True) if count > 0 else (0, False)
 
@@ -165,7 +163,7 @@ class SchedulerSide:
             tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
             self._step.load.append(self._load(request, exchange.origin, tables, tokens))
             exchange.loading = exchange.origin.request_id
-            self._loads[exchange.loading] = exchange.origin.digest, False
+            self._loads[exchange.loading] = exchange.origin.digest, False, _prompt_of(request.request_id)
             exchange.origin = None
         else:
             if exchange.origin is not None and exchange.origin.num_tokens and not self._reach(exchange.origin, request):
@@ -188,7 +186,8 @@ class SchedulerSide:
         """Where it is not there, the next request that comes with this lease reads it itself."""
         name, exchange.loading = exchange.loading, ""
         if there and name in self._loads:
-            self._loads[name] = self._loads[name][0], True
+            digest, _, prompt = self._loads[name]
+            self._loads[name] = digest, True, prompt
         else:
             self._loads.pop(name, None)
 
@@ -246,11 +245,11 @@ class SchedulerSide:
             digest = digest_of(request, num_tokens)
             self._step.finished.append(Publish(request.request_id, tables, room, True, digest, metadata))
         self._step.hold.append(request.request_id)
-        index, _, several = request.request_id.partition("_")  # vLLM's answers to one prompt are 0_name, 1_name, ...
-        if several and index.isdigit():  # and the client gets the kv_transfer_params of the one that ends last
-            if (before := self._answered.get(several)) is not None:
+        if (prompt := _prompt_of(request.request_id)) != request.request_id:
+            # One of several answers: the client gets the kv_transfer_params of the one that ends last.
+            if (before := self._answered.get(prompt)) is not None:
                 self._step.unread.append(before)
-            self._answered[several] = request.request_id
+            self._answered[prompt] = request.request_id
         return True, answer(
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
             block_ids=[block_ids[group_id] for group_id, _ in self._groups], num_tokens=num_tokens,
@@ -263,12 +262,17 @@ class SchedulerSide:
             exchange.published = exchange.complete = False
 
     def _release(self, exchange: Exchange) -> None:
-        """Nothing will be read: let the source end the lease."""
-        if exchange.origin is not None:
-            stop = exchange.origin.num_tokens
+        """Nothing will be read: let the source end the lease, which may be a new one of a name that was read before.
+        Not one that another request reads, or has read: that is over with it, or would end with this."""
+        origin, exchange.origin = exchange.origin, None
+        if origin is None:
+            return
+        digest, there, prompt = self._loads.get(origin.request_id, (None, False, ""))
+        shared = exchange.waits or not there or prompt == _prompt_of(exchange.request.request_id)
+        if digest != origin.digest or not shared:
             nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
-            self._step.release.append(self._load(exchange.request, exchange.origin, nothing, (stop, stop)))
-            exchange.origin = None
+            tokens = origin.num_tokens, origin.num_tokens
+            self._step.release.append(self._load(exchange.request, origin, nothing, tokens))
 
     def _load(self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int]) -> Load:
         return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin))
@@ -297,3 +301,9 @@ class SchedulerSide:
             return 0
         wanted = request.num_prompt_tokens - self._behind
         return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)
+
+
+def _prompt_of(request_id: str) -> str:
+    """What the names have in common that vLLM gives to several answers to one prompt: 0_name, 1_name, ..."""
+    index, _, name = request_id.partition("_")
+    return name if index.isdigit() else request_id

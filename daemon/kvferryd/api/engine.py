@@ -153,6 +153,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
             readers=request.readers or 1,
             after=fence,
+            continues=request.continues,
         )
         return engine_pb2.PublishReply(state=lease.state.value)
 

@@ -288,7 +288,9 @@ class Lease:
 
     @contextmanager
     def reading(self, who: ReaderId) -> Iterator[Opened]:
-        """`who` is a live reader inside this block. Raises KvferryError: `already_reading`, `full`."""
+        """`who` is a live reader inside this block. Raises KvferryError: `already_reading`, `full`, why it is over."""
+        if self.state.ended:  # since `who` found it
+            raise self.over()
         known = self._readers.get(who)
         if known is not None and known.live:
             why = f"{who.engine_id} rank {who.rank} reads request {self.request_id} already"

@@ -69,15 +69,19 @@ class Leases:
         ttl_s: float,
         readers: int,
         after: asyncio.Future[None] | None = None,
+        continues: bool = False,
     ) -> Lease:
         """A new lease, or more tokens of one that is being published. Idempotent for an equal publish.
 
+        continues: no new lease (`lease_ended`): its engine takes the one that was there to be there still.
         after: readers see it when this is done; when it fails the lease ends with its error. Cancelled with the lease.
         """
         lease = self._live.get(request_id)
         if self._closed:
             raise Unavailable("session_closed", self._closed, remedy="attach again with a new epoch")
         if lease is None:
+            if continues:
+                raise lease_ended(request_id, "over, and this publish continues it")
             if len(self._live) >= self.limit:
                 remedy = "wait for readers, shorten lease_ttl_s, or raise max_leases"
                 why = f"{self.limit} leases are held already"

@@ -27,6 +27,8 @@ ENDED_S = 1.0
 """How long readers may take to receive the end of their leases, when all of them end."""
 ANNOUNCEMENTS = 64
 """Announcements that may wait for one reader."""
+READINGS = 4096
+"""Who has more at once, and more than twice the leases that may be held, is no reader of ours: its stream ends."""
 
 
 class _Reading:
@@ -214,7 +216,7 @@ class ServedStream:
                 raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
     def _open(self, number: int, request_id: str, known: tuple[int, int], trace: peer_pb2.Trace) -> None:
-        if number in self.readings or len(self.readings) >= self.leases.limit:
+        if number in self.readings or len(self.readings) >= max(READINGS, 2 * self.leases.limit):
             why = f"it is open already, or {len(self.readings)} readings are too many"
             remedy = "number readings from 1, and close those that are over"
             raise Malformed("malformed_read", why, field="open.reading", value=number, remedy=remedy)

@@ -459,9 +459,10 @@ class Peers:
     async def forget_engine(self, engine: Engine) -> None:
         """Our own engine is retired, its agent with it: nothing to unload."""
         while keys := [key for key in self._known if key[0] is engine]:  # a handshake may end meanwhile
-            peer = self._known.pop(keys[0])
-            peer.stale = True
-            await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
+            peers = [self._known.pop(key) for key in keys]
+            for peer in peers:
+                peer.stale = True
+            await asyncio.gather(*(rank.close() for peer in peers for rank in peer.ranks.values()))
         kept: tuple[LRUCache[tuple[Engine, str], Any], ...] = (self._homes, self._forgotten, self._presumed)
         for every in kept:
             for key in [key for key in every if key[0] is engine]:

@@ -57,7 +57,7 @@ class Transfers:
         self._finished: dict[str, Transfer] = {}
         """Transfers whose part on this rank has ended, the oldest first."""
         self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
-        """The last attempt begun."""
+        """The last attempt whose record is forgotten, or that was begun by a reservation."""
         self._dead: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt that ended on another rank: its order may still be on its way here."""
         self.draining = False
@@ -194,7 +194,6 @@ class Transfers:
                 why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
                 before.stop(TransferState.ABORTED, why)
             transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
-            self._attempts[key] = attempt
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
             self._appeared.set()
             self._appeared = asyncio.Event()
@@ -210,7 +209,8 @@ class Transfers:
             await self._around.peers.get(engine, order.engine_id, order.address, order.epoch)
 
     def _next(self, key: Key) -> int:
-        return self._attempts.get(key, 0) + 1
+        current = self._current.get(key)  # its number may have been raised since it began
+        return max(self._attempts.get(key, 0), current.attempt if current else 0) + 1
 
     def _transfer_of(self, key: Key, attempt: int, *, counted: bool) -> Transfer | None:
         """The current transfer, if this attempt is its own; None for a newer attempt, which takes its place.
@@ -299,6 +299,7 @@ class Transfers:
                 del self._by_id[transfer.transfer_id]
                 key = _key(transfer.engine, transfer.request_id)
                 if self._current.get(key) is transfer:
+                    self._attempts[key] = self._next(key) - 1
                     del self._current[key]
 
     def abort(self, engine: Engine, request_id: str, why: str, *, attempt: int = 0, failed: bool = False) -> bool:

@@ -1,0 +1,106 @@
+"""Print what the connector's scheduler side orders where several requests come with one lease. Run by the Python that
+vLLM is installed for.
+
+.venv-engines/bin/python tests/engines/shared_leases.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.handoff import Handoff
+from kvferry.vllm import register
+from kvferry.vllm.options import Options
+from kvferry.vllm.scheduler import SchedulerSide
+
+TOKENS, BLOCK = list(range(100, 132)), 16
+LEASE = Handoff(
+    do_remote_prefill=True, remote_engine_id="p", remote_request_id="lease", remote_host="127.0.0.1", remote_port=9,
+    remote_num_tokens=len(TOKENS),
+).model_dump()  # fmt: skip
+
+
+class Scheduler:
+    """vLLM's, as far as the connector sees it."""
+
+    def __init__(self) -> None:
+        kv = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", engine_id="d")
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
+        self._side = SchedulerSide(VllmConfig(kv_transfer_config=kv), caches, Options())
+        self._requests: dict[str, Request] = {}
+
+    def comes(self, *names: str) -> None:
+        for name in names:
+            more = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": LEASE})
+            self._requests[name] = Request(name, TOKENS, more, None)
+            self._side.admit(self._requests[name])
+
+    def schedules(self, name: str, cached: int = 0) -> bool:
+        """Whether the request reads; blocks are given to it where it does not have to wait. cached: tokens that are
+        in the prefix cache."""
+        request = self._requests[name]
+        count, _ = self._side.loadable(request, cached)
+        if count is not None:
+            self._side.allocated(request, ([0, 1],), count)
+        return bool(count)
+
+    def arrives(self, name: str, *, well: bool = True) -> None:
+        self._side.ended({name}, set() if well else {name})
+
+    def aborts(self, name: str) -> None:
+        self._requests[name].status = RequestStatus.FINISHED_ABORTED
+        self._side.finished(self._requests.pop(name), ([0, 1],))
+
+    def step(self) -> dict[str, list[str]]:
+        step = self._side.next_step(SchedulerOutput.make_empty(), lambda name: ([0, 1],))
+        ordered = {"load": [load.request_id for load in step.load], "cancel": step.cancel}
+        return ordered | {"release": [load.request_id for load in step.release]}
+
+
+def main() -> None:
+    register()
+    told: dict[str, object] = {}
+
+    answers = Scheduler()
+    answers.comes("0_a", "1_a", "2_a")
+    reads = [answers.schedules("0_a"), answers.schedules("1_a")]
+    answers.arrives("0_a")
+    reads += [answers.schedules("1_a", cached=32), answers.schedules("2_a", cached=32)]
+    told["answers to one prompt"] = reads, answers.step()
+
+    late = Scheduler()
+    late.comes("a")
+    late.schedules("a")
+    late.arrives("a")
+    late.comes("b")
+    told["another request, late"] = late.schedules("b", cached=32), late.step()
+
+    for asked in (False, True):
+        leaves = Scheduler()
+        leaves.comes("a", "b")
+        leaves.schedules("a")
+        if asked:
+            leaves.schedules("b")
+        leaves.aborts("b")
+        told[f"another request leaves, {'waiting' if asked else 'queued'}"] = leaves.step()
+
+    fails = Scheduler()
+    fails.comes("a", "b")
+    fails.schedules("a")
+    fails.schedules("b")
+    fails.arrives("a", well=False)
+    fails.aborts("b")
+    told["the last of them leaves"] = fails.step()
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The source's end of a reader's stream, without a daemon: what the reader is told of each lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+from caches import attention, cache, table
+
+from kvferry.v1 import peer_pb2
+from kvferryd.leases.gather import Gatherer
+from kvferryd.leases.lease import Publication, ReaderId
+from kvferryd.leases.leases import Leases
+from kvferryd.leases.stream import ServedStream
+from kvferryd.staging.share import Pairings
+
+pytestmark = pytest.mark.anyio
+LIMIT = 4
+WHO, ANOTHER = ReaderId("decode", "1", 0, 1), ReaderId("another", "1", 0, 1)
+WHOLE = Publication({"full": table(2, 0, 3, 1)}, 16, b"", more=False)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def leases() -> Leases:
+    return Leases("prefill", "1", lambda lease: None, LIMIT)
+
+
+class Reader:
+    """What one reader says, and what it is answered."""
+
+    def __init__(self, leases: Leases) -> None:
+        gatherer = Gatherer(cache(*attention()), {}, None, Pairings())
+        self._saying: asyncio.Queue[peer_pb2.ReadRequest] = asyncio.Queue()
+        self._served = ServedStream(leases, WHO, gatherer, asyncio.Event(), announcing=False)
+        self._replies = self._served.replies(self._said())
+
+    async def _said(self) -> AsyncIterator[peer_pb2.ReadRequest]:
+        while True:
+            yield await self._saying.get()
+
+    def opens(self, *request_ids: str) -> None:
+        """As one message, readings numbered from 1."""
+        opened = [
+            peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=number, request_id=request_id))
+            for number, request_id in enumerate(request_ids, start=1)
+        ]
+        self._saying.put_nowait(peer_pb2.ReadRequest(several=peer_pb2.ReadRequests(requests=opened)))
+
+    async def hears(self) -> peer_pb2.ReadReply:
+        async with asyncio.timeout(5):
+            return await anext(self._replies)
+
+
+@pytest.fixture
+async def reader(leases: Leases) -> AsyncIterator[Reader]:
+    reader = Reader(leases)
+    async with aclosing(reader._replies):
+        yield reader
+
+
+async def test_who_waits_for_a_lease_that_is_over_when_it_is_published_is_told(leases: Leases, reader: Reader) -> None:
+    """Another engine has read all of it from other ranks, and has said so here before this rank published."""
+    leases.finished("r", ANOTHER)
+    reader.opens("r")
+    assert (await reader.hears()).unpublished
+    leases.publish("r", WHOLE, ttl_s=60, readers=1)
+    assert (await reader.hears()).problem.code == "lease_ended"
+
+
+async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_only_those(
+    leases: Leases, reader: Reader
+) -> None:
+    for number in range(LIMIT):
+        leases.publish(f"r-{number}", WHOLE, ttl_s=60, readers=1)
+    reader.opens(*(f"r-{number}" for number in range(LIMIT)), *(f"later-{number}" for number in range(LIMIT + 1)))
+    told = [await reader.hears() for _ in range(2 * LIMIT + 1)]
+    assert {reply.reading for reply in told if reply.HasField("update")} == set(range(1, LIMIT + 1))
+    assert sorted(reply.problem.code for reply in told if reply.HasField("problem")) == ["full"]
