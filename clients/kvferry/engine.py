@@ -232,7 +232,8 @@ class EngineClient:
         names what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
 
         Raises KvferryError when the daemon refuses it; Unsettled when the daemon does not answer in time or the session
-        ends first: it may be published, and is withdrawn; `quiesced()` waits until nobody reads it.
+        ends first: it may be published, and is withdrawn; `quiesced()` waits until nobody reads it. It is withdrawn too
+        when this call is cancelled.
         """
         request = engine_pb2.PublishRequest(
             request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
@@ -247,21 +248,32 @@ class EngineClient:
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
         request.continues = known is not None
-        try:
-            said = self._session.say(publish=request)
-            try:
-                await self._session.answer(said)
-            except Unsettled as error:
-                withdrawn = error
-                with suppress(KvferryError):  # revoked behind it on the stream, where there is one
-                    abort = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
-                    withdrawn = Unsettled(error, abort.settled)
-                raise withdrawn from None
-        except BaseException as error:
+
+        def forget(_: object = None) -> None:
             if known is None and self._leases.get(request_id) is lease:
                 del self._leases[request_id]
-            ended = isinstance(error, KvferryError) and error.code == "lease_ended"
-            if ended and known is not None and known.over:  # that was heard while this was on its way
+
+        try:
+            said = self._session.say(publish=request)
+        except BaseException:
+            forget()
+            raise
+        try:
+            await self._session.answer(said)
+        except (Unsettled, asyncio.CancelledError) as error:
+            try:  # revoke it behind the publish on the stream
+                abort = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+            except KvferryError:  # the session has ended
+                forget()
+                raise error from None
+            abort.settled.add_done_callback(forget)  # not before: its end would be taken for that of the next one
+            if isinstance(error, Unsettled):
+                raise Unsettled(error, abort.settled) from None
+            raise
+        except KvferryError as error:
+            forget()
+            # The end of the one before was heard while this was on its way.
+            if error.code == "lease_ended" and self._leases.get(request_id) is not known:
                 return await self._publish(request)
             raise
         if lease.over:

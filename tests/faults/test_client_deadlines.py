@@ -17,7 +17,7 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import EngineClient, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
-from kvferry.schemas import DestinationBody, OrderBody
+from kvferry.schemas import DestinationBody, LeaseState, OrderBody
 from kvferry.session import Said
 from kvferryd.demo.fleet import DaemonService
 
@@ -77,6 +77,40 @@ async def test_a_command_ends_when_its_daemon_stands_still(
     await asyncio.wait_for(quiesced, TIMEOUT_S)
     # A publish that was not answered in time has been withdrawn: its request id is free.
     await published(engine, request_id)
+
+
+async def test_a_publish_after_one_that_was_not_answered_is_another_lease(engine: TestEngine, request_id: str) -> None:
+    """Else its engine would take it for over as the first one ends, and reuse blocks that are served."""
+    client = engine.ranks[0].client
+    with stopped(engine.daemons[0].process.pid):
+        with pytest.raises(Unsettled):
+            await client.publish(request_id, BLOCKS.tables(), 50)
+        client._session.call_timeout_s = TIMEOUT_S
+        publishing = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 50))
+        await asyncio.sleep(0)  # it is said now
+    lease = await publishing
+    assert not lease.over
+    await client.abort(request_id)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await lease.ended() is LeaseState.REVOKED
+
+
+async def test_a_publish_after_one_that_was_cancelled_is_another_lease(engine: TestEngine, request_id: str) -> None:
+    client = engine.ranks[0].client
+    client._session.call_timeout_s = TIMEOUT_S
+    with stopped(engine.daemons[0].process.pid):
+        cancelled = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 50))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        publishing = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 20))
+        await asyncio.sleep(0)
+    lease = await publishing
+    assert not lease.over
+    await client.abort(request_id)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await lease.ended() is LeaseState.REVOKED
 
 
 async def test_allocating_and_registering_end_when_the_daemon_stands_still(engine: TestEngine) -> None:
