@@ -13,7 +13,7 @@ from fleet import Daemons, until
 from lives import TP1, engine_on, published, receives
 from ranks import TestEngine
 
-from kvferry.schemas import PeerRequest
+from kvferry.schemas import PeerRequest, PeerState
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -57,7 +57,7 @@ async def test_a_fleet_that_was_replaced_leaves_nothing(daemons: Daemons, stack:
         await source.close()
 
     async def lost() -> bool:
-        return not any(peer.connected for peer in await router.peers())
+        return not any(peer.state is PeerState.CONNECTED for peer in await router.peers())
 
     await until(lost, "they are lost")
     after, _ = await engine_on(stack, "after", theirs)

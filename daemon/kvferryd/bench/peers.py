@@ -34,6 +34,7 @@ UP_S, ONE_S, IDLE_S = 120.0, 60.0, 5.0
 TCP = {"TLS": "tcp", "NET_DEVICES": "lo"}
 FLAGS = ("--connect-timeout-s", "60", "--ucx", " ".join(f"{name}={value}" for name, value in TCP.items()))
 STEPS = "asking", "planning", "screening", "loading", "first read", "total"
+COLUMNS = "peers known", "ms to meet one", "CPU ms", *STEPS, "RSS, MB", "files", "CPU when idle", "order to done"
 
 
 def main(options: Options) -> int:
@@ -54,9 +55,9 @@ async def _measure(count: int) -> None:
             at = SourceBody(engine_id="peer-0", address=source.peer_address)
             known = _Known(reader_daemon, router, source, reader, at)
             print("load:", " ".join(f"{each:.0f}" for each in os.getloadavg()))
-            print(f"| peers known | ms to meet one | CPU ms | {' | '.join(STEPS)} | RSS, MB | files | order to done |")
-            print("|" + "---|" * (len(STEPS) + 6))
-            known.row("0", [])
+            print(f"| {' | '.join(COLUMNS)} |")
+            print("|---" * len(COLUMNS) + "|")
+            await known.row("0", [])
             await known.meet("1", [at])
             with ExitStack() as first, ExitStack() as second:
                 peers = await _crowd(first, count - 1)
@@ -68,7 +69,8 @@ async def _measure(count: int) -> None:
                 await known.meet("all but one again, in new epochs", again)
                 for peer in again:
                     await router.forget_peer(peer.engine_id)
-                known.row("1, the others forgotten", [], await known.order_to_done())
+                await known.row("1, the others forgotten", [])
+            await known.row("1, the others ended", [])
             await _source(known, source_daemon, count)
             print("load:", " ".join(f"{each:.0f}" for each in os.getloadavg()))
 
@@ -93,12 +95,12 @@ class _Known:
         took = (time.perf_counter() - began) / len(peers), (_cpu_s(self._daemon) - cpu_began_s) / len(peers)
         parts = _met(self._daemon)[met:]
         steps = [median(part.get(step, 0.0) for part in parts) for step in STEPS]
-        self.row(what, [*(1e3 * each for each in took), *steps], await self.order_to_done())
+        await self.row(what, [*(1e3 * each for each in took), *steps])
 
-    def row(self, what: str, meeting_ms: Sequence[float], order_ms: float = 0.0) -> None:
+    async def row(self, what: str, meeting_ms: Sequence[float]) -> None:
         told = [f"{each:.1f}" for each in meeting_ms] or [""] * (len(STEPS) + 2)
-        rss, files = _held(self._daemon)
-        print(f"| {what} | {' | '.join(told)} | {rss:.1f} | {files} | {order_ms:.2f} |", flush=True)
+        idle, (rss, files), order_ms = await _idle(self._daemon), _held(self._daemon), await self.order_to_done()
+        print(f"| {what} | {' | '.join(told)} | {rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} |", flush=True)
 
     async def order_to_done(self) -> float:
         """Milliseconds, from the one source that is always known."""
@@ -121,10 +123,7 @@ async def _source(known: _Known, daemon: DaemonService, count: int) -> None:
             cpu_began_s = _cpu_s(daemon)
             await _crowd(readers, wanted, "peer-0", daemon.peer)
             met_ms = 1e3 * (_cpu_s(daemon) - cpu_began_s) / max(1, wanted)
-            (rss, files), cpu_began_s = _held(daemon), _cpu_s(daemon)
-            await asyncio.sleep(IDLE_S)
-            idle = (_cpu_s(daemon) - cpu_began_s) / IDLE_S
-            order_ms = await known.order_to_done()
+            idle, (rss, files), order_ms = await _idle(daemon), _held(daemon), await known.order_to_done()
             print(f"| {wanted + 1} | {met_ms:.1f} | {rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} |", flush=True)
 
 
@@ -159,6 +158,13 @@ def _held(daemon: DaemonService) -> tuple[float, int]:
     """(MB, descriptors) of the daemon itself."""
     status = Path(f"/proc/{daemon.process.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024, len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+async def _idle(daemon: DaemonService) -> float:
+    """What share of a processor it takes when nobody asks for anything."""
+    began_s = _cpu_s(daemon)
+    await asyncio.sleep(IDLE_S)
+    return (_cpu_s(daemon) - began_s) / IDLE_S
 
 
 def _cpu_s(daemon: DaemonService) -> float:

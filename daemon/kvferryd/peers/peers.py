@@ -44,7 +44,7 @@ COMPILE_S = 20.0
 LARGE = 1 << 30
 """Bytes of a request beside which what a way takes at all does not count."""
 IDLE_S = 3600.0
-"""A peer not read from for so long is forgotten when the next handshake is made; one that is lost at any rate."""
+"""A peer not read from for so long is forgotten when the next handshake is made; one that is gone at any rate."""
 HOMES = 4096
 """Engines whose daemons are remembered after they are forgotten as peers."""
 FORGOTTEN = 64
@@ -167,9 +167,9 @@ class Peers:
 
     def _forget_idle(self, engine: Engine) -> None:
         """Peers that are gone for good leave no trace: a fleet replaces its pods for as long as this daemon runs."""
+        since = time.monotonic() - IDLE_S
         for peer in self:
-            idle = time.monotonic() - peer.used_at > IDLE_S
-            if peer.own is engine and not peer.users and (idle or peer.lost):
+            if peer.own is engine and not peer.users and (peer.used_at < since or peer.gone):
                 self.forget(peer)
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str, *, ordered: bool) -> PeerEngine:
