@@ -123,12 +123,12 @@ def served(app: ASGIApp) -> Iterator[str]:
         server.startup = announce  # type: ignore[method-assign]  # an event instead of polling server.started
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        assert started.wait(10), "the server did not start"
+        assert started.wait(60), "the server did not start"
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(60)
 
 
 @contextmanager

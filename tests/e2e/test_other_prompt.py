@@ -56,7 +56,7 @@ def prompt(seed: int, length: int = LENGTH) -> list[int]:
 def ask(service: Service, tokens: object, request_id: str = "", max_tokens: int = 7, **more: Any) -> httpx.Response:
     body = {"prompt": tokens, "max_tokens": max_tokens, "return_token_ids": True, "ignore_eos": True, **more}
     headers = {"X-Request-Id": request_id} if request_id else {}
-    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=30)
+    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
 def tokens_of(answer: httpx.Response) -> list[int]:

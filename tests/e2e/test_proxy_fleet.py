@@ -197,7 +197,7 @@ def test_a_storm_of_clients_that_leave_holds_nothing(order: str, stage: Stage) -
                 await http.post("/v1/completions", json=body, headers={"X-Request-Id": request_id})
 
     async def storm() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             for wave in range(3):
                 await asyncio.gather(
                     *(

@@ -31,7 +31,7 @@ PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engin
 SITE = Path(__file__).parent / "site"
 START_S = 240.0
 ANSWER_S = 240.0
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
 LENGTHS = [

@@ -140,7 +140,7 @@ def host() -> Iterator[Host]:
             _ip("link", "del", far.device)
     finally:
         holder.stdin.close()
-        holder.wait(10)
+        holder.wait(60)
         holder.stdout.close()
 
 
@@ -175,4 +175,4 @@ def _ip(*arguments: str) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -67,7 +67,7 @@ def _continued(pid: int, group: bool) -> Iterator[None]:
         yield
     finally:
         guard.stdin.close()
-        guard.wait(10)
+        guard.wait(60)
 
 
 def _send(pid: int, number: signal.Signals, group: bool) -> None:

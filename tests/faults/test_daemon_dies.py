@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -179,10 +178,9 @@ def test_daemons_that_die_again_and_again_wait_for_their_turn(pair: list[DaemonS
     pids: set[int] = set()
 
     def died() -> bool:
-        with contextlib.suppress(IndexError):
-            if (pid := serving(daemon)) not in pids:
-                pids.add(pid)
-                os.kill(pid, signal.SIGKILL)
+        if (pid := serving(daemon)) not in pids:
+            pids.add(pid)
+            os.kill(pid, signal.SIGKILL)
         return "daemons in a row have not lasted" in daemon.log.read_text()
 
     eventually(died, "the keeper waits")

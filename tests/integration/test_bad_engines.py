@@ -105,7 +105,7 @@ async def said_at_once(
     messages = 0
     try:
         await stream.write(engine_pb2.Command(several=engine_pb2.Commands(commands=commands)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(answers) < len(commands):
                 event, messages = await stream.read(), messages + 1
                 assert isinstance(event, engine_pb2.Event), await stream.code()

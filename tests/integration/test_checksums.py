@@ -94,5 +94,5 @@ async def test_a_reader_of_before_is_told_that_its_sums_are_no_more(scene: Scene
     asked.wanted.request_id = request_id
     async with peer_stub(scene.source.daemons[0]) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Sum(asked, timeout=30)
+            await stub.Sum(asked, timeout=60)
     assert "CRC-32s, which are not made any more" in str(refused.value.details())

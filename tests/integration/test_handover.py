@@ -150,7 +150,7 @@ async def test_what_is_no_handover_is_refused_and_its_files_closed(victim: Victi
 
 def answer(victim: Victim, message: bytes, files: list[int]) -> engine_pb2.HandoverReply:
     with socket.socket(socket.AF_UNIX) as handing:
-        handing.settimeout(10)
+        handing.settimeout(60)
         handing.connect(door(victim) + SUFFIX)
         socket.send_fds(handing, [message], files)
         held = b""
@@ -193,7 +193,7 @@ async def test_one_that_says_nothing_or_half_of_it_is_not_waited_for(victim: Vic
     message = framed(engine_pb2.Handover(session=own(victim), files=1))
     idlers = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for idler in idlers:  # more than are served at once
-        idler.settimeout(10)
+        idler.settimeout(60)
         idler.connect(door(victim) + SUFFIX)
     for idler in idlers[:3]:
         socket.send_fds(idler, [message[:6]], [file])

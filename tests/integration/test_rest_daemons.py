@@ -91,7 +91,7 @@ def test_an_order_moves_the_tokens_and_everything_tells_of_it(
         async with (
             engine(prefill, "prefill") as (source, sent),
             engine(decode, "decode") as (_, arrived),
-            httpx.AsyncClient(base_url=decode.url, timeout=20) as rest,
+            httpx.AsyncClient(base_url=decode.url, timeout=60) as rest,
         ):
             sent[:] = np.arange(sent.size, dtype=np.float32).reshape(sent.shape)
             await source.publish("r/1", tables(5, 2, 9), TOKENS)
@@ -156,7 +156,7 @@ def test_a_full_daemon_answers_429_and_an_abort_makes_room(fleet: Fleet, prefill
     small = started(fleet, "small", "--max-transfers", "1")
 
     async def run() -> None:
-        async with engine(small, "decode"), httpx.AsyncClient(base_url=small.url, timeout=20) as rest:
+        async with engine(small, "decode"), httpx.AsyncClient(base_url=small.url, timeout=60) as rest:
             waiting = (await rest.post("/v1/transfers", json=order("a", prefill))).json()
             assert waiting["state"] == "waiting"  # for the engine to reserve its blocks
             full = await rest.post("/v1/transfers", json=order("b", prefill))
@@ -207,7 +207,7 @@ async def served(ferry: Ferry) -> AsyncIterator[int]:
     await server.listen()
     serving = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.started:
                 await asyncio.wait({serving}, timeout=0.01)
         yield server.servers[0].sockets[0].getsockname()[1]
@@ -246,7 +246,7 @@ def test_a_long_poll_ends_when_its_client_leaves() -> None:
 
     async def run() -> None:
         ferry = Observed(Config(rest="127.0.0.1:0"), Metrics())
-        async with served(ferry) as port, asyncio.timeout(10):
+        async with served(ferry) as port, asyncio.timeout(60):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /v1/transfers?request_id=r&wait=9999 HTTP/1.1\r\nhost: x\r\n\r\n")
             await ferry.entered.wait()
@@ -273,7 +273,7 @@ def test_what_nobody_expected_is_a_500_without_its_reason() -> None:
 
 def test_a_body_that_grows_too_large_is_refused_before_its_end() -> None:
     async def run() -> None:
-        async with served(Ferry(Config(rest="127.0.0.1:0"), Metrics())) as port, asyncio.timeout(10):
+        async with served(Ferry(Config(rest="127.0.0.1:0"), Metrics())) as port, asyncio.timeout(60):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(
                 b"POST /v1/explain HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

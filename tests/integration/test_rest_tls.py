@@ -77,7 +77,7 @@ def test_only_certificates_of_our_authority_are_let_in_and_replaced_ones_are_rea
     strangers = [client_tls(ours, None), client_tls(ours, certificate(tmp_path, "stranger", theirs))]
 
     async def run() -> None:
-        async with served(Ferry(config, Metrics())) as port, asyncio.timeout(30):
+        async with served(Ferry(config, Metrics())) as port, asyncio.timeout(60):
             url = f"https://127.0.0.1:{port}"
             async with RouterClient(url, tls=router) as client:
                 assert await client.healthy()

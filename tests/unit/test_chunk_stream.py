@@ -69,7 +69,7 @@ class Pair:
 
     async def view(self, request_id: str) -> SourceReader:
         view = SourceReader(self.rank, request_id, b"", tell_lost=lambda _: None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await view.advance()
         return view
 
@@ -118,7 +118,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def carried(stream: ChunkStream) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for index in range(len(stream.chunks)):
             await stream.want(index)
             stream.was_read(index)
@@ -126,13 +126,13 @@ async def carried(stream: ChunkStream) -> None:
 
 
 async def all_slots_are_back(arena: Arena) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for slot in [await arena.take(Use.PACKED) for _ in range(arena.most)]:
             arena.give_back(slot)
 
 
 async def ended(lease: Lease) -> LeaseState:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not lease.state.ended:
             await lease.changing.wait()
     return lease.state
@@ -191,7 +191,7 @@ async def test_a_packing_that_fails_leaves_its_reading_and_others_alone(pair: Pa
     assert await refused(pair.stream(view, nbytes=1)) == "cut_differs"
     await carried(pair.stream(view))
     beside.was_read(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await beside.want(1)
     beside.was_read(1)
     await beside.vouched()
@@ -223,7 +223,7 @@ async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish
     leases.publish("first", Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
     view = await pair.view("first")
     leases.revoke("first", "for a test")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(KvferryError):
             await view._next()
     lease = pair.publish("first")

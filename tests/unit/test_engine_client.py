@@ -74,7 +74,7 @@ class Daemon(engine_pb2_grpc.EngineServicer):
             self.events.put_nowait(engine_pb2.Event(answer=answer))
 
     async def until(self, *heard: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.heard != list(heard):
                 self.more.clear()
                 await self.more.wait()
@@ -117,13 +117,13 @@ async def everything_heard(daemon: Daemon, client: EngineClient) -> None:
     """Events are heard in order: when the client knows of this one it knows of those before."""
     client.draining.clear()
     daemon.drain()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await client.draining.wait()
 
 
 async def named(client: EngineClient) -> None:
     """Until the reply that names the transfer has come."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not client._receives["R"].transfer_id:  # noqa: ASYNC110  # nothing else tells
             await asyncio.sleep(0.001)
 
@@ -203,7 +203,7 @@ async def test_a_receive_that_is_cancelled_before_its_reply_is_aborted_after_it(
     daemon.answers.set()
     await daemon.until("receive [1, 2]", "abort")
     daemon.end("t0", "aborted")
-    await asyncio.wait([receiving], timeout=10)
+    await asyncio.wait([receiving], timeout=60)
     assert receiving.cancelled()
 
 
@@ -319,7 +319,7 @@ async def test_threads_hear_the_same(tmp_path: Path) -> None:
             assert time.monotonic() - began < 2
             for waiting in (asyncio.wrap_future(second), calling):
                 with pytest.raises(KvferryError) as told:
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(60):
                         await waiting
                 assert told.value.code == "session_closed"
             for call in (client.abort, lambda request_id: client.receive(request_id, TABLES)):

@@ -71,7 +71,7 @@ def publish(leases: Leases, num_tokens: int = 8, request_id: str = "r", **more: 
 
 
 async def lasting(wait: Any) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await wait
 
 
@@ -210,7 +210,7 @@ async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watche
     memory, going = np.zeros(8 << 20, dtype=np.uint8), threading.Event()
 
     def write(value: int, fence: Fence) -> None:
-        going.wait(10)
+        going.wait(60)
         for part in np.array_split(memory, 64):
             part[:] = value
         page.reach(fence)
@@ -224,7 +224,7 @@ async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watche
         going.set()
         async for _ in lease.follow():
             assert (int(memory.min()), int(memory.max())) == (value, value)
-        writer.join(10)
+        writer.join(60)
         going.clear()
         leases.revoke(f"r{value}", "seen")
 

@@ -87,7 +87,7 @@ class Reader:
         self._heard.set()
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not holds():
                 self._heard.clear()
                 await self._heard.wait()
@@ -253,7 +253,7 @@ async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
         await reader.has(len(wanted))
         assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"
         if not more:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await lease.ended()
         assert lease.state is (LeaseState.PUBLISHED if more else LeaseState.RELEASED)
         reader.gather.end()
@@ -286,7 +286,7 @@ async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(
     reader.gather.end()
     assert arena.used_nbytes == arena.slot_nbytes
     gate.let_go.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         slots = [await arena.take(Use.PACKED) for _ in range(arena.most)]
     assert (len(slots), reader.packed) == (arena.most, [])
     await arena.close()

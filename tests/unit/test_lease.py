@@ -64,7 +64,7 @@ def word_stands(leases: Leases, lease: Lease) -> bool:
 
 
 async def lasting(wait: Any) -> Any:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return await wait
 
 

@@ -96,7 +96,7 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     around = Surroundings(config, Peers(config, metrics), ended.append, ended.append, lambda work: work.close())
     transfer = Transfer(engine, "r", 1, around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await transfer.ended.wait()
     await asyncio.sleep(0)  # its owner is told after its engine
     assert (transfer.state, ended, transfer.quiet.is_set()) == (T.ABORTED, [transfer], True)
