@@ -57,7 +57,6 @@ async def _measure(count: int) -> None:
             print("load:", " ".join(f"{each:.0f}" for each in os.getloadavg()))
             print(f"| {' | '.join(COLUMNS)} |")
             print("|---" * len(COLUMNS) + "|")
-            await known.row("0", [])
             await known.meet("1", [at])
             with ExitStack() as first, ExitStack() as second:
                 peers = await _crowd(first, count - 1)
