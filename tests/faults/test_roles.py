@@ -207,7 +207,7 @@ async def test_who_knows_a_requests_id_does_not_end_what_another_reads(
         receiving = asyncio.create_task(receives(scene.reader, request_id, kv, scene.source.source()))
 
         async def all_read() -> bool:
-            return [lease.readers_open for lease in await router.leases()] == [3]
+            return [it.readers_open for it in await router.leases() if it.request_id == request_id] == [3]
 
         await until(all_read, "both ranks of the reader read beside the stranger")
         for reader in (told, None):

@@ -147,8 +147,10 @@ class Hostile:
         name, rng, kind = name or each.name, self.rng, each.cpp_type
         if name in self.bounded:
             return rng.choice(self.bounded[name])
-        if name in self.known and rng.random() < 0.6:
-            return rng.choice(self.known[name])
+        kin = int if kind in BITS else bytes if each.type == FieldDescriptor.TYPE_BYTES else str
+        known = [value for value in self.known.get(name, ()) if isinstance(value, kin)]
+        if known and rng.random() < 0.6:
+            return rng.choice(known)
         if kind in BITS:
             low, high = BITS[kind]
             return rng.choice([number for number in WHOLE if low <= number <= high])
