@@ -8,14 +8,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from fleet import Daemons
-from lives import engine_on, published, receives
+from bounded import bounded
+from fleet import Daemons, until
+from lives import TP1, engine_on, published, receives
+from ranks import TestEngine
 
-from kvferry.schemas import PeerRequest
+from kvferry.schemas import PeerRequest, PeerState
 from kvferryd.demo.fleet import DaemonService
-from kvferryd.transport.metadata import LOADS
 
 pytestmark = pytest.mark.anyio
+LOADS = 16
 TCP = ("--ucx", "TLS=tcp NET_DEVICES=lo")
 
 
@@ -25,7 +27,10 @@ def files_of_children(daemon: DaemonService) -> int:
     return sum(len(os.listdir(f"/proc/{child}/fd")) for child in children)
 
 
-async def test_a_peer_that_is_forgotten_and_met_again(daemons: Daemons, stack: AsyncExitStack) -> None:
+async def test_a_peer_that_is_forgotten_and_met_again(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded(monkeypatch, {"kvferryd.transport.metadata.LOADS": LOADS})
     (ours,), (theirs,) = await daemons.start("meeting", 1, *TCP), await daemons.start("met", 1, *TCP)
     reader, router = await engine_on(stack, "meeting", ours)
     source, _ = await engine_on(stack, "met", theirs)
@@ -39,3 +44,23 @@ async def test_a_peer_that_is_forgotten_and_met_again(daemons: Daemons, stack: A
     assert max(held) <= held[0] + LOADS
     kv, _ = await published(source, "last")
     await receives(reader, "last", kv, source.source())
+
+
+async def test_a_fleet_that_was_replaced_leaves_nothing(daemons: Daemons, stack: AsyncExitStack) -> None:
+    """Its engines come again under other names: those that are lost go when the first of the others is met."""
+    (ours,), (theirs,) = await daemons.start("keeps", 1, *TCP), await daemons.start("replaced", 1, *TCP)
+    reader, router = await engine_on(stack, "keeps", ours)
+    before = [await TestEngine.start(f"before-{n}", [theirs], TP1) for n in range(4)]
+    for source in before:
+        await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
+    for source in before:
+        await source.close()
+
+    async def lost() -> bool:
+        return not any(peer.state is PeerState.CONNECTED for peer in await router.peers())
+
+    await until(lost, "they are lost")
+    after, _ = await engine_on(stack, "after", theirs)
+    kv, _ = await published(after, "r")
+    await receives(reader, "r", kv, after.source())
+    assert {peer.engine_id for peer in await router.peers()} == {"after"}

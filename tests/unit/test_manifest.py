@@ -51,6 +51,17 @@ def test_the_document_is_sound() -> None:
     assert Manifest.from_dict(document()).components[0].label == "0.k"
 
 
+def test_another_engine_with_the_same_cache_shares_its_parts_and_is_checked_by_name() -> None:
+    first = Manifest.from_dict(document())
+    second = first.of_engine("second", "e2")
+    assert second == Manifest.from_dict(document() | {"engine_id": "second", "epoch": "e2"})
+    assert all(ours is theirs for ours, theirs in zip(second.components, first.components, strict=True))
+    for names in (("", "e2"), ("second", ""), ("x" * 257, "e2")):
+        with pytest.raises(ManifestError) as refused:
+            first.of_engine(*names)
+        assert refused.value.code == "malformed_manifest"
+
+
 BREACHES: list[tuple[str, str, Change]] = [
     ("duplicate", "regions.id", lambda d: d["regions"].append(d["regions"][0])),
     ("duplicate", "groups.name", lambda d: d["groups"].append(d["groups"][0])),

@@ -52,6 +52,11 @@ class Manifest(Part):
         """The same for parsed JSON."""
         return _checked(lambda: cls.model_validate(data))
 
+    def of_engine(self, engine_id: str, epoch: str) -> Manifest:
+        """The manifest of another engine whose cache is the same; it shares all parts with this one. Raises
+        ManifestError."""
+        return _read(lambda: Manifest.model_validate(dict(self) | {"engine_id": engine_id, "epoch": epoch}))
+
     def to_json(self) -> str:
         return self.model_dump_json(exclude_none=False)
 
@@ -77,8 +82,12 @@ class Manifest(Part):
 
 
 def _checked(parse: Callable[[], Manifest]) -> Manifest:
+    return _read(parse).validated()
+
+
+def _read(parse: Callable[[], Manifest]) -> Manifest:
     try:
-        return parse().validated()
+        return parse()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "manifest"

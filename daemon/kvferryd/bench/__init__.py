@@ -16,7 +16,7 @@ PARTS = {
     "rpc": "grpc.aio between two processes: what a message and its answer cost at least",
     "watch": "what open status pages cost a daemon, with a full history",
     "first": "the first request between two engines that have never met, on host memory and on GPUs, beside later ones",
-    "peers": "many peers: to meet them, to keep them, to order beside them, to replace all of them",
+    "peers": "many peers: to meet them, to keep them, to order beside them, to replace them; a source of many readers",
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", default="", metavar="TEXT", help="gpu: cases whose name has this, such as TP or MLA")
     parser.add_argument("--json", type=Path, metavar="FILE", help="gpu: keep every row as a line of JSON as well")
     parser.add_argument("--checksum", action="store_true", help="gpu: readers compare checksums of what they have read")
-    parser.add_argument("--peers", type=int, default=100, metavar="N", help="peers: how many (1000 take some 8 GB)")
+    parser.add_argument("--peers", type=int, default=100, metavar="N", help="peers: how many (1000 take some 4 GB)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     wanted = arguments.parts or [name for name in PARTS if name not in ("gpu", "first", "peers")]

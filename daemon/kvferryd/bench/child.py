@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.errors import Internal
 
-START_S = 60.0
+START_S = 300.0
 
 
 @contextmanager

@@ -1,138 +1,181 @@
-"""What it costs a reader to know many peers: to meet them, to keep them, to order from one beside them, to replace all.
+"""What it costs a reader to know many peers, and a source to have many readers.
 
     kvferry bench peers [--peers 1000]
 
-The peers are engines of one rank on host memory, each with a NIXL agent of its own, EACH of them on a real daemon. They
-share the gRPC connection to their daemon; all else is one for each peer.
+The first peer is an engine on a daemon of its own. The others share processes (`kvferryd.bench.crowd`), and nothing
+else: each has its own NIXL agent, peer service and port. Everybody speaks TCP, as between hosts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
-
-import numpy as np
 
 from kvferry.engine import EngineClient
-from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.memory import SharedRegion
 from kvferry.router import RouterClient
 from kvferry.schemas import PeerRequest, SourceBody
 from kvferry.tables import BlockTable
 from kvferryd.bench import Options
-from kvferryd.bench.gpu_engines import cpu_s
+from kvferryd.bench.child import child
+from kvferryd.bench.crowd import BLOCK, BLOCKS, NBYTES, manifest
 from kvferryd.demo.fleet import DaemonService, Fleet
 
-EACH = 50
-AT_ONCE, REGISTER_AT_ONCE = 32, 4
-ORDERS, WARM_UP = 60, 10
-UP_S, ONE_S = 120.0, 60.0
-BLOCKS, BLOCK, DIM = 16, 16, 64
-PATIENT = ("--connect-timeout-s", "60")
-
-
-class _Peer(NamedTuple):
-    client: EngineClient
-    source: SourceBody
+EACH, AT_ONCE = 100, 32
+ORDERS, WARM_UP = 200, 20
+UP_S, ONE_S, IDLE_S = 120.0, 60.0, 5.0
+TCP = {"TLS": "tcp", "NET_DEVICES": "lo"}
+FLAGS = ("--connect-timeout-s", "60", "--ucx", " ".join(f"{name}={value}" for name, value in TCP.items()))
+STEPS = "asking", "planning", "screening", "loading", "first read", "total"
+COLUMNS = "peers known", "ms to meet one", "CPU ms", *STEPS, "RSS, MB", "files", "CPU when idle", "order to done"
 
 
 def main(options: Options) -> int:
-    """Print the table; 0 always: the ratios are for docs/benchmarks.md."""
+    """Print the tables; 0 always: the ratios are for docs/benchmarks.md."""
     asyncio.run(_measure(options.peers))
     return 0
 
 
 async def _measure(count: int) -> None:
     async with Fleet() as fleet:
-        reader_daemon = fleet.daemon("reader", flags=PATIENT)
-        sources = [fleet.daemon(f"sources-{n}", flags=PATIENT) for n in range(-(-count // EACH))]
-        await fleet.ready(reader_daemon, *sources, timeout_s=UP_S)
+        reader_daemon, source_daemon = fleet.daemon("reader", flags=FLAGS), fleet.daemon("source", flags=FLAGS)
+        await fleet.ready(reader_daemon, source_daemon, timeout_s=UP_S)
         async with (
             RouterClient(reader_daemon.url, timeout_s=ONE_S) as router,
             _engine(reader_daemon, "reader") as reader,
+            _engine(source_daemon, "peer-0") as source,
         ):
-            async with _engines(sources, count) as peers:
-                await _meets(peers, reader_daemon, router, reader)
-            async with _engines(sources, count) as peers:
-                _row(f"all {count} again, in new epochs", reader_daemon, *await _meet_all(router, peers, reader_daemon))
-            print("known when all of them are gone:", len(await router.peers()))
+            at = SourceBody(engine_id="peer-0", address=source.peer_address)
+            known = _Known(reader_daemon, router, source, reader, at)
+            print("load:", " ".join(f"{each:.0f}" for each in os.getloadavg()))
+            print(f"| {' | '.join(COLUMNS)} |")
+            print("|---" * len(COLUMNS) + "|")
+            await known.meet("1", [at])
+            with ExitStack() as first, ExitStack() as second:
+                peers = await _crowd(first, count - 1)
+                if count > 100:
+                    await known.meet("100", peers[:99])
+                await known.meet(str(count), peers[99:] if count > 100 else peers)
+                again = await _crowd(second, count - 1)
+                first.close()
+                await known.meet("all but one again, in new epochs", again)
+                for peer in again:
+                    await router.forget_peer(peer.engine_id)
+                await known.row("1, the others forgotten", [])
+            await known.row("1, the others ended", [])
+            await _source(known, source_daemon, count)
+            print("load:", " ".join(f"{each:.0f}" for each in os.getloadavg()))
 
 
-async def _meets(peers: Sequence[_Peer], daemon: DaemonService, router: RouterClient, reader: _Peer) -> None:
-    print("| peers known | ms to meet one | of the reader's CPU | RSS, MB | descriptors | order to done, p50 ms |")
-    print("|" + "---|" * 6)
-    _row("none", daemon, 0.0, 0.0)
-    known = 0
-    for wanted in sorted({1, min(100, len(peers)), len(peers)}):
-        took = await _meet_all(router, peers[known:wanted], daemon)
-        known = wanted
-        assert len(await router.peers()) == known
-        _row(str(known), daemon, *took, await _order_to_done(peers[0], reader))
+class _Known:
+    """What the reader knows, and what that costs it."""
 
+    def __init__(
+        self, daemon: DaemonService, router: RouterClient, source: EngineClient, reader: EngineClient, at: SourceBody
+    ) -> None:
+        self._daemon, self._router, self._source, self._reader, self._at = daemon, router, source, reader, at
 
-async def _meet_all(router: RouterClient, peers: Sequence[_Peer], daemon: DaemonService) -> tuple[float, float]:
-    """Seconds for each: of the clock, and of the daemon's processor time."""
-    turns = asyncio.Semaphore(AT_ONCE)
+    async def meet(self, what: str, peers: Sequence[SourceBody]) -> None:
+        turns = asyncio.Semaphore(AT_ONCE)
 
-    async def meet(peer: _Peer) -> None:
-        async with turns:
-            await router.prewarm(PeerRequest(engine_id=peer.source.engine_id, address=peer.source.address))
-
-    began, cpu_began_s = time.perf_counter(), cpu_s([daemon])
-    await asyncio.gather(*map(meet, peers))
-    return (time.perf_counter() - began) / len(peers), (cpu_s([daemon]) - cpu_began_s) / len(peers)
-
-
-async def _order_to_done(source: _Peer, reader: _Peer) -> float:
-    tables, took = {"full": BlockTable.of(range(BLOCKS))}, []
-    for _ in range(WARM_UP + ORDERS):
-        request_id = uuid.uuid4().hex
-        await source.client.publish(request_id, tables, BLOCKS * BLOCK)
-        began = time.perf_counter()
-        await reader.client.receive(request_id, tables, (0, BLOCKS * BLOCK), source=source.source)
-        took.append(time.perf_counter() - began)
-    return 1e3 * median(took[WARM_UP:])
-
-
-def _row(what: str, daemon: DaemonService, meet_s: float, cpu: float, order_ms: float | None = None) -> None:
-    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    rss_mb = int(status.partition("VmRSS:")[2].split()[0]) / 1024
-    files = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-    order = "" if order_ms is None else f"{order_ms:.2f}"
-    print(f"| {what} | {1e3 * meet_s:.1f} | {1e3 * cpu:.1f} | {rss_mb:.0f} | {files} | {order} |", flush=True)
-
-
-@asynccontextmanager
-async def _engines(daemons: Sequence[DaemonService], count: int) -> AsyncIterator[list[_Peer]]:
-    """Engines peer-0 and so on, in epochs of their own."""
-    turns = asyncio.Semaphore(REGISTER_AT_ONCE)
-    async with AsyncExitStack() as stack:
-
-        async def one(number: int) -> _Peer:
+        async def meet(peer: SourceBody) -> None:
             async with turns:
-                return await stack.enter_async_context(_engine(daemons[number // EACH], f"peer-{number}"))
+                await self._router.prewarm(PeerRequest(engine_id=peer.engine_id, address=peer.address))
 
-        yield await asyncio.gather(*map(one, range(count)))
+        met, began, cpu_began_s = len(_met(self._daemon)), time.perf_counter(), _cpu_s(self._daemon)
+        await asyncio.gather(*map(meet, peers))
+        took = (time.perf_counter() - began) / len(peers), (_cpu_s(self._daemon) - cpu_began_s) / len(peers)
+        parts = _met(self._daemon)[met:]
+        steps = [median(part.get(step, 0.0) for part in parts) for step in STEPS]
+        await self.row(what, [*(1e3 * each for each in took), *steps])
+
+    async def row(self, what: str, meeting_ms: Sequence[float]) -> None:
+        told = [f"{each:.1f}" for each in meeting_ms] or [""] * (len(STEPS) + 2)
+        idle, (rss, files), order_ms = await _idle(self._daemon), _held(self._daemon), await self.order_to_done()
+        print(f"| {what} | {' | '.join(told)} | {rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} |", flush=True)
+
+    async def order_to_done(self) -> float:
+        """Milliseconds, from the one source that is always known."""
+        tables, took = {"full": BlockTable.of(range(BLOCKS))}, []
+        for _ in range(WARM_UP + ORDERS):
+            request_id = uuid.uuid4().hex
+            await self._source.publish(request_id, tables, BLOCKS * BLOCK)
+            began = time.perf_counter()
+            await self._reader.receive(request_id, tables, (0, BLOCKS * BLOCK), source=self._at)
+            took.append(time.perf_counter() - began)
+        return 1e3 * median(took[WARM_UP:])
+
+
+async def _source(known: _Known, daemon: DaemonService, count: int) -> None:
+    """The same source with one reader and with many."""
+    print("\n| readers of one source | CPU ms to be met | RSS, MB | files | CPU when idle | order to done |")
+    print("|" + "---|" * 6)
+    with ExitStack() as readers:
+        for wanted in (0, count - 1):
+            cpu_began_s = _cpu_s(daemon)
+            await _crowd(readers, wanted, "peer-0", daemon.peer)
+            met_ms = 1e3 * (_cpu_s(daemon) - cpu_began_s) / max(1, wanted)
+            idle, (rss, files), order_ms = await _idle(daemon), _held(daemon), await known.order_to_done()
+            print(f"| {wanted + 1} | {met_ms:.1f} | {rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} |", flush=True)
+
+
+async def _crowd(stack: ExitStack, count: int, *source: str) -> list[SourceBody]:
+    """So many peers in processes that end with `stack`, one process after the other: sources, or readers of one."""
+    env, found = {f"UCX_{name}": value for name, value in TCP.items()}, []
+    for first in range(1, count + 1, EACH):
+        arguments = str(first), str(min(EACH, count + 1 - first)), *source
+        said = await asyncio.to_thread(stack.enter_context, child("kvferryd.bench.crowd", *arguments, env=env))
+        found += [SourceBody(**peer) for peer in said["peers"]]
+    return found
 
 
 @asynccontextmanager
-async def _engine(daemon: DaemonService, engine_id: str) -> AsyncIterator[_Peer]:
+async def _engine(daemon: DaemonService, engine_id: str) -> AsyncIterator[EngineClient]:
     epoch = uuid.uuid4().hex
     connecting = EngineClient.connect(str(daemon.socket), engine_id=engine_id, epoch=epoch, timeout_s=ONE_S)
     async with await connecting as client:
-        region = await client.allocate(BLOCKS * BLOCK * DIM)
+        region = await client.allocate(NBYTES)
         assert isinstance(region, SharedRegion)  # the daemon has no GPU
-        manifest = ManifestBuilder(engine_id, epoch, ModelInfo(name="m", fingerprint="f"))
-        manifest.region(0, "host", nbytes=region.nbytes, address=region.address)
-        manifest.group("full", num_blocks=BLOCKS, block_size=BLOCK)
-        keys = region.array().view(np.uint8)[: BLOCKS * BLOCK * DIM].reshape(BLOCKS, BLOCK, DIM)
-        manifest.component("full", layer=0, name="k", array=keys, axes=("block", "slot", "dim"))
-        await client.register(manifest.build())
-        yield _Peer(client, SourceBody(engine_id=engine_id, address=client.peer_address))
+        await client.register(manifest(engine_id, epoch, region.address))
+        yield client
+
+
+def _met(daemon: DaemonService) -> list[dict[str, float]]:
+    """Of each handshake so far, milliseconds by step."""
+    lines = (json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{"))
+    return [line["took_ms"] for line in lines if line["event"] == "peer met"]
+
+
+def _held(daemon: DaemonService) -> tuple[float, int]:
+    """(MB, descriptors) of the daemon itself."""
+    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024, len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+async def _idle(daemon: DaemonService) -> float:
+    """What share of a processor it takes when nobody asks for anything."""
+    began_s = _cpu_s(daemon)
+    await asyncio.sleep(IDLE_S)
+    return (_cpu_s(daemon) - began_s) / IDLE_S
+
+
+def _cpu_s(daemon: DaemonService) -> float:
+    """Of the daemon, and of what it has started: seconds, user and system."""
+    pids, ticks = [daemon.process.pid, *_children(daemon)], 0
+    for pid in pids:
+        # After the name, which is in brackets and may hold anything: fields 14 to 17 of proc(5), from 3 on.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _children(daemon: DaemonService) -> Iterator[int]:
+    for task in Path(f"/proc/{daemon.process.pid}/task").glob("*/children"):
+        yield from map(int, task.read_text().split())

@@ -241,7 +241,12 @@ class PeerEngine:
         """Whether a daemon of it has gone since the handshake, which may be with another by now in the same epoch; or
         it knows our engine by a roster that is over."""
         key = self.own.reader_key(self.engine_id)
-        return any(rank.lost or rank.opening.reader.key != key for rank in self.ranks.values())
+        return self.gone or any(rank.opening.reader.key != key for rank in self.ranks.values())
+
+    @property
+    def gone(self) -> bool:
+        """Whether a daemon of it has gone, or the engine there has started anew."""
+        return any(rank.lost for rank in self.ranks.values())
 
     @property
     def unmapped(self) -> dict[int, str]:

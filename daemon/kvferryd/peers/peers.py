@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
@@ -42,7 +44,7 @@ COMPILE_S = 20.0
 LARGE = 1 << 30
 """Bytes of a request beside which what a way takes at all does not count."""
 IDLE_S = 3600.0
-"""A peer not read from for so long is forgotten when the next handshake is made."""
+"""A peer not read from for so long is forgotten when the next handshake is made; one that is gone at any rate."""
 HOMES = 4096
 """Engines whose daemons are remembered after they are forgotten as peers."""
 FORGOTTEN = 64
@@ -66,6 +68,8 @@ class Peers:
         self._presumed: LRUCache[tuple[Engine, str], None] = LRUCache(HOMES)
         """Those of which no order has named the address."""
         self._forgotten: LRUCache[tuple[Engine, str], Home] = LRUCache(FORGOTTEN)
+        self._layouts: WeakValueDictionary[bytes, Manifest] = WeakValueDictionary()
+        """By what an engine's name is not part of."""
 
     def __iter__(self) -> Iterator[PeerEngine]:
         return iter(list(self._known.values()))
@@ -163,8 +167,9 @@ class Peers:
 
     def _forget_idle(self, engine: Engine) -> None:
         """Peers that are gone for good leave no trace: a fleet replaces its pods for as long as this daemon runs."""
+        since = time.monotonic() - IDLE_S
         for peer in self:
-            if peer.own is engine and not peer.users and time.monotonic() - peer.used_at > IDLE_S:
+            if peer.own is engine and not peer.users and (peer.used_at < since or peer.gone):
                 self.forget(peer)
 
     async def _handshake(self, engine: Engine, engine_id: str, address: str, *, ordered: bool) -> PeerEngine:
@@ -383,12 +388,25 @@ class Peers:
         try:
             async with asking(channel.contact):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
-            manifest = await asyncio.to_thread(manifest_from_proto, reply.manifest)
+            manifest = await asyncio.to_thread(self._manifest, reply.manifest)
             rank = _rank(reply, manifest, channel, engine, engine_id or manifest.engine_id)
             return rank, {each.rank: each.address for each in reply.members}
         except BaseException:
             await channel.close()
             raise
+
+    def _manifest(self, told: layout_pb2.Manifest) -> Manifest:
+        """Most engines of a fleet differ by their names alone: the rest is read, checked and kept once. Raises
+        ManifestError."""
+        layout = layout_pb2.Manifest()
+        layout.CopyFrom(told)
+        layout.ClearField("engine_id")
+        layout.ClearField("epoch")
+        key = hashlib.sha256(layout.SerializeToString(deterministic=True)).digest()
+        like = self._layouts.get(key)
+        manifest = manifest_from_proto(told) if like is None else like.of_engine(told.engine_id, told.epoch)
+        self._layouts[key] = manifest  # the newest: it will be there for longest
+        return manifest
 
     async def renew(self) -> None:
         """Shake hands anew with everybody, by what proves us now. Transfers under way go on where they read."""

@@ -58,7 +58,9 @@ class Agent:
         """Peers whose last word arrived inside the post."""
         self._registered: dict[Span, Any] = {}
         self._peers: dict[str, int] = {}
-        """Users of each loaded peer, by alias. A peer without users is unloaded when no read from it is under way."""
+        """Users of each loaded peer, by alias."""
+        self._unused: set[str] = set()
+        """Those without users: unloaded when no read from them is under way."""
         self._closed = self._gone = False
         self._attend_until = 0.0
         self.broken = ""
@@ -126,6 +128,7 @@ class Agent:
                     self._nixl.remove_remote_agent(peer.alias)
                 raise
         self._peers[peer.alias] = self._peers.get(peer.alias, 0) + 1
+        self._unused.discard(peer.alias)
 
     async def remove_peer(self, alias: str) -> None:
         """The last of these unloads the peer, as soon as all reads from it are quiet."""
@@ -133,13 +136,16 @@ class Agent:
 
     def _remove_peer(self, alias: str) -> None:
         self._peers[alias] -= 1
-        self._unload()
+        if not self._peers[alias]:
+            self._unused.add(alias)
+            self._unload()
 
     def _unload(self) -> None:
         """Not while reads from it are under way: NIXL would never report their end."""
-        for alias in [alias for alias, users in self._peers.items() if not users]:
+        for alias in list(self._unused):
             if not self._reads.any_from(alias):
                 del self._peers[alias]
+                self._unused.discard(alias)
                 self._near.discard(alias)
                 try:
                     self._nixl.remove_remote_agent(alias)
@@ -290,7 +296,7 @@ class Agent:
         self._reads.advance(self._nixl)
         if time.monotonic() < self._attend_until:
             self._nixl.get_new_notifs()  # there are none: asking for them serves who connects
-        if 0 in self._peers.values():
+        if self._unused:
             self._unload()
 
     def _begin(self, read: Read) -> None:

@@ -19,24 +19,28 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvferryd.transport import screening
 from kvferryd.transport.read import Span, TransportError, nixl_failed
-from kvferryd.transport.screening import FINE, READY
+from kvferryd.transport.screening import FINE, LATE, READY
 
 INTRO = b"nixlSerDes|"
 MAX_NBYTES = 1 << 20
+"""Metadata of 20,000 registrations; ours have a few."""
 START_S = 60.0
 """The longest that the process which tries metadata may take to come up: seconds on a busy machine."""
-"""Metadata of 20,000 registrations; ours have a few."""
 MAX_NAME = 256
 DEVICES = 1024
 MEMORY_TYPES = (0, 1)
 """NIXL's DRAM and VRAM."""
 UCX_MEMORY_TYPES = 3
 """UCX's host, CUDA and CUDA managed memory."""
-LOADS = 32
-"""Peers that one process loads: UCX closes a connection, at both ends, only when one of their processes ends."""
+LOADS, AT_ONCE = 128, 32
+"""Peers that one process loads in all, and together: UCX closes a connection, at both ends, only when one of their
+processes ends."""
+READING = 0.8
+"""Of the time in which the process has to answer: then it can say which of the peers are late."""
 LENGTH, DESCRIPTOR, KEY = struct.Struct("<Q"), struct.Struct("<QQQ"), struct.Struct("<QB")
 
 
@@ -128,12 +132,23 @@ def _malformed(why: str) -> TransportError:
     return TransportError("malformed_metadata", f"{what}: {why}", field="agent_metadata", remedy=remedy)
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """Metadata that is to be tried. said: what has come of it."""
+
+    question: tuple[str, str, list[tuple[int, int, int]]]
+    alone: bool = False
+    """It failed beside others, or after them, and may not be what is wrong."""
+    said: str | None = None
+
+
 class Screen:
     """Owns the process: started by `prepare` or when it is needed, again when it has died, ended by `close` and after
-    LOADS."""
+    LOADS. What waits for it is tried together; only a process that has had no other peer speaks against one."""
 
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
+        self._asked: list[_Asked] = []
         self._process: asyncio.subprocess.Process | None = None
         self._loads = 0
 
@@ -150,36 +165,56 @@ class Screen:
         Raises TransportError: `malformed_metadata` where the process died of it, `peer_unreachable` where it did not
         answer in time, `transport_failed` with what NIXL said.
         """
-        async with self._one_at_a_time:
-            used = self._loads > 0
-            answer = await self._tried(metadata, spans, timeout_s)
-            if not answer and used:  # it may have died of another peer, whose connection broke
-                answer = await self._tried(metadata, spans, timeout_s)
-        if not answer:
+        host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
+        asked = _Asked((metadata.alias, metadata.blob.hex(), host))
+        self._asked.append(asked)
+        try:
+            async with self._one_at_a_time:
+                while asked.said is None:  # whoever comes first asks for all that wait
+                    await self._ask(asked, timeout_s)
+        finally:
+            self._asked.remove(asked)
+        if asked.said == LATE:
+            raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s)
+        if not asked.said:
             raise _malformed("the process that tried it died of it")
-        if answer != FINE:
-            raise nixl_failed(answer, answer)
+        if asked.said != FINE:
+            raise nixl_failed(asked.said, asked.said)
 
-    async def _tried(self, metadata: Metadata, spans: Sequence[Span], timeout_s: float) -> str:
-        """What the process says; nothing where it has died."""
-        answer = ""
+    async def _ask(self, asked: _Asked, timeout_s: float) -> None:
+        """Try this one alone, in a process of its own, or it and others together."""
+        if asked.alone:
+            await self.close()
+            together = [asked]
+        else:
+            waiting = (each for each in self._asked if each.said is None and not each.alone)
+            together = list(islice(waiting, min(AT_ONCE, LOADS - self._loads)))
+        last_word = not self._loads and len(together) == 1
+        for each, answer in zip(together, await self._answers(together, timeout_s), strict=True):
+            if last_word or answer in (FINE, LATE):
+                each.said = answer
+            else:
+                each.alone = True
+
+    async def _answers(self, together: Sequence[_Asked], timeout_s: float) -> list[str]:
+        """What the process says of each; nothing where it has died, or said nothing in time of several."""
+        answers: list[str] = []
         try:
             process = self._process or await self._start()
-            self._loads += 1
+            self._loads += len(together)
             assert process.stdin is not None and process.stdout is not None
-            host = [(span.address, 1, 0) for span in spans if span.kind == "host"]
-            asked = json.dumps([metadata.alias, metadata.blob.hex(), host, timeout_s]).encode() + b"\n"
+            asked = json.dumps([READING * timeout_s, [each.question for each in together]]).encode() + b"\n"
             async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionError):  # it has died
+                with contextlib.suppress(ConnectionError, ValueError):  # it has died
                     process.stdin.write(asked)
                     await process.stdin.drain()
-                    answer = (await process.stdout.readline()).decode().strip()
+                    answers = json.loads(await process.stdout.readline())
         except TimeoutError:
-            raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s) from None
+            answers = [LATE] if len(together) == 1 else []
         finally:
-            if answer != FINE or self._loads == LOADS:
+            if not answers or set(answers) != {FINE} or self._loads >= LOADS:
                 await self.close()  # a failed load may have left anything behind in it
-        return answer
+        return answers or [""] * len(together)
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = process = await asyncio.create_subprocess_exec(

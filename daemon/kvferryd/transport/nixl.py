@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.errors import Unavailable
@@ -87,22 +88,45 @@ def rehearse(agent: Any, own: Any) -> None:
     held = partner.register_memory(own, "DRAM")
     agent.add_remote_agent(bytes(partner.get_agent_metadata()))
     try:
-        read_once(agent, name, own, own)
+        for error in read_first(agent, own, [(name, own)]).values():
+            raise error
     finally:
         agent.remove_remote_agent(name)
         partner.deregister_memory(held)
 
 
-def read_once(agent: Any, peer: str, own: Any, far: Any, wait_s: float = FIRST_READ_S) -> None:
-    """Read host memory here and now. Raises TimeoutError, and what NIXL raises."""
-    handle = agent.initialize_xfer("READ", agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(far, "DRAM"), peer)
-    state, deadline = agent.transfer(handle), time.monotonic() + wait_s
-    while state == "PROC" and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        state = agent.check_xfer_state(handle)
-    if state != "DONE":
-        raise TimeoutError(f"a first read ended in {state}")
-    agent.release_xfer_handle(handle)
+def read_first(
+    agent: Any, own: Any, far: Sequence[tuple[str, Any]], wait_s: float = FIRST_READ_S
+) -> dict[str, Exception]:
+    """Read host memory of these (peer, row), all at once, here and now: of each peer with which that failed, why."""
+    failed: dict[str, Exception] = {}
+    under_way = []
+    for peer, row in far:
+        try:
+            rows = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(row, "DRAM")
+            handle = agent.initialize_xfer("READ", *rows, peer)
+            under_way.append((peer, handle, agent.transfer(handle)))
+        except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
+            failed[peer] = error
+    deadline = time.monotonic() + wait_s
+    while under_way:
+        late, left = time.monotonic() >= deadline, []
+        for peer, handle, state in under_way:
+            if state == "DONE":
+                agent.release_xfer_handle(handle)
+            elif state != "PROC" or late:
+                failed[peer] = (TimeoutError if state == "PROC" else RuntimeError)(f"a first read ended in {state}")
+            else:
+                left.append((peer, handle))
+        if left:
+            time.sleep(POLL_S)
+        under_way = []
+        for peer, handle in left:
+            try:
+                under_way.append((peer, handle, agent.check_xfer_state(handle)))
+            except Exception as error:  # noqa: BLE001  as above
+                failed[peer] = error
+    return failed
 
 
 def _driver_version() -> int:

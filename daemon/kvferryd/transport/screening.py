@@ -10,19 +10,22 @@ import os
 import resource
 import signal
 import sys
+from typing import Any
 
-READY, FINE = "ready", "fine"
+READY, FINE, LATE = "ready", "fine", "late"
+SAID = 400
+"""Characters of what NIXL says."""
 
 
 def main() -> None:
-    """The process: a question per line of stdin, an answer per line of what stdout was. Ends with its stdin."""
+    """The process: per line of stdin peers to try, per line of what stdout was what came of them. Ends with stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its daemon's terminal is its own
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # NIXL writes to stdout
     import numpy as np
 
-    from kvferryd.transport.nixl import make_agent, read_once, rehearse
+    from kvferryd.transport.nixl import make_agent, read_first, rehearse
 
     agent = make_agent(f"screen-{os.getpid()}", threads=0)
     landing = np.zeros(1, dtype=np.uint8)
@@ -31,16 +34,28 @@ def main() -> None:
     rehearse(agent, own)
     answers.write(f"{READY}\n")
     for line in sys.stdin:
-        alias, blob, rows, wait_s = json.loads(line)
-        try:
-            agent.add_remote_agent(bytes.fromhex(blob))
-            for row in rows:
-                read_once(agent, alias, own, np.array([row], dtype=np.uint64), wait_s)
+        wait_s, peers = json.loads(line)
+        blobs = {alias: blob for alias, blob, _ in peers}  # two engines here may meet the same peer
+        said = {alias: _load(agent, alias, blob) for alias, blob in blobs.items()}
+        far = [(alias, np.array([row], dtype=np.uint64)) for alias, _, rows in peers for row in rows]
+        far = [(alias, row) for alias, row in far if said[alias] == FINE]
+        for alias, error in read_first(agent, own, far, wait_s).items():
+            said[alias] = LATE if isinstance(error, TimeoutError) else _said(error)
+        for alias in [alias for alias, about in said.items() if about == FINE]:
             agent.remove_remote_agent(alias)
-        except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
-            answers.write(f"{type(error).__name__} {error}".replace("\n", " ") + "\n")
-        else:
-            answers.write(f"{FINE}\n")
+        answers.write(json.dumps([said[alias] for alias, _, _ in peers]) + "\n")
+
+
+def _load(agent: Any, alias: str, blob: str) -> str:
+    try:
+        agent.add_remote_agent(bytes.fromhex(blob))
+    except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
+        return _said(error)
+    return FINE
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__} {error}"[:SAID]
 
 
 if __name__ == "__main__":
