@@ -137,8 +137,8 @@ class _Asked:
     """Metadata that is to be tried. said: what has come of it."""
 
     question: tuple[str, str, list[tuple[int, int, int]]]
-    alone: bool = False
-    """It failed beside others, or after them, and may not be what is wrong."""
+    failed: int = 0
+    """How often it has failed beside others, or after them: it may not be what is wrong."""
     said: str | None = None
 
 
@@ -182,19 +182,19 @@ class Screen:
             raise nixl_failed(asked.said, asked.said)
 
     async def _ask(self, asked: _Asked, timeout_s: float) -> None:
-        """Try this one alone, in a process of its own, or it and others together."""
-        if asked.alone:
+        """Try it and others together; when that has failed alone, and when that has failed in a new process."""
+        together = [asked]
+        if asked.failed > 1:
             await self.close()
-            together = [asked]
-        else:
-            waiting = (each for each in self._asked if each.said is None and not each.alone)
+        elif not asked.failed:
+            waiting = (each for each in self._asked if each.said is None and not each.failed)
             together = list(islice(waiting, min(AT_ONCE, LOADS - self._loads)))
         last_word = not self._loads and len(together) == 1
         for each, answer in zip(together, await self._answers(together, timeout_s), strict=True):
             if last_word or answer in (FINE, LATE):
                 each.said = answer
             else:
-                each.alone = True
+                each.failed += 1
 
     async def _answers(self, together: Sequence[_Asked], timeout_s: float) -> list[str]:
         """What the process says of each; nothing where it has died, or said nothing in time of several."""
