@@ -86,7 +86,7 @@ class Engines:
             try:
                 # To its end, even if the new engine is gone again meanwhile.
                 await asyncio.shield(self._retire_soon(old, f"engine {rank.engine_id} started anew"))
-            except asyncio.CancelledError:
+            except BaseException:
                 session.detached.set()
                 self._retire_soon(session, f"engine {rank.engine_id} is gone")
                 raise
@@ -148,13 +148,14 @@ class Engines:
     async def register(self, session: Session, manifest: Manifest) -> Engine:
         """Make the engine's memory readable by peers. Its epoch cannot be used again, but by a session that resumes."""
         check(session, manifest)
-        session.registering = True
+        registering = session.registering = asyncio.get_running_loop().create_future()
         try:
             session.engine = await make(
                 session, manifest, self._config, self._memory, self._lease_ended, self._on_served
             )
         finally:
-            session.registering = False
+            session.registering = None
+            registering.set_result(None)
         self._epochs[session.rank[:2]] = None
         return session.engine
 

@@ -42,7 +42,8 @@ class Session:
         self.fences: Fences | None = None
         self.engine: Engine | None = None
         """What is registered."""
-        self.registering = False
+        self.registering: asyncio.Future[None] | None = None
+        """While `engine` is made."""
         self.events = Outbox(_several)
         self.process: Process | None = None
         """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
@@ -78,7 +79,7 @@ class Session:
                 "malformed_region", "a region needs at least one byte", field="nbytes", value=nbytes,
                 remedy="ask for the bytes that the cache needs",
             )  # fmt: skip
-        if id in self.regions or id in self._allocating or self.registering or self.engine is not None:
+        if id in self.regions or id in self._allocating or self.registering is not None or self.engine is not None:
             raise Conflict(
                 "region_taken", f"region {id} exists, or the engine has registered already", field="region", value=id,
                 remedy="allocate each region once, before registering",
@@ -107,6 +108,8 @@ class Session:
         """
         self.retired.set()
         self.events.end()
+        if self.registering is not None:  # its end comes soon, and nothing may be unmapped under NIXL
+            await asyncio.wait([self.registering])
         if self.engine is not None:
             self.engine.leases.revoke_all(reason)
         if self.fences is not None:  # after the leases that wait for them
