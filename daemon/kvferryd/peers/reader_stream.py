@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import grpc
+from cachetools import FIFOCache
 
 from kvferry.errors import KvferryError, PeerFailed
 from kvferry.outbox import Outbox
@@ -18,8 +19,9 @@ from kvferryd.leases.lease import announced_as
 from kvferryd.peers.contact import Contact, asking, of_peer
 
 CLOSE_S = 1.0
-ANNOUNCED = 1024
-"""Announced leases kept until a transfer asks for them. The oldest go first."""
+ANNOUNCED_NBYTES, LEAST_NBYTES = 4 << 20, 4096
+"""Of announced leases that are kept until a transfer asks for them: all of a source, the oldest go first; and what each
+counts for at least, so that there are 1,024 at most."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
 
 
@@ -44,7 +46,7 @@ class ReaderStream:
         self._outbox = Outbox(_several, several=several)
         self._numbers = itertools.count(1)
         self._listeners: dict[int, Listener] = {}
-        self._announced: dict[str, peer_pb2.LeaseUpdate] = {}
+        self._announced: FIFOCache[str, peer_pb2.LeaseUpdate] = FIFOCache(ANNOUNCED_NBYTES, _kept_nbytes)
         self._why: KvferryError | None = None
         self._call: _Call = stub.Read()
         self._writing = asyncio.create_task(self._write(), name=f"to-{contact.address}")
@@ -97,9 +99,8 @@ class ReaderStream:
 
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("announced"):
-            self._announced[reply.announced.request_id] = reply.announced.update
-            if len(self._announced) > ANNOUNCED:
-                del self._announced[next(iter(self._announced))]
+            with contextlib.suppress(ValueError):  # one that is too large alone: the source is asked
+                self._announced[reply.announced.request_id] = reply.announced.update
         elif (listener := self._listeners.get(reply.reading)) is not None:
             listener.on_reply(reply)
         elif not reply.reading and reply.HasField("problem"):
@@ -131,6 +132,10 @@ class ReaderStream:
             for listener in self._listeners.values():
                 listener.on_lost(why)
             self._listeners.clear()
+
+
+def _kept_nbytes(update: peer_pb2.LeaseUpdate) -> int:
+    return max(LEAST_NBYTES, update.ByteSize())
 
 
 def _several(requests: list[peer_pb2.ReadRequest]) -> peer_pb2.ReadRequest:
