@@ -152,21 +152,36 @@ async def test_one_address_waits_for_its_own_turns_only(daemons: Daemons, stack:
         each.cancel()
 
 
-async def test_a_reader_has_so_many_readings_on_a_stream(daemons: Daemons, stack: AsyncExitStack) -> None:
-    (daemon,) = await daemons.start("readings", 1, "--max-leases", "4")
-    engine, _ = await engine_on(stack, "readings", daemon)
+async def greedy_reader(stack: AsyncExitStack, daemon: DaemonService) -> ByHand:
+    engine, _ = await engine_on(stack, daemon.name, daemon)
     stub = await stack.enter_async_context(peer_stub(daemon))
     reader = peer_pb2.Reader(engine_id="greedy", epoch="1", rank=0, world_size=1)
-    greedy = ByHand(stub, peer_pb2.ReadOpening(engine_id="readings", epoch=engine.epoch, reader=reader))
-    for number in range(1, 4):  # two wait for their publish: half of all waits; the third is told so
+    return ByHand(stub, peer_pb2.ReadOpening(engine_id=daemon.name, epoch=engine.epoch, reader=reader))
+
+
+async def test_half_of_the_leases_may_be_waited_for(daemons: Daemons, stack: AsyncExitStack) -> None:
+    (daemon,) = await daemons.start("awaited", 1, "--max-leases", "4")
+    greedy = await greedy_reader(stack, daemon)
+    for number in range(1, 4):
         await greedy.say(open=peer_pb2.LeaseOpen(reading=number, request_id=f"never-{number}"))
     refused = await greedy.heard()
     assert (refused.reading, refused.problem.code) == (3, "full")
-    for number in (4, 5):
-        await engine.publish(f"r{number}", engine.take(10), 10)
-        assert (await greedy.open(f"r{number}", reading=number)).HasField("update")
-    await greedy.say(open=peer_pb2.LeaseOpen(reading=6, request_id="r4"))
-    assert (await refusal(greedy.call.read())).code == "malformed_read"
+
+
+async def test_a_reader_has_so_many_readings_on_a_stream(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded(monkeypatch, {"kvferryd.leases.stream.READINGS": 4})
+    (daemon,) = await daemons.start("readings", 1, "--max-leases", "1")
+    greedy = await greedy_reader(stack, daemon)
+
+    async def the_end() -> object:
+        reply = await greedy.call.read()
+        return await the_end() if isinstance(reply, peer_pb2.ReadReply) and reply.reading else reply
+
+    opens = [peer_pb2.LeaseOpen(reading=n, request_id=f"never-{n}") for n in range(1, 6)]
+    await greedy.say(several=peer_pb2.ReadRequests(requests=[peer_pb2.ReadRequest(open=each) for each in opens]))
+    assert (await refusal(the_end())).code == "malformed_read"
 
 
 async def test_a_connection_that_proves_nothing_is_ended(
