@@ -254,12 +254,7 @@ class EngineClient:
                 del self._leases[request_id]
 
         try:
-            said = self._session.say(publish=request)
-        except BaseException:
-            forget()
-            raise
-        try:
-            await self._session.answer(said)
+            await self._session.command(publish=request)
         except (Unsettled, asyncio.CancelledError) as error:
             try:  # revoke it behind the publish on the stream
                 abort = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
