@@ -106,7 +106,7 @@ class Receiving:
         self.leaving: asyncio.Task[None] | None = None
         """The end of a receive that was given up."""
         self.aborted = False
-        """Its end will come soon."""
+        """The engine has ended it; the daemon's answer is on its way."""
         self._early: deque[engine_pb2.TransferEnded | engine_pb2.BlocksSafe] = deque(maxlen=EARLY)
 
     def named(self, transfer_id: str) -> None:

@@ -39,7 +39,8 @@ from kvferryd.transport.read import Span
 
 HOST, MEET_S = "127.0.0.1", 60.0
 PROGRESS_DELAY_US = 100_000
-"""Of NIXL's own threads, ten times the usual: hundreds share a processor. Who is met is attended to as ever."""
+"""How long the thread of each NIXL agent sleeps between two looks, microseconds. It is ten times the usual, because
+hundreds of agents share a processor. While a peer connects, its agent looks as often as usual."""
 BLOCKS, LAYERS, BLOCK, DIM = 16, 32, 16, 16
 SHAPE = BLOCKS, LAYERS, 2, BLOCK, DIM
 NBYTES = BLOCKS * LAYERS * 2 * BLOCK * DIM

@@ -1,4 +1,4 @@
-"""What it costs a reader to know many peers, and a source to have many readers.
+"""Measures what it costs a reader to know many peers, and a source to have many readers.
 
     kvferry bench peers [--peers 1000]
 
@@ -167,7 +167,7 @@ async def _idle(daemon: DaemonService) -> float:
 
 
 def _cpu_s(daemon: DaemonService) -> float:
-    """Of the daemon, and of what it has started: seconds, user and system."""
+    """CPU seconds, user and system, of the daemon and of the processes that it has started."""
     pids, ticks = [daemon.process.pid, *_children(daemon)], 0
     for pid in pids:
         # After the name, which is in brackets and may hold anything: fields 14 to 17 of proc(5), from 3 on.

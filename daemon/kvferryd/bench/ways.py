@@ -168,7 +168,7 @@ async def _one(case: Case, source: Rank, reader: Rank, url: str, way: str) -> fl
 
 
 def _show(case: Case, took_ms: dict[str, float], costs: dict[str, Cost]) -> bool:
-    """Print one row. Returns whether every figure is within FAR times what it should be."""
+    """Print one row. Returns whether every figure is within FAR times what is expected."""
     expected = {way: costs[way].ms(case.runs, case.nbytes) for way in WAYS}
     chosen = cheapest(costs, WAYS, case.runs, case.nbytes)
     over = took_ms[chosen] / min(took_ms.values())
@@ -183,7 +183,7 @@ def _show(case: Case, took_ms: dict[str, float], costs: dict[str, Cost]) -> bool
 
 
 def main() -> int:
-    """Print the tables. Returns 0 when every figure is within FAR times what it should be, otherwise 1."""
+    """Print the tables. Returns 0 when every figure is within FAR times what is expected, otherwise 1."""
     right = asyncio.run(measure("host", ()))
     try:
         gpus = cuda.devices()

@@ -28,7 +28,8 @@ ENDED_S = 1.0
 ANNOUNCEMENTS = 64
 """Announcements that may wait for one reader."""
 READINGS = 4096
-"""Who has more at once, and more than twice the leases that may be held, is no reader of ours: its stream ends."""
+"""Open on one stream at once, or twice the leases that may be held where that is more. A reader of ours never has more,
+so the stream of one that does ends."""
 
 
 class _Reading:

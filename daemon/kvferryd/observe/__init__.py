@@ -1,1 +1,1 @@
-"""What the daemon tells people: log lines, metrics, spans."""
+"""Log lines, metrics and spans: what the daemon tells its operators."""

@@ -40,7 +40,7 @@ LOADS, AT_ONCE = 128, 32
 """Peers that one process loads in all, and together: UCX closes a connection, at both ends, only when one of their
 processes ends."""
 READING = 0.8
-"""Of the time in which the process has to answer: then it can say which of the peers are late."""
+"""The part of the time for an answer in which the process reads. In the rest it can say which peers are late."""
 LENGTH, DESCRIPTOR, KEY = struct.Struct("<Q"), struct.Struct("<QQQ"), struct.Struct("<QB")
 
 
@@ -182,7 +182,7 @@ class Screen:
             raise nixl_failed(asked.said, asked.said)
 
     async def _ask(self, asked: _Asked, timeout_s: float) -> None:
-        """Try it and others together; when that has failed alone, and when that has failed in a new process."""
+        """Try it and others together; if that has failed, alone; if that has failed too, alone in a new process."""
         together = [asked]
         if asked.failed > 1:
             await self.close()

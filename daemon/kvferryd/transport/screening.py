@@ -18,7 +18,8 @@ SAID = 400
 
 
 def main() -> None:
-    """The process: per line of stdin peers to try, per line of what stdout was what came of them. Ends with stdin."""
+    """The process. A line of stdin names peers to try; a line of what stdout was says what came of each. Ends with
+    stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its daemon's terminal is its own
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
