@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+    from sglang.srt.managers.schedule_batch import Req
 
     from kvferry.sglang.manager import Manager
 
@@ -70,9 +71,9 @@ class Sender(BaseKVSender):
         self._state: int | None = None
         self._why = ""
 
-    def bind(self, prompt: Prompt) -> None:
-        """To the prompt whose KV this is."""
-        self._prompt = prompt
+    def bind(self, req: Req) -> None:
+        """To the request whose prompt's KV this is."""
+        self._prompt = Prompt.of(req)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._expected, self._aux = num_kv_indices, aux_index or 0
