@@ -10,7 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -55,10 +55,10 @@ class Handoff(BaseModel):
     order: Literal["router"] | None = None
 
     @classmethod
-    def parse(cls, data: object) -> Handoff:
-        """Raises KvferryError (`malformed_kv_transfer_params`) naming the field."""
+    def parse(cls, data: Any, *, json: bool = False) -> Handoff:
+        """json: `data` is JSON text. Raises KvferryError (`malformed_kv_transfer_params`) naming the field."""
         try:
-            return cls.model_validate(data)
+            return cls.model_validate_json(data) if json else cls.model_validate(data)
         except ValidationError as error:
             raise first_breach(error, PARAMS, MALFORMED, REMEDY) from None
 

@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from pydantic import ValidationError
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -148,7 +147,7 @@ def _ask(address: str) -> SourceBody | None:
     try:
         said = httpx.get(f"http://{address}{PATH}", timeout=ASK_S, trust_env=False).raise_for_status().json()
         return SourceBody.model_validate(said)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ValidationError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         log.warning("no prefill engine answers at bootstrap address %s: %s", address, error)
         return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import math
 import pkgutil
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from typing import Any
 from kvferry.errors import Unavailable
 from kvferry.sglang import BACKEND
 
-log = logging.getLogger(__name__)
 TESTED = "0.5.23"
 HOLDERS = (
     "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.prefill", "sglang.srt.disaggregation.decode",
@@ -113,8 +111,8 @@ def _bind_sender(created: bool, queue: Any, req: Any, *_: object, **__: object) 
 
 
 def _bind_receiver(create: Callable[..., Any], queue: Any, req: Any, *rest: object, **more: object) -> Any:
-    from kvferry.sglang.handed_over import HOST, PORT
     from kvferry.sglang.manager import Manager
+    from kvferry.sglang.prompt import HOST, PORT
 
     if isinstance(queue.kv_manager, Manager) and req.bootstrap_host is None:  # SGLang's scheduler would end by that
         req.bootstrap_host, req.bootstrap_port = HOST, PORT

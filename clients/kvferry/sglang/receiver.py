@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,8 @@ from kvferry.engine import Unsettled
 from kvferry.errors import Conflict, KvferryError
 from kvferry.handoff import Origin
 from kvferry.sglang.cache import GROUP
-from kvferry.sglang.handed_over import ADDRESS, HandedOver
-from kvferry.sglang.manager import PREFILL
-from kvferry.sglang.prompt import Prompt
+from kvferry.sglang.manager import PREFILL, Manager
+from kvferry.sglang.prompt import ADDRESS, Prompt, handed_over
 from kvferry.sglang.sender import lease_of, reason
 from kvferry.tables import BlockTable
 
@@ -27,15 +25,10 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import MetadataBuffers
     from sglang.srt.managers.schedule_batch import Req
 
-    from kvferry.sglang.manager import Manager
-
-log = logging.getLogger(__name__)
-
 
 class Receiver(BaseKVReceiver):
     """Fails at once, so that the client is told; its blocks are SGLang's again when it is `quiet`."""
 
-    require_staging = False
     bootstrap_infos = (None,)
     """SGLang counts these: one answer of `is_abort_release_safe` is waited for."""
 
@@ -44,7 +37,10 @@ class Receiver(BaseKVReceiver):
         self.abort_notified = False
         self._prompt = Prompt(0, b"")
         self._origin: Origin | None = None
-        self._handed_over: HandedOver | None = None
+        self._first_token: int | None = None
+        """Known where another kind of engine has prefilled; otherwise it comes with the KV."""
+        self._rows: Any = None
+        """SGLang's MetadataBuffers."""
         self._aux = 0
         self._receipt: Receipt | None = None
         self._quiesced: Future[None] | None = None
@@ -53,26 +49,20 @@ class Receiver(BaseKVReceiver):
 
     def bind(self, req: Req, rows: MetadataBuffers) -> None:
         """To the request whose KV is wanted. rows: of all requests, where SGLang looks for the first token."""
-        self._prompt = Prompt.of(req)
+        self._prompt, self._rows = Prompt.of(req), rows
         if self.bootstrap_addr == ADDRESS:
             self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
             try:
-                self._handed_over = HandedOver.of(req, self._prompt, rows)
-                self._origin = self._handed_over.origin
+                self._origin, self._first_token = handed_over(req, self._prompt)
             except KvferryError as error:
                 self._fail(reason(error))
 
     def init(self, prefill_dp_rank: int) -> None:
         source = self.kv_mgr.sources.get(self.bootstrap_addr)
         if source is not None:
-            prompt = self._prompt
-            self._origin = Origin(lease_of(self._room), prompt.num_tokens, source, digest=prompt.digest)
+            self._origin = Origin(lease_of(self._room), self._prompt.num_tokens, source, digest=self._prompt.digest)
         elif self._origin is None:
-            self._fail(self._unanswered)
-
-    @property
-    def _unanswered(self) -> str:
-        return f"no prefill engine answers at {self.bootstrap_addr}"
+            self.abort()
 
     def send_metadata(
         self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None, state_indices: list[Any] | None = None,
@@ -105,12 +95,10 @@ class Receiver(BaseKVReceiver):
             return KVPoll.Transferring
         return KVPoll.Bootstrapping if self._origin is None else KVPoll.WaitingForInput
 
-    poll_pp_consensus = poll
-
     def _take(self, metadata: bytes) -> None:
         """The first token and what goes with it, into the request's rows."""
         rows, at = self.kv_mgr.aux_rows(self._aux), 0
-        if self._handed_over is not None:
+        if self._first_token is not None:
             metadata = bytes(sum(nbytes for _, nbytes in rows))
         if len(metadata) != sum(nbytes for _, nbytes in rows):
             why = f"{len(metadata)} bytes beside the KV, {sum(nbytes for _, nbytes in rows)} expected"
@@ -119,8 +107,9 @@ class Receiver(BaseKVReceiver):
         for address, nbytes in rows:
             ctypes.memmove(address, metadata[at : at + nbytes], nbytes)
             at += nbytes
-        if self._handed_over is not None:
-            self._handed_over.write(self._aux, self._room)
+        if self._first_token is not None:
+            self._rows.output_ids[self._aux, 0] = self._first_token
+            self._rows.bootstrap_room[self._aux, 0] = self._room
         self.conclude_state = KVPoll.Success
 
     def _fail(self, why: str) -> None:
@@ -129,7 +118,7 @@ class Receiver(BaseKVReceiver):
             self.conclude_state, self._why = KVPoll.Failed, why
 
     def abort(self) -> None:
-        self._fail("it was aborted" if self._origin else self._unanswered)
+        self._fail("it was aborted" if self._origin else f"no prefill engine answers at {self.bootstrap_addr}")
         self.ensure_abort_notified()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -142,10 +131,8 @@ class Receiver(BaseKVReceiver):
     @property
     def quiet(self) -> bool:
         """Whether nothing is written to the blocks any more."""
-        if self._receipt is None:
-            return True
-        if not self._receipt.done():
-            return False
+        if self._receipt is None or not self._receipt.done():
+            return self._receipt is None
         error = self._receipt.exception()
         if not isinstance(error, Unsettled) or error.blocks_safe:
             return True

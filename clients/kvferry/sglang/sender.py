@@ -124,7 +124,8 @@ class Sender(BaseKVSender):
             raise
 
     def poll(self) -> Any:
-        if self._state is None and self._end is not None and self._end.done() and _over(self._revoked):
+        told = self._revoked is None or self._revoked.done()
+        if self._state is None and self._end is not None and self._end.done() and told:
             error = self._end.exception()
             if error is None and self._end.result() is LeaseState.RELEASED:
                 self._state = KVPoll.Success
@@ -133,8 +134,6 @@ class Sender(BaseKVSender):
         if self._state is not None:
             return self._state
         return KVPoll.WaitingForInput if self._end is None else KVPoll.Transferring
-
-    poll_pp_consensus = poll
 
     def _fail(self, why: str) -> None:
         self._state, self._why = KVPoll.Failed, why
@@ -173,7 +172,3 @@ class Sender(BaseKVSender):
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return KVTransferMetric(transfer_latency_s=time.monotonic() - self._began if self._began else None)
-
-
-def _over(work: Future[None] | None) -> bool:
-    return work is None or work.done()
