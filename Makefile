@@ -18,7 +18,7 @@ export ENGINES_VENV SGLANG_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 
 .PHONY: help setup demo test test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu soak lint format proto reference bench clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang soak lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ bench: $(READY) ## the benchmarks of docs/benchmarks.md
 
 bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, beside vLLM's NixlConnector
 	@$(BIN)/python tests/engines/bench_handover.py $(BENCH)
+
+bench-sglang: $(READY) $(SGLANG_READY) ## handover between real SGLang engines, beside SGLang's own NIXL backend
+	@$(BIN)/python tests/engines/bench_sglang.py $(BENCH)
 
 bench-vllm-gpu: $(READY) ## the same on two GPUs; ENGINES_VENV: an environment with vLLM for CUDA
 	@$(BIN)/python tests/engines/bench_gpu.py $(BENCH)

@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 
 from engines import ANSWER_S, MODEL, Pair, Service, complete, pair, prompt, tokens_of
-from kvferryd.demo.fleet import ServiceError
+from kvferryd.demo.fleet import Fleet, ServiceError
 
 LENGTHS = (33, 250, 700, 1500)
 FLIGHTS = (1, 8)
@@ -93,7 +93,7 @@ def leg(http: httpx.Client, engine: Service, tokens: list[int], max_tokens: int,
         yield from (line for line in answer.iter_lines() if line.startswith("data: {"))
 
 
-def handover_ms(http: httpx.Client, both: Pair, tokens: list[int]) -> float:
+def handover_ms(both: Pair, http: httpx.Client, tokens: list[int]) -> float:
     params = both.prefilled(tokens)
     began = time.perf_counter()
     events = leg(http, both.decode, tokens, 4, params)
@@ -104,9 +104,9 @@ def handover_ms(http: httpx.Client, both: Pair, tokens: list[int]) -> float:
     return took * 1000
 
 
-def cpu_seconds(both: Pair) -> float:
+def cpu_seconds(fleet: Fleet) -> float:
     """Of all processes of the engines and daemons until now."""
-    groups = {service.process.pid for service in both.fleet.services}
+    groups = {service.process.pid for service in fleet.services}
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -118,21 +118,43 @@ def cpu_seconds(both: Pair) -> float:
     return total / TICK
 
 
-def measure(both: Pair, rows: dict[Row, Cell], rounds: Mapping[int, int], seed: int) -> None:
+def measure(
+    fleet: Fleet,
+    handover_ms: Callable[[httpx.Client, list[int]], float],
+    rows: dict[Row, Cell],
+    rounds: Mapping[int, int],
+    seed: int,
+) -> None:
     """Add to every row, as long as there is time."""
     end = time.monotonic() + MEASURE_S
     limits = httpx.Limits(max_connections=2 * max(FLIGHTS))
     with httpx.Client(trust_env=False, timeout=ANSWER_S, limits=limits) as http:
         for i in range(2):
-            handover_ms(http, both, prompt(40, seed=seed + i))  # the first contact of the engines
+            handover_ms(http, prompt(40, seed=seed + i))  # the first contact of the engines
         for number, ((length, flight), cell) in enumerate(rows.items()):
             if time.monotonic() > end:
                 return
             prompts = [prompt(length, seed=seed + 100 * number + i) for i in range(rounds[flight] * flight)]
-            before = cpu_seconds(both)
+            before = cpu_seconds(fleet)
             with ThreadPoolExecutor(flight) as pool:
-                cell.handover_ms += pool.map(partial(handover_ms, http, both), prompts)
-            cell.cpu_s += cpu_seconds(both) - before
+                cell.handover_ms += pool.map(partial(handover_ms, http), prompts)
+            cell.cpu_s += cpu_seconds(fleet) - before
+
+
+def cells(names: Iterable[str]) -> dict[str, dict[Row, Cell]]:
+    """Without a request, by connector."""
+    return {name: {row: Cell() for row in product(LENGTHS, FLIGHTS)} for name in names}
+
+
+def print_table(cells: Mapping[str, Mapping[Row, Cell]]) -> None:
+    """Of two connectors; ours is the first."""
+    print("handover in ms; CPU seconds per request of engines and daemons")
+    head = " | ".join(f"{name} requests | p50 | p90 | max | CPU" for name in cells)
+    print(f"| tokens | in flight | {head} | p50 ratio |")
+    print("|---|---|" + "---|---|---|---|---|" * len(cells) + "---|")
+    ours, theirs = cells.values()
+    for row, cell in ours.items():
+        print(f"| {row[0]} | {row[1]} | {cell} | {theirs[row]} | {cell.p50 / theirs[row].p50:.2f} |", flush=True)
 
 
 def supported(shape: Shape, connector: str, left_s: float) -> str:
@@ -159,20 +181,15 @@ def main() -> None:
     options.add_argument("--short", action="store_true", help="one start each, few requests, one shape")
     short = options.parse_args().short
     began = time.monotonic()
-    cells = {name: {row: Cell() for row in product(LENGTHS, FLIGHTS)} for name in CONNECTORS}
+    measured = cells(CONNECTORS)
     for number, name in enumerate(CONNECTORS if short else STARTS):
         print(f"starting two engines with {name}, about a minute", file=sys.stderr, flush=True)
         with pair(kvferry=name == "kvferry") as both:
-            measure(both, cells[name], {1: 4, 8: 1} if short else ROUNDS, seed=1 + 1000 * number)
-        for row, cell in cells[name].items():
+            rounds = {1: 4, 8: 1} if short else ROUNDS
+            measure(both.fleet, partial(handover_ms, both), measured[name], rounds, seed=1 + 1000 * number)
+        for row, cell in measured[name].items():
             print(f"{name} until now, (tokens, in flight) {row}: {cell}", file=sys.stderr, flush=True)
-    print("handover in ms; CPU seconds per request of engines and daemons")
-    head = " | ".join(f"{name} requests | p50 | p90 | max | CPU" for name in CONNECTORS)
-    print(f"| tokens | in flight | {head} | p50 ratio |")
-    print("|---|---|" + "---|---|---|---|---|" * len(CONNECTORS) + "---|")
-    for row in cells[CONNECTORS[0]]:
-        ours, theirs = (cells[name][row] for name in CONNECTORS)
-        print(f"| {row[0]} | {row[1]} | {ours} | {theirs} | {ours.p50 / theirs.p50:.2f} |", flush=True)
+    print_table(measured)
     print("\n| shape | " + " | ".join(CONNECTORS) + " |")
     print("|---|" + "---|" * len(CONNECTORS))
     for shape in SHAPES[:1] if short else SHAPES:

@@ -61,7 +61,7 @@ class SglangFleet(Engines):
             "/usr/bin/env", f"PYTHONPATH={os.pathsep.join(filter(None, (str(SITE), os.environ.get('PYTHONPATH'))))}",
             f"KVFERRY_SGLANG_SOCKET={self.directory / f'{name}-{{rank}}.sock'}", f"KVFERRY_SGLANG_ENGINE_ID={name}",
             "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
-            "SGLANG_EXTERNAL_MODEL_PACKAGE=only_llama",
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'only_llama'}",
             f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks)}",
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
