@@ -6,6 +6,7 @@
 Decode leg: from the decode request to its first token, the prefill's answer in hand. The floor is the same prompt asked
 again: then the decode engine has its KV in its own prefix cache. Weights are vLLM's dummy ones, the same on both sides;
 free blocks are in no order, as they are after an hour's traffic. Each connector has the GPUs to itself, in turns.
+"kvferry known": the decode daemon has the prefill's in `known_peers`, and meets it before anybody asks.
 "kvferry checked": daemons compare a checksum of every byte with the source's before a transfer is done.
 Then requests come by chance, more and more of them in a second (--rates): time to first token as the client sees it,
 prefill included, and what the pair answers in a second.
@@ -51,8 +52,9 @@ AT_ONCE, AT_ONCE_LENGTH = 16, 2048
 LOAD_S, LOAD_LENGTH, LOAD_TOKENS = 8.0, 2048, 32
 """Of each rate: how long requests come, their prompts and answers in tokens."""
 CONNECTORS = {
-    "kvferry": {}, "kvferry staged": {"flags": ("--way", "staged")}, "NixlConnector": {"kvferry": False},
+    "kvferry": {}, "kvferry staged": {"flags": ("--way", "staged")}, "kvferry known": {"known": True},
     "kvferry adopted": {"options": {"memory": "adopted"}}, "kvferry checked": {"flags": ("--checksum",)},
+    "NixlConnector": {"kvferry": False},
 }  # fmt: skip
 
 
@@ -109,7 +111,9 @@ def started(
         daemons: dict[str, list[Any]] = {"p": [], "d": []}
         if how.get("kvferry", True):
             for name, gpu in zip(daemons, gpus, strict=True):
-                daemons[name] = fleet.daemons(name, 1, flags=("--device", f"cuda:{gpu}", *how.get("flags", ())))
+                known = ("--known-peers", daemons["p"][0].peer) if how.get("known") and daemons["p"] else ()
+                flags = ("--device", f"cuda:{gpu}", *how.get("flags", ()), *known)
+                daemons[name] = fleet.daemons(name, 1, flags=flags)
             asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=60))
         engines = [
             fleet.vllm(
@@ -151,7 +155,7 @@ def scatter(engine: Service, seed: int) -> None:
 
 def loaded(http: httpx.Client, both: Pair, rate: float, seed: int) -> Load:
     """Requests that come at `rate` a second, each when chance says (a Poisson process), whether others wait or not."""
-    chance, times = random.Random(seed), [0.0]
+    chance, times = random.Random(rate), [0.0]  # the same for every connector
     while times[-1] < LOAD_S:
         times.append(times[-1] + chance.expovariate(rate))
     began = time.perf_counter()
@@ -176,6 +180,8 @@ def measure(both: Pair, rounds: int, lengths: Sequence[int], rates: Sequence[flo
             scatter(engine, seed)
         warm = prompt(AT_ONCE_LENGTH, seed, VOCABULARY)
         figures.first = first_token_ms(http, both.decode, warm, both.prefilled(warm))
+        for record in both.transfers()[-1:] if both.decode_daemons else ():
+            print(f"the first: {figures.first:.0f} ms, of it {record.phases_ms}", file=sys.stderr, flush=True)
         for i in range(2):
             warm = prompt(max(lengths), seed + i + 1, VOCABULARY)
             first_token_ms(http, both.decode, warm, both.prefilled(warm))
