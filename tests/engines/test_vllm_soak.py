@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(3 * SEC
 WORKERS = 5
 CALM_S = (20.0, 60.0)
 """Between one engine's return and the next one's death."""
-TOKENS = 60
+TOKENS = 160
 """The most that is decoded of one request."""
 LEAVES = 0.2
 """So many clients leave before the last token."""
