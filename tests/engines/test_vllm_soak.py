@@ -45,7 +45,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    with pair(prefill=SIDES["p"], decode=SIDES["d"], daemon_flags=("--lease-ttl-s", "10")) as both:
+    with pair(prefill=SIDES["p"], decode=SIDES["d"], daemon_flags=("--lease-ttl-s", "10"), start_s=3 * START_S) as both:
         yield both
 
 
