@@ -1,7 +1,7 @@
 """kv_transfer_params: what routers carry between engines.
 
-The names are vLLM's; `remote_epoch`, `remote_room` and `order` are our own. The object comes from a public request
-body: every field is checked, and whatever it holds, only its own request can fail by it.
+The names are vLLM's; `remote_epoch`, `remote_room`, `remote_first_token` and `order` are our own. The object comes from
+a public request body: every field is checked, and whatever it holds, only its own request can fail by it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,6 +47,7 @@ class Handoff(BaseModel):
     remote_block_ids: Annotated[list[list[int]], Field(max_length=1024)] | None = None
     remote_num_tokens: TokenCount | None = None
     remote_room: TokenCount | None = None
+    remote_first_token: TokenCount | None = None
     tp_size: Annotated[int, Field(ge=1)] | None = None
     dcp_size: Annotated[int, Field(ge=1)] | None = None
     pp_size: Annotated[int, Field(ge=1)] | None = None
@@ -54,10 +55,10 @@ class Handoff(BaseModel):
     order: Literal["router"] | None = None
 
     @classmethod
-    def parse(cls, data: object) -> Handoff:
-        """Raises KvferryError (`malformed_kv_transfer_params`) naming the field."""
+    def parse(cls, data: Any, *, json: bool = False) -> Handoff:
+        """json: `data` is JSON text. Raises KvferryError (`malformed_kv_transfer_params`) naming the field."""
         try:
-            return cls.model_validate(data)
+            return cls.model_validate_json(data) if json else cls.model_validate(data)
         except ValidationError as error:
             raise first_breach(error, PARAMS, MALFORMED, REMEDY) from None
 
@@ -160,18 +161,19 @@ class Attempts:
 
 def answer(
     *, engine_id: str, epoch: str, address: str, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int,
-    tp: int, second_turn: bool, room: int = 0,
+    tp: int, second_turn: bool, room: int = 0, first_token: int | None = None,
 ) -> Handoff:  # fmt: skip
     """What another engine needs to read the request.
 
-    address: host:port of a daemon's peer service. request_id: the engine's. room: as of Origin.
+    address: host:port of a daemon's peer service. request_id: the engine's. room: as of Origin. first_token: the one
+    that follows these tokens, for an engine that computes nothing of the prompt.
     """
     host, _, port = address.rpartition(":")
     return Handoff(
         do_remote_prefill=not second_turn, do_remote_decode=second_turn, remote_engine_id=engine_id,
         remote_request_id=lease_name(request_id), remote_host=host.strip("[]"), remote_port=int(port),
         remote_block_ids=[list(ids) for ids in block_ids], remote_num_tokens=num_tokens, remote_room=room or None,
-        remote_epoch=epoch, tp_size=tp, dcp_size=1, pp_size=1, transfer_mode="read",
+        remote_first_token=first_token, remote_epoch=epoch, tp_size=tp, dcp_size=1, pp_size=1, transfer_mode="read",
     )  # fmt: skip
 
 

@@ -158,10 +158,13 @@ class SglangPair:
 
 
 def generate(
-    engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, timeout_s: float = ANSWER_S, **more: Any
+    engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, custom: dict[str, str] | None = None, **more: Any
 ) -> httpx.Response:
-    with httpx.Client(trust_env=False, timeout=timeout_s) as http:
-        return http.post(f"{engine.url}/generate", json=_body(tokens, max_tokens) | more)
+    """custom: the request's custom_params."""
+    body = _body(tokens, max_tokens) | more
+    body["sampling_params"]["custom_params"] = custom
+    with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
+        return http.post(f"{engine.url}/generate", json=body)
 
 
 @contextmanager

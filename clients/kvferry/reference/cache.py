@@ -96,7 +96,7 @@ def describe(
 ) -> Manifest:  # fmt: skip
     """The manifest of one rank, whose layers' `caches` lie in `region`."""
     model, parallel = source.config, {"tp": engine.tp}
-    info = ModelInfo(name=source.name, fingerprint=source.fingerprint())
+    info = ModelInfo(name=source.name, fingerprint=engine.fingerprint or source.fingerprint())
     builder = ManifestBuilder(engine.engine_id, epoch, info, rank=rank, world_size=engine.tp, parallel=parallel)
     builder.region(0, "host", nbytes=region.nbytes, address=region.data_ptr())
     for group, window in model.groups.items():

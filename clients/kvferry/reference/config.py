@@ -192,6 +192,7 @@ class EngineConfig(BaseModel):
 
     engine_id: str = Field(default="reference", description="names this engine to routers and daemons")
     tp: PositiveInt = Field(default=1, description="ranks, one process each; need not divide the KV heads")
+    fingerprint: str = Field(default="", description="what both sides must have in common; without: of the model")
     layout: str = Field(default="NHD", description=f"order of the cache's axes: {', '.join(LAYOUTS)}, or spelled out")
     block_size: PositiveInt = Field(default=16, description="tokens in a block")
     num_blocks: PositiveInt = Field(default=512, description="blocks in the cache")

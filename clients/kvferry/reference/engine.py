@@ -238,7 +238,7 @@ class Engine:
                 engine_id=self.config.engine_id, epoch=self.epoch, address=daemons.address,
                 request_id=request.request_id, num_tokens=request.computed, tp=self.config.tp,
                 block_ids=[table.block_ids.tolist() for table in self._held(request).values()],
-                second_turn=request.second_turn,
+                second_turn=request.second_turn, first_token=request.generated[-1],
             )  # fmt: skip
             request.outputs.put_nowait(Output(request, (), request.finish_reason, handoff))
         except KvferryError as error:

@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from pydantic import ValidationError
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -36,6 +35,13 @@ GLANCE_S = 0.05
 """How long decode's scheduler waits for it. SGLang asks again a second later."""
 
 
+PREFILL = PrefillServerInfo(
+    attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None, kv_cache_dtype=None,
+    follow_bootstrap_room=True,
+)  # fmt: skip
+"""What SGLang wants to know of an engine that prefills: that any rank may ask it."""
+
+
 class Manager(BaseKVManager):
     """Describes the rank's cache to its daemon."""
 
@@ -53,7 +59,7 @@ class Manager(BaseKVManager):
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         """How long decode waits for a request's KV."""
         self.prefill_info_table: Remembered[PrefillServerInfo] = Remembered()
-        """What SGLang wants to know of a prefill engine, by bootstrap address."""
+        """By bootstrap address."""
         self.sources: Remembered[SourceBody] = Remembered()
         self._asking: dict[str, Future[SourceBody | None]] = {}
         self._askers = ThreadPoolExecutor(8, "kvferry-bootstrap")
@@ -85,10 +91,7 @@ class Manager(BaseKVManager):
         if source is None:
             return False
         self.sources[address] = source
-        self.prefill_info_table[address] = PrefillServerInfo(
-            attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None, kv_cache_dtype=None,
-            follow_bootstrap_room=True,
-        )  # fmt: skip
+        self.prefill_info_table[address] = PREFILL
         return True
 
     def forget(self, address: str) -> None:
@@ -144,7 +147,7 @@ def _ask(address: str) -> SourceBody | None:
     try:
         said = httpx.get(f"http://{address}{PATH}", timeout=ASK_S, trust_env=False).raise_for_status().json()
         return SourceBody.model_validate(said)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ValidationError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         log.warning("no prefill engine answers at bootstrap address %s: %s", address, error)
         return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import math
 import pkgutil
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from typing import Any
 from kvferry.errors import Unavailable
 from kvferry.sglang import BACKEND
 
-log = logging.getLogger(__name__)
 TESTED = "0.5.23"
 HOLDERS = (
     "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.prefill", "sglang.srt.disaggregation.decode",
@@ -112,16 +110,21 @@ def _bind_sender(created: bool, queue: Any, req: Any, *_: object, **__: object) 
     _bind(req.disagg_kv_sender if created else None, req)
 
 
-def _bind_receiver(decode_req: Any, queue: Any, req: Any, *_: object, **__: object) -> None:
-    _bind(decode_req.kv_receiver, req)
+def _bind_receiver(create: Callable[..., Any], queue: Any, req: Any, *rest: object, **more: object) -> Any:
+    from kvferry.sglang.manager import Manager
+    from kvferry.sglang.prompt import HOST, PORT
+
+    if isinstance(queue.kv_manager, Manager) and req.bootstrap_host is None:  # SGLang's scheduler would end by that
+        req.bootstrap_host, req.bootstrap_port = HOST, PORT
+    decode_req = create(queue, req, *rest, **more)
+    _bind(decode_req.kv_receiver, req, queue.metadata_buffers)
+    return decode_req
 
 
-def _bind(end: Any, req: Any) -> None:
+def _bind(end: Any, *to: object) -> None:
     """SGLang's own senders and receivers, of warm-up requests, are bound to nothing."""
     if hasattr(end, "bind"):
-        from kvferry.sglang.prompt import Prompt
-
-        end.bind(Prompt.of(req))
+        end.bind(*to)
 
 
 def _release_when_quiet(manager: Any, queue: Any) -> None:
@@ -132,14 +135,14 @@ def _release_when_quiet(manager: Any, queue: Any) -> None:
         queue.transfer_queue.deferred_kv_release_timeout = math.inf
 
 
-HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., None], str]] = {
+HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": (("self",), _place, "AROUND"),
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers": (("self",), _place, "AROUND"),
     # A sender and a receiver are not told the request, which their digest is made of.
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": (("self", "req"), _bind_sender, "AFTER"),
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue":
-        (("self", "req"), _bind_receiver, "AFTER"),
+        (("self", "req"), _bind_receiver, "AROUND"),
     # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "AFTER"),
 }  # fmt: skip

@@ -1,4 +1,8 @@
-"""What a request's KV depends on: its sender and its receiver are bound to it."""
+"""What a request says of its KV: what it depends on and, where another kind of engine has prefilled, where it is.
+
+SGLang's requests have one place for what SGLang does not know, `custom_params` of their sampling parameters. It takes
+no object within an object, so that kv_transfer_params are there as JSON text.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.digest import prompt_digest
+from kvferry.errors import Malformed
+from kvferry.handoff import PARAMS, Handoff, Origin
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+HOST, PORT = "handed-over", 0
+ADDRESS = f"{HOST}:{PORT}"
+"""Stands for the bootstrap address of a request that another kind of engine has prefilled."""
+ROOMS = range(1, 1 << 63)
+"""SGLang takes room 0 for that of a request whose rows have not come yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +43,26 @@ def _extras(req: Req) -> Iterator[str]:
         yield f"lora={req.lora_id}"
     if req.input_embeds is not None:
         yield f"embeds={hashlib.sha256(np.asarray(req.input_embeds, np.float32).tobytes()).hexdigest()}"
+
+
+def handed_over(req: Req, prompt: Prompt) -> tuple[Origin, int]:
+    """Where the KV is that another kind of engine has computed, and the first token.
+
+    Raises KvferryError: `malformed_kv_transfer_params`, `other_prompt`, `unsupported_request`.
+    """
+    handoff = Handoff.parse((req.sampling_params.custom_params or {}).get(PARAMS, "{}"), json=True)
+    origin = handoff.origin(req.rid, prompt.num_tokens, lambda _: prompt.digest)
+    token = handoff.remote_first_token
+    needed = {
+        f"a bootstrap_host, or {PARAMS} that name a source": origin is not None,
+        "remote_first_token, below the vocabulary's size": token is not None and token < (req.vocab_size or 0),
+        "remote_num_tokens of the whole prompt": origin is not None and origin.num_tokens == prompt.num_tokens,
+        "neither return_logprob nor return_sampling_mask": not (req.return_logprob or req.return_sampling_mask),
+        f"a bootstrap_room from {ROOMS.start} to {ROOMS.stop - 1}": req.bootstrap_room in ROOMS,
+    }
+    for what, there in needed.items():
+        if not there:
+            remedy = 'docs/sglang.md, "From another engine", has the whole request'
+            raise Malformed("unsupported_request", f"SGLang needs {what}", remedy=remedy)
+    assert origin is not None and token is not None
+    return origin, token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +13,22 @@ from kvferry.blocking import Receipt
 from kvferry.engine import Unsettled
 from kvferry.errors import Conflict, KvferryError
 from kvferry.handoff import Origin
-from kvferry.schemas import SourceBody
 from kvferry.sglang.cache import GROUP
-from kvferry.sglang.prompt import Prompt
+from kvferry.sglang.manager import PREFILL, Manager
+from kvferry.sglang.prompt import ADDRESS, Prompt, handed_over
 from kvferry.sglang.sender import lease_of, reason
 from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-    from kvferry.sglang.manager import Manager
-
-log = logging.getLogger(__name__)
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+    from sglang.srt.managers.schedule_batch import Req
 
 
 class Receiver(BaseKVReceiver):
     """Fails at once, so that the client is told; its blocks are SGLang's again when it is `quiet`."""
 
-    require_staging = False
     bootstrap_infos = (None,)
     """SGLang counts these: one answer of `is_abort_release_safe` is waited for."""
 
@@ -40,33 +36,47 @@ class Receiver(BaseKVReceiver):
         self.kv_mgr, self.bootstrap_addr, self._room = mgr, bootstrap_addr, bootstrap_room or 0
         self.abort_notified = False
         self._prompt = Prompt(0, b"")
-        self._source: SourceBody | None = None
+        self._origin: Origin | None = None
+        self._first_token: int | None = None
+        """Known where another kind of engine has prefilled; otherwise it comes with the KV."""
+        self._rows: Any = None
+        """SGLang's MetadataBuffers."""
         self._aux = 0
         self._receipt: Receipt | None = None
         self._quiesced: Future[None] | None = None
         self.conclude_state: int | None = None
         self._why = ""
 
-    def bind(self, prompt: Prompt) -> None:
-        """To the prompt whose KV is wanted."""
-        self._prompt = prompt
+    def bind(self, req: Req, rows: MetadataBuffers) -> None:
+        """To the request whose KV is wanted. rows: of all requests, where SGLang looks for the first token."""
+        self._prompt, self._rows = Prompt.of(req), rows
+        if self.bootstrap_addr == ADDRESS:
+            self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
+            try:
+                self._origin, self._first_token = handed_over(req, self._prompt)
+            except KvferryError as error:
+                self._fail(reason(error))
 
     def init(self, prefill_dp_rank: int) -> None:
-        self._source = self.kv_mgr.sources.get(self.bootstrap_addr)
+        source = self.kv_mgr.sources.get(self.bootstrap_addr)
+        if source is not None:
+            self._origin = Origin(lease_of(self._room), self._prompt.num_tokens, source, digest=self._prompt.digest)
+        elif self._origin is None:
+            self.abort()
 
     def send_metadata(
         self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None, state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None, destination: KVTransferDestination = KVTransferDestination.DEVICE,
     ) -> None:  # fmt: skip
         """SGLang has allocated these pages for what follows the first `decode_prefix_len` tokens, which it has."""
-        manager, first, stop = self.kv_mgr, decode_prefix_len or 0, self._prompt.num_tokens
+        manager, origin, first = self.kv_mgr, self._origin, decode_prefix_len or 0
         self._aux = aux_index or 0
-        origin = Origin(lease_of(self._room), stop, self._source, digest=self._prompt.digest)
+        assert origin is not None
         try:
             self._receipt = manager.rank.daemon.receive(
-                origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)}, (first, stop),
-                source=self._source,
-                deadline_s=manager.timeout_s, digest=origin.digest, attempt=manager.attempts.next(origin),
+                origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)},
+                (first, origin.num_tokens), source=origin.source, deadline_s=manager.timeout_s,
+                digest=origin.digest, attempt=manager.attempts.next(origin),
             )  # fmt: skip
         except KvferryError as error:  # the client is closed
             self._fail(reason(error))
@@ -83,13 +93,13 @@ class Receiver(BaseKVReceiver):
             return self.conclude_state
         if self._receipt is not None:
             return KVPoll.Transferring
-        return KVPoll.Bootstrapping if self._source is None else KVPoll.WaitingForInput
-
-    poll_pp_consensus = poll
+        return KVPoll.Bootstrapping if self._origin is None else KVPoll.WaitingForInput
 
     def _take(self, metadata: bytes) -> None:
         """The first token and what goes with it, into the request's rows."""
         rows, at = self.kv_mgr.aux_rows(self._aux), 0
+        if self._first_token is not None:
+            metadata = bytes(sum(nbytes for _, nbytes in rows))
         if len(metadata) != sum(nbytes for _, nbytes in rows):
             why = f"{len(metadata)} bytes beside the KV, {sum(nbytes for _, nbytes in rows)} expected"
             self._fail(reason(Conflict("other_metadata", why, remedy="start both sides with one version of SGLang")))
@@ -97,14 +107,18 @@ class Receiver(BaseKVReceiver):
         for address, nbytes in rows:
             ctypes.memmove(address, metadata[at : at + nbytes], nbytes)
             at += nbytes
+        if self._first_token is not None:
+            self._rows.output_ids[self._aux, 0] = self._first_token
+            self._rows.bootstrap_room[self._aux, 0] = self._room
         self.conclude_state = KVPoll.Success
 
     def _fail(self, why: str) -> None:
-        self.conclude_state, self._why = KVPoll.Failed, why
+        """Unless it has ended before."""
+        if self.conclude_state is None:
+            self.conclude_state, self._why = KVPoll.Failed, why
 
     def abort(self) -> None:
-        if self.conclude_state is None:
-            self._fail("it was aborted" if self._source else f"no prefill engine answers at {self.bootstrap_addr}")
+        self._fail("it was aborted" if self._origin else f"no prefill engine answers at {self.bootstrap_addr}")
         self.ensure_abort_notified()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -117,10 +131,8 @@ class Receiver(BaseKVReceiver):
     @property
     def quiet(self) -> bool:
         """Whether nothing is written to the blocks any more."""
-        if self._receipt is None:
-            return True
-        if not self._receipt.done():
-            return False
+        if self._receipt is None or not self._receipt.done():
+            return self._receipt is None
         error = self._receipt.exception()
         if not isinstance(error, Unsettled) or error.blocks_safe:
             return True

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+    from sglang.srt.managers.schedule_batch import Req
 
     from kvferry.sglang.manager import Manager
 
@@ -70,9 +71,9 @@ class Sender(BaseKVSender):
         self._state: int | None = None
         self._why = ""
 
-    def bind(self, prompt: Prompt) -> None:
-        """To the prompt whose KV this is."""
-        self._prompt = prompt
+    def bind(self, req: Req) -> None:
+        """To the request whose prompt's KV this is."""
+        self._prompt = Prompt.of(req)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._expected, self._aux = num_kv_indices, aux_index or 0
@@ -123,7 +124,8 @@ class Sender(BaseKVSender):
             raise
 
     def poll(self) -> Any:
-        if self._state is None and self._end is not None and self._end.done() and _over(self._revoked):
+        told = self._revoked is None or self._revoked.done()
+        if self._state is None and self._end is not None and self._end.done() and told:
             error = self._end.exception()
             if error is None and self._end.result() is LeaseState.RELEASED:
                 self._state = KVPoll.Success
@@ -132,8 +134,6 @@ class Sender(BaseKVSender):
         if self._state is not None:
             return self._state
         return KVPoll.WaitingForInput if self._end is None else KVPoll.Transferring
-
-    poll_pp_consensus = poll
 
     def _fail(self, why: str) -> None:
         self._state, self._why = KVPoll.Failed, why
@@ -172,7 +172,3 @@ class Sender(BaseKVSender):
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return KVTransferMetric(transfer_latency_s=time.monotonic() - self._began if self._began else None)
-
-
-def _over(work: Future[None] | None) -> bool:
-    return work is None or work.done()

@@ -239,8 +239,9 @@ class SchedulerSide:
             self._revoke(exchange)
             return False, None
         room = self._room(num_tokens)
+        first = None if self._behind else request.all_token_ids[num_tokens]
         if not exchange.complete:
-            metadata = b"" if self._behind else json.dumps({"first_token": request.all_token_ids[num_tokens]}).encode()
+            metadata = json.dumps({"first_token": first}).encode() if first is not None else b""
             tables = self._tables(block_ids, 0, num_tokens)
             digest = digest_of(request, num_tokens)
             self._step.finished.append(Publish(request.request_id, tables, room, True, digest, metadata))
@@ -254,6 +255,7 @@ class SchedulerSide:
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
             block_ids=[block_ids[group_id] for group_id, _ in self._groups], num_tokens=num_tokens,
             room=room, tp=self._parallel.tensor_parallel_size, second_turn=not handoff.do_remote_decode,
+            first_token=first,
         ).model_dump()  # fmt: skip
 
     def _revoke(self, exchange: Exchange) -> None:
