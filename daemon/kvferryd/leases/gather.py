@@ -223,7 +223,7 @@ class Gather:
             self._arena.give_back(slot)
             self.end(error)
         else:
-            gathering.add_done_callback(functools.partial(self._was_gathered, index, slot))
+            gathering.done.add_done_callback(functools.partial(self._was_gathered, index, slot))
 
     def _was_gathered(self, index: int, slot: Slot, gathering: asyncio.Future[None]) -> None:
         try:
