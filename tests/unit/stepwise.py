@@ -251,11 +251,9 @@ class Agent:
     async def start(self) -> None:
         """At once."""
 
-    async def register(self, span: Span) -> None:
-        self._spans.append(span)
-
-    async def metadata(self) -> bytes:
-        """As NIXL writes it."""
+    async def register(self, *spans: Span) -> bytes:
+        """Metadata as NIXL writes it."""
+        self._spans += spans
         fields = [_field(b"Agent", self.name.encode()), _field(b"Conns", LENGTH.pack(1)), _field(b"t", b"UCX"),
                   _field(b"c", b"address"), _field(b"", b"MemSection"), _field(b"nixlSecElms", LENGTH.pack(1)),
                   _field(b"bknd", b"UCX"), _field(b"nixlDList", b"nixlSDList"), _field(b"t", bytes(4)),
