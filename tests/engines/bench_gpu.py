@@ -34,8 +34,8 @@ from typing import Any, ClassVar
 import httpx
 from bench_handover import leg
 
-from engines import ANSWER_S, Engines, Pair, Service, complete, prompt
-from kvferryd.demo.fleet import ServiceError
+from engines import ANSWER_S, Engines, Pair, complete, prompt
+from kvferryd.demo.fleet import DaemonService, Service, ServiceError
 
 VOCABULARY = 32_000
 MODEL = {
@@ -46,7 +46,7 @@ MODEL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 """The shape of an 8B Llama: 128 KiB of KV a token."""
-TOKEN_BYTES = 2 * 2 * 32 * 8 * 128
+TOKEN_BYTES_OF_A_HEAD = 2 * 2 * 32 * 128
 LENGTHS = (128, 1024, 4096, 8192)
 AT_ONCE, AT_ONCE_LENGTH = 16, 2048
 LOAD_S, LOAD_LENGTH, LOAD_TOKENS = 8.0, 2048, 32
@@ -96,34 +96,49 @@ class Figures:
     """By requests a second."""
 
 
+@dataclass(frozen=True)
+class Side:
+    """An engine. `gpus`: one for each rank. `layout`: NHD or HND; vLLM's own choice where it is empty."""
+
+    name: str
+    gpus: Sequence[str]
+    block_size: int
+    layout: str
+
+    def daemons(self, fleet: GpuEngines, flags: Sequence[str]) -> list[DaemonService]:
+        """One for each rank, rank 0 first."""
+        found: list[DaemonService] = []
+        for rank, gpu in enumerate(self.gpus):
+            roster = found[0] if found else None
+            on_gpu = ("--device", f"cuda:{gpu}", *flags)
+            found.append(fleet.daemon(f"{self.name}-{rank}", roster=roster, flags=on_gpu))
+        return found
+
+    def engine(self, fleet: GpuEngines, model: Path, daemons: Sequence[DaemonService], how: dict[str, Any]) -> Service:
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        if self.layout:
+            environment["VLLM_KV_CACHE_LAYOUT"] = self.layout
+        return fleet.vllm(
+            self.name, model, daemons, ranks=len(self.gpus), block_size=self.block_size,
+            options=how.get("options"), environment=environment,
+        )  # fmt: skip
+
+
 @contextlib.contextmanager
-def started(
-    model: Path,
-    gpus: Sequence[int],
-    block_sizes: Sequence[int],
-    layouts: Sequence[str],
-    start_s: float,
-    how: dict[str, Any],
-) -> Iterator[Pair]:
+def started(model: Path, prefill: Side, decode: Side, start_s: float, how: dict[str, Any]) -> Iterator[Pair]:
     """Raises ServiceError."""
     fleet = GpuEngines()
     try:
-        daemons: dict[str, list[Any]] = {"p": [], "d": []}
+        sources, readers = list[DaemonService](), list[DaemonService]()
         if how.get("kvferry", True):
-            for name, gpu in zip(daemons, gpus, strict=True):
-                known = ("--known-peers", daemons["p"][0].peer) if how.get("known") and daemons["p"] else ()
-                flags = ("--device", f"cuda:{gpu}", *how.get("flags", ()), *known)
-                daemons[name] = fleet.daemons(name, 1, flags=flags)
-            asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=60))
-        engines = [
-            fleet.vllm(
-                name, model, daemons[name], block_size=size, options=how.get("options"),
-                environment={"CUDA_VISIBLE_DEVICES": str(gpu)} | ({"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}),
-            )
-            for name, gpu, size, layout in zip(daemons, gpus, block_sizes, layouts, strict=True)
-        ]  # fmt: skip
+            flags = how.get("flags", ())
+            sources = prefill.daemons(fleet, flags)
+            known = ("--known-peers", sources[0].peer) if how.get("known") else ()
+            readers = decode.daemons(fleet, (*flags, *known))
+            asyncio.run(fleet.ready(*sources, *readers, timeout_s=60))
+        engines = [prefill.engine(fleet, model, sources, how), decode.engine(fleet, model, readers, how)]
         asyncio.run(fleet.ready(*engines, timeout_s=start_s))
-        yield Pair(fleet, *engines, daemons["p"], daemons["d"])
+        yield Pair(fleet, *engines, sources, readers)
     except ServiceError as error:
         error.add_note(error.service.tail(120))
         raise
@@ -207,7 +222,7 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else math.nan
 
 
-def table(told: dict[str, list[Figures]]) -> Iterator[str]:
+def table(told: dict[str, list[Figures]], token_nbytes: int) -> Iterator[str]:
     names = list(told)
     yield "| decode leg, ms (median; of all starts) | " + " | ".join(names) + " | prefix-cache hit |"
     yield "|---" * (len(names) + 2) + "|"
@@ -216,7 +231,7 @@ def table(told: dict[str, list[Figures]]) -> Iterator[str]:
         medians = [median([ms for each in told[name] for ms in each.legs.get(length, [])]) for name in names]
         floor = median([ms for each in chain.from_iterable(told.values()) for ms in each.floors.get(length, [])])
         row = " | ".join(f"{ms:.1f}" for ms in (*medians, floor))
-        yield f"| {length} tokens, {length * TOKEN_BYTES / 1e6:.0f} MB | {row} |"
+        yield f"| {length} tokens, {length * token_nbytes / 1e6:.0f} MB | {row} |"
     at_once = " | ".join(f"{median([ms for each in told[name] for ms in each.at_once]):.1f}" for name in names)
     yield f"| {AT_ONCE} of {AT_ONCE_LENGTH} tokens at once, until the last | {at_once} | |"
     first = " | ".join(" ".join(f"{each.first:.0f}" for each in told[name]) for name in names)
@@ -239,7 +254,8 @@ def main() -> None:
     options.add_argument("--connectors", default="kvferry,NixlConnector,NixlConnector,kvferry", help="in turns")
     options.add_argument("--rounds", type=int, default=10, help="requests of each length with each start")
     options.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="prompts, in tokens")
-    options.add_argument("--gpus", default="0,1", help="of prefill and decode")
+    options.add_argument("--gpus", default="0,1", help="of prefill and decode; 0+1,2+3: two ranks on either side")
+    options.add_argument("--heads", default="32,8", help="of the model: attention, KV; 24,6 for three ranks")
     options.add_argument("--block-sizes", default="16,16", help="of prefill and decode")
     options.add_argument(
         "--layouts", default=",", help="of prefill and decode: NHD or HND; vLLM's own choice where none is named"
@@ -248,16 +264,23 @@ def main() -> None:
     options.add_argument("--budget-s", type=float, default=560.0, help="a start that would come later is left out")
     asked = options.parse_args()
     end = time.monotonic() + asked.budget_s
-    gpus, sizes, lengths = (
-        [int(one) for one in text.split(",")] for text in (asked.gpus, asked.block_sizes, asked.lengths)
-    )
+    sides = [
+        Side(name, gpus.split("+"), int(size), layout)
+        for name, gpus, size, layout in zip(
+            "pd", asked.gpus.split(","), asked.block_sizes.split(","), asked.layouts.split(","), strict=True
+        )
+    ]
+    lengths = [int(one) for one in asked.lengths.split(",")]
     rates = [float(one) for one in asked.rates.split(",") if one]
+    heads, kv_heads = (int(one) for one in asked.heads.split(","))
+    config = MODEL | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    token_nbytes = TOKEN_BYTES_OF_A_HEAD * kv_heads
     told: dict[str, list[Figures]] = {}
     fleet = GpuEngines()
     try:
         model = fleet.directory / "llama"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        (model / "config.json").write_text(json.dumps(config))
         longest = 0.0
         for number, name in enumerate(asked.connectors.split(",")):
             began = time.monotonic()
@@ -265,16 +288,16 @@ def main() -> None:
                 print(f"{name}: no time is left for start {number + 1}", file=sys.stderr, flush=True)
                 break
             print(f"starting two engines with {name}", file=sys.stderr, flush=True)
-            with started(model, gpus, sizes, asked.layouts.split(","), end - began, CONNECTORS[name]) as both:
+            with started(model, *sides, end - began, CONNECTORS[name]) as both:
                 up = time.monotonic()
                 told.setdefault(name, []).append(measure(both, asked.rounds, lengths, rates, 1 + 10_000 * number))
             longest = time.monotonic() - began
             print(f"{name}: up after {up - began:.0f} s, measured in {time.monotonic() - up:.0f} s", file=sys.stderr)
-            for line in table(told):
+            for line in table(told, token_nbytes):
                 print(line, file=sys.stderr, flush=True)
     finally:
         fleet.close()
-    for line in table(told):
+    for line in table(told, token_nbytes):
         print(line)
 
 
