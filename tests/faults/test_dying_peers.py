@@ -88,8 +88,7 @@ async def test_peers_that_wait_are_tried_together_and_one_of_them_harms_no_other
         agent = Agent(f"tried-{number}")
         stack.push_async_callback(agent.close)
         await agent.start()
-        await agent.register(span)
-        peers.append(parse(agent.name, await agent.metadata()))
+        peers.append(parse(agent.name, await agent.register(span)))
     address = inner(peers[2].blob)[0]
     hostile = bytearray(peers[2].blob)
     hostile[address.start : address.stop] = bytes(len(address))
