@@ -13,6 +13,8 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # processes are started beside gRP
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would also use a device that another test makes, and takes away
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of some hundred processes would compile all of our sources again
+
 import pytest
 
 from kvferryd.demo import fleet as demo_fleet
