@@ -9,8 +9,8 @@ VLLM          ?= 0.32.0
 SGLANG_VENV   ?= .venv-sglang
 SGLANG_READY  := $(SGLANG_VENV)/.ready
 SGLANG        ?= 0.5.23
-# Two processes, each with the daemons of its own modules: most of a test is waiting for a process to start.
-BESIDE        ?= --numprocesses 2 --dist loadfile
+# Four processes, also on two cores: half of a test is waiting for other processes. A module goes to one of them (tests/conftest.py).
+BESIDE        ?= --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests/faults: as many processes, and as often in a row.
 WORKERS       ?= 2
 TIMES         ?= 1
