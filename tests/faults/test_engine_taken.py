@@ -76,6 +76,7 @@ async def test_a_stranger_with_the_same_engine_id_and_epoch_changes_nothing(scen
         await scene.reads(f"later-{turn}", scene.source)
 
 
+@pytest.mark.slow
 async def test_not_even_when_the_peer_was_forgotten_because_of_a_failure(scene: Scene) -> None:
     (daemon,) = scene.source.daemons
     daemon.signal(signal.SIGSTOP)

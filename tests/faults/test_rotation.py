@@ -89,6 +89,7 @@ def checks(daemon: DaemonService) -> int:
     return daemon.log.read_text().count("what callers have proven was checked again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Secret, Certified])
 @pytest.mark.timeout(300)
 async def test_what_daemons_prove_is_changed_without_a_failed_transfer(
@@ -180,6 +181,7 @@ class Routers:
         return self._of[self.token]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_tokens_are_changed_under_a_stream_of_orders_and_none_fails(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
@@ -244,6 +246,7 @@ async def test_tokens_are_changed_under_a_stream_of_orders_and_none_fails(
         await asyncio.gather(*streams)
 
 
+@pytest.mark.slow
 async def test_who_is_left_with_an_old_secret_is_cut_off_in_connections_that_stand(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
