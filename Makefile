@@ -16,6 +16,7 @@ WORKERS       ?= 2
 TIMES         ?= 1
 export ENGINES_VENV SGLANG_VENV
 export NIXL_LOG_LEVEL ?= ERROR
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
 .PHONY: bench-vllm bench-vllm-gpu soak lint format proto reference bench clean
