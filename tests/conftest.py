@@ -49,6 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("pytest-xdist does not see its groups with this pytest: make setup")
+
+
 def pytest_report_header() -> str:
     return f"tests/fuzz: FUZZ_SEED={FUZZ_SEED} repeats this run"
 
