@@ -19,7 +19,7 @@ export NIXL_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu soak lint format proto reference bench clean
+.PHONY: bench-vllm bench-vllm-gpu soak soak-vllm lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines, behind SGLang's ro
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py
+
+soak-vllm: $(READY) $(ENGINES_READY) ## the same with two vLLM engines: clients that leave, preemption, engines that die
+	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest -m "engines and long" tests/engines/test_vllm_soak.py
 
 lint: $(READY) ## format check, lint, types and declared packages
 	@$(BIN)/ruff format --check .
