@@ -9,15 +9,16 @@ VLLM          ?= 0.32.0
 SGLANG_VENV   ?= .venv-sglang
 SGLANG_READY  := $(SGLANG_VENV)/.ready
 SGLANG        ?= 0.5.23
-# Two processes, each with the daemons of its own modules: most of a test is waiting for a process to start.
-BESIDE        ?= --numprocesses 2 --dist loadfile
+# Four processes, on two cores as well: half of a test is waiting for others. tests/conftest.py says what goes together.
+BESIDE        ?= --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests/faults: as many processes, and as often in a row.
 WORKERS       ?= 2
 TIMES         ?= 1
 export ENGINES_VENV SGLANG_VENV
 export NIXL_LOG_LEVEL ?= ERROR
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
+.PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
 .PHONY: bench-vllm bench-vllm-gpu soak soak-vllm lint format proto reference bench clean
 
 help: ## show this list
@@ -37,6 +38,9 @@ demo: $(READY) ## two engines of different shape, their daemons and a proxy; eve
 
 test: $(READY) ## the tests, without the slow ones
 	@$(BIN)/python -m pytest $(BESIDE) -m "not slow and not long and not engines"
+
+test-slow: $(READY) ## what the gate runs beside make test: more faults, a minute of the soak, larger engines
+	@$(BIN)/python -m pytest $(BESIDE) -m "slow and not engines"
 
 test-long: $(READY) ## the whole matrix of faults, 50 deaths under load, thousands of hostile messages: half an hour
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "long and not engines" tests/faults tests/fuzz
