@@ -62,6 +62,7 @@ class GpuEngines(Engines):
     flags: ClassVar[Sequence[str]] = (
         "--dtype", "bfloat16", "--load-format", "dummy", "--kv-cache-memory-bytes", str(8 << 30),
         "--max-model-len", "16384", "--max-num-batched-tokens", "8192", "--max-num-seqs", "64",
+        "--gpu-memory-utilization", "0.45",  # two engines may share a GPU
     )  # fmt: skip
     python_path: ClassVar[Sequence[str]] = ()
 
@@ -254,7 +255,9 @@ def main() -> None:
     options.add_argument("--connectors", default="kvferry,NixlConnector,NixlConnector,kvferry", help="in turns")
     options.add_argument("--rounds", type=int, default=10, help="requests of each length with each start")
     options.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="prompts, in tokens")
-    options.add_argument("--gpus", default="0,1", help="of prefill and decode; 0+1,2+3: two ranks on either side")
+    options.add_argument(
+        "--gpus", default="0,1", help="of prefill and decode; 0+1,2+3: two ranks on either side; 0+1,1: GPU 1 is shared"
+    )
     options.add_argument("--heads", default="32,8", help="of the model: attention, KV; 24,6 for three ranks")
     options.add_argument("--block-sizes", default="16,16", help="of prefill and decode")
     options.add_argument(
