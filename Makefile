@@ -60,7 +60,7 @@ $(ENGINES_READY): tests/engines/install.py pyproject.toml
 	@$(ENGINES_VENV)/bin/python tests/engines/install.py $(VLLM)
 	@touch $@
 
-test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides, and other projects' routers: those of the gate
+test-engines: $(READY) $(ENGINES_READY) ## real vLLM engines on both sides, other projects' routers, and SGLang where there is one: those of the gate
 	@$(BIN)/python -m pytest -m "engines and not long" tests/engines
 
 test-engines-all: $(READY) $(ENGINES_READY) ## all of them: more shapes, each prompt alone, daemons killed 50 times
