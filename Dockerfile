@@ -40,18 +40,18 @@ FROM build AS build-cpu
 COPY deploy/locks/cpu.txt deploy/locks/
 # nixl_ep, for expert parallelism, is 90 MB that kvferry does not use.
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-compile --no-deps --require-hashes \
+    /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-deps --require-hashes \
         --requirement deploy/locks/cpu.txt \
-    && /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-compile --no-deps /wheels/*.whl \
+    && /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-deps /wheels/*.whl \
     && rm -rf /opt/kvferry/lib/python3*/site-packages/nixl_ep*
 
 FROM build AS build-cuda
 ARG CUDA=13
 COPY deploy/locks/cuda${CUDA}.txt deploy/locks/
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-compile --no-deps --require-hashes \
+    /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-deps --require-hashes \
         --requirement "deploy/locks/cuda${CUDA}.txt" \
-    && /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-compile --no-deps /wheels/*.whl \
+    && /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-deps /wheels/*.whl \
     && rm -rf /opt/kvferry/lib/python3*/site-packages/nixl_ep*
 
 # An engine's image with the client in it: the plug-in kvferry.vllm, and what it needs beside vLLM's own packages.

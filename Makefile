@@ -9,16 +9,17 @@ VLLM          ?= 0.32.0
 SGLANG_VENV   ?= .venv-sglang
 SGLANG_READY  := $(SGLANG_VENV)/.ready
 SGLANG        ?= 0.5.23
-# Two processes, each with the daemons of its own modules: most of a test is waiting for a process to start.
-BESIDE        ?= --numprocesses 2 --dist loadfile
+# Four processes, on two cores as well: half of a test is waiting for others. tests/conftest.py says what goes together.
+BESIDE        ?= --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests/faults: as many processes, and as often in a row.
 WORKERS       ?= 2
 TIMES         ?= 1
 export ENGINES_VENV SGLANG_VENV
 export NIXL_LOG_LEVEL ?= ERROR
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang soak lint format proto reference bench clean
+.PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang soak soak-vllm lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,9 @@ demo: $(READY) ## two engines of different shape, their daemons and a proxy; eve
 
 test: $(READY) ## the tests, without the slow ones
 	@$(BIN)/python -m pytest $(BESIDE) -m "not slow and not long and not engines"
+
+test-slow: $(READY) ## what the gate runs beside make test: more faults, a minute of the soak, larger engines
+	@$(BIN)/python -m pytest $(BESIDE) -m "slow and not engines"
 
 test-long: $(READY) ## the whole matrix of faults, 50 deaths under load, thousands of hostile messages: half an hour
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "long and not engines" tests/faults tests/fuzz
@@ -76,6 +80,9 @@ test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines, behind SGLang's ro
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py
 
+soak-vllm: $(READY) $(ENGINES_READY) ## the same with two vLLM engines: clients that leave, preemption, engines that die
+	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest -m "engines and long" tests/engines/test_vllm_soak.py
+
 lint: $(READY) ## format check, lint, types and declared packages
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -98,11 +105,11 @@ bench: $(READY) ## the benchmarks of docs/benchmarks.md
 bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, beside vLLM's NixlConnector
 	@$(BIN)/python tests/engines/bench_handover.py $(BENCH)
 
-bench-sglang: $(READY) $(SGLANG_READY) ## handover between real SGLang engines, beside SGLang's own NIXL backend
-	@$(BIN)/python tests/engines/bench_sglang.py $(BENCH)
-
 bench-vllm-gpu: $(READY) ## the same on two GPUs; ENGINES_VENV: an environment with vLLM for CUDA
 	@$(BIN)/python tests/engines/bench_gpu.py $(BENCH)
+
+bench-sglang: $(READY) $(SGLANG_READY) ## handover between real SGLang engines, beside SGLang's own NIXL backend
+	@$(BIN)/python tests/engines/bench_sglang.py $(BENCH)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import uuid
@@ -13,6 +14,8 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # processes are started beside gRP
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would also use a device that another test makes, and takes away
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of some hundred processes would compile all of our sources again
+
 import pytest
 
 from kvferryd.demo import fleet as demo_fleet
@@ -23,8 +26,32 @@ demo_fleet.PORTS = demo_fleet.PORTS[WORKER::WORKERS]
 """A port is found free before a daemon takes it: workers beside each other must not find the same one."""
 
 
+FOLDERS = ("soak", "faults", "e2e", "integration", "fuzz", "deploy")
+"""Those whose modules take the longest come first, so that no process is left alone with one at the end."""
+PAIRS = 2
+"""Processes that start the daemons that most tests of tests/integration share."""
+
 FUZZ_SEED = os.environ.setdefault("FUZZ_SEED", str(random.randrange(1 << 32)))
 """What tests/fuzz makes its cases from. In the environment, so that workers have the same."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: the tests of a module go to one process, which has its daemons, unless they say more."""
+    groups = {item.path: item.nodeid.partition("::")[0] for item in items}
+    sharing = dict.fromkeys(item.path for item in items if {"pair", "victim"} & {*getattr(item, "fixturenames", ())})
+    for number, path in enumerate(path for path in sharing if path.parent.name == "integration"):
+        groups[path] = f"pair-{number % PAIRS}"
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(groups[item.path]))
+    folders = dict(zip(FOLDERS, itertools.count(), strict=False))
+    items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("pytest-xdist does not see its groups with this pytest: make setup")
 
 
 def pytest_report_header() -> str:

@@ -34,6 +34,14 @@ def test_the_daemon_is_served_by_a_user_that_is_not_root(target: str) -> None:
     assert re.search(r"^HEALTHCHECK .*kvferry-healthz", text, re.M)
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_no_start_compiles_python(target: str) -> None:
+    """The daemon's user cannot write what it compiles: each start would do it again, for as long as the rest takes."""
+    installs = re.findall(r"pip --python /opt/kvferry/bin/python install (.*)", stage(f"build-{target}"))
+    assert len(installs) == 2
+    assert not any("--no-compile" in install for install in installs)
+
+
 @pytest.mark.parametrize("lock", ["build", "cpu", "cuda12", "cuda13", "sbom"])
 def test_locks_name_versions_and_hashes_and_no_registry(lock: str) -> None:
     text = (LOCKS / f"{lock}.txt").read_text()

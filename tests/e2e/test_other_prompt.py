@@ -16,6 +16,8 @@ import pytest
 from kvferryd.demo.fleet import Fleet, Service
 
 LENGTH = 75
+START_S = 240
+"""Of all together, on a machine with other work."""
 PUBLISH = {"do_remote_decode": True}
 
 
@@ -34,6 +36,7 @@ def stage() -> Iterator[Stage]:
     fleet = Fleet()
     try:
         first, second, third = fleet.daemons("prefill", 1), fleet.daemons("decode", 2), fleet.daemons("bare", 1)
+        asyncio.run(fleet.ready(*fleet.services, timeout_s=START_S))  # an engine waits ten seconds for its daemon
         prefill = fleet.engine("prefill", preset="tiny", block_size=8, daemons=first)
         decode = fleet.engine("decode", preset="tiny", tp=2, layout="HND", block_size=5, daemons=second)
         flags = ("--no-prefix-cache", "--on-load-failure", "recompute")
@@ -43,7 +46,7 @@ def stage() -> Iterator[Stage]:
             order: fleet.proxy(prefill, bare, prefill_daemons=first, decode_daemons=third, order=order)
             for order in ("engine", "router")
         }
-        asyncio.run(fleet.ready(*fleet.services, timeout_s=60))
+        asyncio.run(fleet.ready(*fleet.services, timeout_s=START_S))
         yield Stage(prefill, decode, bare, alone, proxies)
     finally:
         fleet.close()

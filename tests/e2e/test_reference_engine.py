@@ -181,7 +181,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     "options",
     [
         ("--tp", "2", "--layout", "HND", "--block-size", "5", "--max-tokens-per-step", "17"),
-        ("--tp", "4", "--layout", "cross_layer", "--block-size", "8"),
+        pytest.param(("--tp", "4", "--layout", "cross_layer", "--block-size", "8"), marks=pytest.mark.slow),
         pytest.param(("--tp", "3", "--layout", "interleaved", "--block-size", "32"), marks=pytest.mark.slow),
         pytest.param(("--tp", "6", "--layout", "head dim slot block kv layer"), marks=pytest.mark.slow),
     ],
@@ -305,6 +305,7 @@ def test_a_client_that_goes_away_frees_its_blocks(engine):
         wait_until(lambda: engine.occupancy()["free_blocks"] >= free)
 
 
+@pytest.mark.slow
 def test_eight_prompts_of_200_tokens_are_answered_at_once(serving):
     engine = serving("--preset", "demo", "--tp", "2", "--no-prefix-cache")
     answers = engine.complete([prompt(200, seed=i) for i in range(8)], 32)
@@ -324,6 +325,7 @@ def test_a_killed_worker_brings_the_engine_down_with_its_name(tmp_path):
     assert "the worker of rank" in engine.errors.read_text()
 
 
+@pytest.mark.slow
 def test_an_idle_worker_that_dies_brings_the_engine_down_too(tmp_path):
     engine = serve(tmp_path)
     os.kill(engine.workers()[0], signal.SIGKILL)

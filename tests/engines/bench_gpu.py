@@ -6,6 +6,10 @@
 Decode leg: from the decode request to its first token, the prefill's answer in hand. The floor is the same prompt asked
 again: then the decode engine has its KV in its own prefix cache. Weights are vLLM's dummy ones, the same on both sides;
 free blocks are in no order, as they are after an hour's traffic. Each connector has the GPUs to itself, in turns.
+"kvferry known": the decode daemon has the prefill's in `known_peers`, and meets it before anybody asks.
+"kvferry checked": daemons compare a checksum of every byte with the source's before a transfer is done.
+Then requests come by chance, more and more of them in a second (--rates): time to first token as the client sees it,
+prefill included, and what the pair answers in a second.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ from typing import Any, ClassVar
 import httpx
 from bench_handover import leg
 
-from engines import ANSWER_S, Engines, Pair, Service, complete, prompt
-from kvferryd.demo.fleet import ServiceError
+from engines import ANSWER_S, Engines, Pair, complete, prompt
+from kvferryd.demo.fleet import DaemonService, Service, ServiceError
 
 VOCABULARY = 32_000
 MODEL = {
@@ -42,12 +46,15 @@ MODEL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 """The shape of an 8B Llama: 128 KiB of KV a token."""
-TOKEN_BYTES = 2 * 2 * 32 * 8 * 128
+TOKEN_BYTES_OF_A_HEAD = 2 * 2 * 32 * 128
 LENGTHS = (128, 1024, 4096, 8192)
 AT_ONCE, AT_ONCE_LENGTH = 16, 2048
+LOAD_S, LOAD_LENGTH, LOAD_TOKENS = 8.0, 2048, 32
+"""Of each rate: how long requests come, their prompts and answers in tokens."""
 CONNECTORS = {
-    "kvferry": {}, "kvferry staged": {"flags": ("--way", "staged")}, "NixlConnector": {"kvferry": False},
-    "kvferry adopted": {"options": {"memory": "adopted"}},
+    "kvferry": {}, "kvferry staged": {"flags": ("--way", "staged")}, "kvferry known": {"known": True},
+    "kvferry adopted": {"options": {"memory": "adopted"}}, "kvferry checked": {"flags": ("--checksum",)},
+    "NixlConnector": {"kvferry": False},
 }  # fmt: skip
 
 
@@ -55,6 +62,7 @@ class GpuEngines(Engines):
     flags: ClassVar[Sequence[str]] = (
         "--dtype", "bfloat16", "--load-format", "dummy", "--kv-cache-memory-bytes", str(8 << 30),
         "--max-model-len", "16384", "--max-num-batched-tokens", "8192", "--max-num-seqs", "64",
+        "--gpu-memory-utilization", "0.45",  # two engines may share a GPU
     )  # fmt: skip
     python_path: ClassVar[Sequence[str]] = ()
 
@@ -64,6 +72,14 @@ class GpuEngines(Engines):
         found = super()._environment() | kept
         del found["TORCHDYNAMO_DISABLE"]
         return found
+
+
+@dataclass
+class Load:
+    first_ms: list[float]
+    """Of every request: from when it came to its first token."""
+    answered: float
+    """Requests a second, until the last had its last token."""
 
 
 @dataclass
@@ -77,40 +93,66 @@ class Figures:
     floors: dict[int, list[float]] = field(default_factory=dict)
     at_once: list[float] = field(default_factory=list)
     """Until the last of the requests has its first token."""
+    loads: dict[float, Load] = field(default_factory=dict)
+    """By requests a second."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine. `gpus`: one for each rank. `layout`: NHD or HND; vLLM's own choice where it is empty."""
+
+    name: str
+    gpus: Sequence[str]
+    block_size: int
+    layout: str
+
+    def daemons(self, fleet: GpuEngines, flags: Sequence[str]) -> list[DaemonService]:
+        """One for each rank, rank 0 first."""
+        found: list[DaemonService] = []
+        for rank, gpu in enumerate(self.gpus):
+            roster = found[0] if found else None
+            on_gpu = ("--device", f"cuda:{gpu}", *flags)
+            found.append(fleet.daemon(f"{self.name}-{rank}", roster=roster, flags=on_gpu))
+        return found
+
+    def engine(self, fleet: GpuEngines, model: Path, daemons: Sequence[DaemonService], how: dict[str, Any]) -> Service:
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        if self.layout:
+            environment["VLLM_KV_CACHE_LAYOUT"] = self.layout
+        return fleet.vllm(
+            self.name, model, daemons, ranks=len(self.gpus), block_size=self.block_size,
+            options=how.get("options"), environment=environment,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
-def started(
-    model: Path, gpus: Sequence[int], block_sizes: Sequence[int], start_s: float, how: dict[str, Any]
-) -> Iterator[Pair]:
+def started(model: Path, prefill: Side, decode: Side, start_s: float, how: dict[str, Any]) -> Iterator[Pair]:
     """Raises ServiceError."""
     fleet = GpuEngines()
     try:
-        daemons: dict[str, list[Any]] = {"p": [], "d": []}
+        sources, readers = list[DaemonService](), list[DaemonService]()
         if how.get("kvferry", True):
-            for name, gpu in zip(daemons, gpus, strict=True):
-                daemons[name] = fleet.daemons(name, 1, flags=("--device", f"cuda:{gpu}", *how.get("flags", ())))
-            asyncio.run(fleet.ready(*chain.from_iterable(daemons.values()), timeout_s=60))
-        engines = [
-            fleet.vllm(
-                name, model, daemons[name], block_size=size, options=how.get("options"),
-                environment={"CUDA_VISIBLE_DEVICES": str(gpu)},
-            )
-            for name, gpu, size in zip(daemons, gpus, block_sizes, strict=True)
-        ]  # fmt: skip
+            flags = how.get("flags", ())
+            sources = prefill.daemons(fleet, flags)
+            known = ("--known-peers", sources[0].peer) if how.get("known") else ()
+            readers = decode.daemons(fleet, (*flags, *known))
+            asyncio.run(fleet.ready(*sources, *readers, timeout_s=60))
+        engines = [prefill.engine(fleet, model, sources, how), decode.engine(fleet, model, readers, how)]
         asyncio.run(fleet.ready(*engines, timeout_s=start_s))
-        yield Pair(fleet, *engines, daemons["p"], daemons["d"])
+        yield Pair(fleet, *engines, sources, readers)
     except ServiceError as error:
-        error.add_note(error.service.tail(40))
+        error.add_note(error.service.tail(120))
         raise
     finally:
         fleet.close()
 
 
-def first_token_ms(http: httpx.Client, engine: Service, tokens: list[int], params: object) -> float:
+def first_token_ms(
+    http: httpx.Client, engine: Service, tokens: list[int], params: object, max_tokens: int = 2
+) -> float:
     """Raises KeyError when the engine gives no token."""
     began = time.perf_counter()
-    events = leg(http, engine, tokens, 2, params)
+    events = leg(http, engine, tokens, max_tokens, params)
     json.loads(next(events).removeprefix("data: "))["choices"][0]
     took = time.perf_counter() - began
     for _ in events:
@@ -127,14 +169,35 @@ def scatter(engine: Service, seed: int) -> None:
             answer.raise_for_status()
 
 
-def measure(both: Pair, rounds: int, lengths: Sequence[int], seed: int) -> Figures:
+def loaded(http: httpx.Client, both: Pair, rate: float, seed: int) -> Load:
+    """Requests that come at `rate` a second, each when chance says (a Poisson process), whether others wait or not."""
+    chance, times = random.Random(rate), [0.0]  # the same for every connector
+    while times[-1] < LOAD_S:
+        times.append(times[-1] + chance.expovariate(rate))
+    began = time.perf_counter()
+
+    def one(number: int) -> float:
+        time.sleep(max(0.0, began + times[number] - time.perf_counter()))
+        tokens = prompt(LOAD_LENGTH, seed + number, VOCABULARY)
+        params = both.prefilled(tokens, http)
+        decode = time.perf_counter()
+        return (decode - began - times[number]) * 1e3 + first_token_ms(http, both.decode, tokens, params, LOAD_TOKENS)
+
+    with ThreadPoolExecutor(len(times)) as pool:
+        first_ms = list(pool.map(one, range(len(times))))
+    return Load(first_ms, len(times) / (time.perf_counter() - began))
+
+
+def measure(both: Pair, rounds: int, lengths: Sequence[int], rates: Sequence[float], seed: int) -> Figures:
     figures = Figures()
-    limits = httpx.Limits(max_connections=2 * AT_ONCE)
+    limits = httpx.Limits(max_connections=None)
     with httpx.Client(trust_env=False, timeout=ANSWER_S, limits=limits) as http:
         for engine in (both.prefill, both.decode):
             scatter(engine, seed)
         warm = prompt(AT_ONCE_LENGTH, seed, VOCABULARY)
         figures.first = first_token_ms(http, both.decode, warm, both.prefilled(warm))
+        for record in both.transfers()[-1:] if both.decode_daemons else ():
+            print(f"the first: {figures.first:.0f} ms, of it {record.phases_ms}", file=sys.stderr, flush=True)
         for i in range(2):
             warm = prompt(max(lengths), seed + i + 1, VOCABULARY)
             first_token_ms(http, both.decode, warm, both.prefilled(warm))
@@ -151,6 +214,8 @@ def measure(both: Pair, rounds: int, lengths: Sequence[int], seed: int) -> Figur
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(lambda one: first_token_ms(http, both.decode, *one), zip(asked, told, strict=True)))
             figures.at_once.append((time.perf_counter() - began) * 1e3)
+        for number, rate in enumerate(rates):
+            figures.loads[rate] = loaded(http, both, rate, seed + 5000 + 1000 * number)
     return figures
 
 
@@ -158,7 +223,7 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else math.nan
 
 
-def table(told: dict[str, list[Figures]]) -> Iterator[str]:
+def table(told: dict[str, list[Figures]], token_nbytes: int) -> Iterator[str]:
     names = list(told)
     yield "| decode leg, ms (median; of all starts) | " + " | ".join(names) + " | prefix-cache hit |"
     yield "|---" * (len(names) + 2) + "|"
@@ -167,11 +232,22 @@ def table(told: dict[str, list[Figures]]) -> Iterator[str]:
         medians = [median([ms for each in told[name] for ms in each.legs.get(length, [])]) for name in names]
         floor = median([ms for each in chain.from_iterable(told.values()) for ms in each.floors.get(length, [])])
         row = " | ".join(f"{ms:.1f}" for ms in (*medians, floor))
-        yield f"| {length} tokens, {length * TOKEN_BYTES / 1e6:.0f} MB | {row} |"
+        yield f"| {length} tokens, {length * token_nbytes / 1e6:.0f} MB | {row} |"
     at_once = " | ".join(f"{median([ms for each in told[name] for ms in each.at_once]):.1f}" for name in names)
     yield f"| {AT_ONCE} of {AT_ONCE_LENGTH} tokens at once, until the last | {at_once} | |"
     first = " | ".join(" ".join(f"{each.first:.0f}" for each in told[name]) for name in names)
     yield f"| the first between the two engines, {AT_ONCE_LENGTH} tokens, by start | {first} | |"
+    for rate in sorted({rate for each in chain.from_iterable(told.values()) for rate in each.loads}):
+        loads = [[each.loads[rate] for each in told[name] if rate in each.loads] for name in names]
+        cells = " | ".join(_load(found) for found in loads)
+        yield f"| {rate:g} requests a second, {LOAD_LENGTH} tokens: TTFT p50, p99; answered a second | {cells} | |"
+
+
+def _load(found: Sequence[Load]) -> str:
+    if not found:
+        return ""
+    cut = statistics.quantiles(chain.from_iterable(each.first_ms for each in found), n=100)
+    return f"{cut[49]:.0f}, {cut[98]:.0f}; {median([each.answered for each in found]):.1f}"
 
 
 def main() -> None:
@@ -179,20 +255,35 @@ def main() -> None:
     options.add_argument("--connectors", default="kvferry,NixlConnector,NixlConnector,kvferry", help="in turns")
     options.add_argument("--rounds", type=int, default=10, help="requests of each length with each start")
     options.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="prompts, in tokens")
-    options.add_argument("--gpus", default="0,1", help="of prefill and decode")
+    options.add_argument(
+        "--gpus", default="0,1", help="of prefill and decode; 0+1,2+3: two ranks on either side; 0+1,1: GPU 1 is shared"
+    )
+    options.add_argument("--heads", default="32,8", help="of the model: attention, KV; 24,6 for three ranks")
     options.add_argument("--block-sizes", default="16,16", help="of prefill and decode")
+    options.add_argument(
+        "--layouts", default=",", help="of prefill and decode: NHD or HND; vLLM's own choice where none is named"
+    )
+    options.add_argument("--rates", default="4,8,12", help="rising load, in requests a second; empty for none")
     options.add_argument("--budget-s", type=float, default=560.0, help="a start that would come later is left out")
     asked = options.parse_args()
     end = time.monotonic() + asked.budget_s
-    gpus, sizes, lengths = (
-        [int(one) for one in text.split(",")] for text in (asked.gpus, asked.block_sizes, asked.lengths)
-    )
+    sides = [
+        Side(name, gpus.split("+"), int(size), layout)
+        for name, gpus, size, layout in zip(
+            "pd", asked.gpus.split(","), asked.block_sizes.split(","), asked.layouts.split(","), strict=True
+        )
+    ]
+    lengths = [int(one) for one in asked.lengths.split(",")]
+    rates = [float(one) for one in asked.rates.split(",") if one]
+    heads, kv_heads = (int(one) for one in asked.heads.split(","))
+    config = MODEL | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    token_nbytes = TOKEN_BYTES_OF_A_HEAD * kv_heads
     told: dict[str, list[Figures]] = {}
     fleet = GpuEngines()
     try:
         model = fleet.directory / "llama"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        (model / "config.json").write_text(json.dumps(config))
         longest = 0.0
         for number, name in enumerate(asked.connectors.split(",")):
             began = time.monotonic()
@@ -200,16 +291,16 @@ def main() -> None:
                 print(f"{name}: no time is left for start {number + 1}", file=sys.stderr, flush=True)
                 break
             print(f"starting two engines with {name}", file=sys.stderr, flush=True)
-            with started(model, gpus, sizes, end - began, CONNECTORS[name]) as both:
+            with started(model, *sides, end - began, CONNECTORS[name]) as both:
                 up = time.monotonic()
-                told.setdefault(name, []).append(measure(both, asked.rounds, lengths, 1 + 10_000 * number))
+                told.setdefault(name, []).append(measure(both, asked.rounds, lengths, rates, 1 + 10_000 * number))
             longest = time.monotonic() - began
             print(f"{name}: up after {up - began:.0f} s, measured in {time.monotonic() - up:.0f} s", file=sys.stderr)
-            for line in table(told):
+            for line in table(told, token_nbytes):
                 print(line, file=sys.stderr, flush=True)
     finally:
         fleet.close()
-    for line in table(told):
+    for line in table(told, token_nbytes):
         print(line)
 
 

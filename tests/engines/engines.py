@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -146,9 +147,9 @@ class Pair:
         """Prefill on one, decode on the other: the tokens that the client gets."""
         return tokens_of(complete(self.decode, tokens, kv_transfer_params=self.prefilled(tokens), **more))
 
-    def prefilled(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The answer's kv_transfer_params."""
-        answer = complete(self.prefill, tokens, max_tokens=1, kv_transfer_params=PREFILL_LEG)
+    def prefilled(self, tokens: Sequence[int], http: httpx.Client | None = None) -> dict[str, Any]:
+        """The answer's kv_transfer_params. http: whose connections are used."""
+        answer = complete(self.prefill, tokens, http, max_tokens=1, kv_transfer_params=PREFILL_LEG)
         assert answer.status_code == 200, answer.text
         params = answer.json()["kv_transfer_params"]
         assert isinstance(params, dict)
@@ -284,14 +285,20 @@ def prompt(length: int, seed: int = 0, vocabulary: int = MODEL.vocab_size) -> li
 
 
 def complete(
-    engine: Service, tokens: Sequence[int] | Sequence[Sequence[int]], *, max_tokens: int = 16, **more: Any
+    engine: Service,
+    tokens: Sequence[int] | Sequence[Sequence[int]],
+    http: httpx.Client | None = None,
+    *,
+    max_tokens: int = 16,
+    **more: Any,
 ) -> httpx.Response:
+    """http: whose connections are used; one of its own where none is given."""
     body = {
         "model": "m", "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "detokenize": False,
     }  # fmt: skip
-    with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
-        return http.post(f"{engine.url}/v1/completions", json=body | more)
+    with contextlib.nullcontext(http) if http else httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
+        return client.post(f"{engine.url}/v1/completions", json=body | more)
 
 
 def tokens_of(response: httpx.Response) -> list[int]:

@@ -22,7 +22,6 @@ from hosts import Host, host
 
 from kvferryd.demo.fleet import Fleet
 
-HERE = Path(__file__).parent
 LAST = 40
 """Lines of each log that are told of a failure, and as many of warnings and worse."""
 
@@ -39,14 +38,6 @@ def far() -> Iterator[Host]:
     """Another host: skips, saying so, where this process may not make network namespaces."""
     with host() as far:
         yield far
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: the tests of a module go to one worker, which has its daemons, unless they say more."""
-    for item in items:
-        if item.path.parent == HERE and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(wrapper=True)

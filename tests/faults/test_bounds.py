@@ -66,6 +66,7 @@ async def from_address(daemon: DaemonService, address: str) -> AsyncIterator[pee
             server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_streams_of_one_address_do_not_keep_others_out(daemons: Daemons, stack: AsyncExitStack) -> None:
     (there,), (here,) = await daemons.start("besieged-s"), await daemons.start("besieged-r")
@@ -116,6 +117,7 @@ def hostile(nbytes: int) -> layout_pb2.Manifest:
     return manifest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_large_hostile_manifest_does_not_stop_the_loop(daemons: Daemons, stack: AsyncExitStack) -> None:
     """Seconds of work: others are answered again and again before it is."""
@@ -135,6 +137,7 @@ async def test_a_large_hostile_manifest_does_not_stop_the_loop(daemons: Daemons,
     assert answered >= 10
 
 
+@pytest.mark.slow
 async def test_one_address_waits_for_its_own_turns_only(daemons: Daemons, stack: AsyncExitStack) -> None:
     (daemon,) = await daemons.start("turns")
     engine, _ = await engine_on(stack, "turns", daemon)
@@ -214,6 +217,7 @@ def trying(daemon: DaemonService) -> set[int]:
     return {pid for pid in pids if b"kvferryd.transport.screening" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
+@pytest.mark.slow
 async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons, stack: AsyncExitStack) -> None:
     """With the process that tried it."""
     (there,), (here,) = await daemons.start("tried-s"), await daemons.start("tried-r", 1, "--connect-timeout-s", "1")
@@ -238,6 +242,7 @@ async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons,
     await until(met, "it is met with another process")
 
 
+@pytest.mark.slow
 async def test_a_process_that_tries_metadata_and_does_not_come_up_is_given_up(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +300,7 @@ async def test_calls_of_all_addresses_together_are_bounded(
         call.cancel()
 
 
+@pytest.mark.slow
 async def test_a_peer_that_is_not_read_from_for_long_is_forgotten(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +363,7 @@ async def test_a_poll_is_answered_as_things_stand_when_it_was_long_enough(
             assert '"waiting"' in answer.text
 
 
+@pytest.mark.slow
 async def test_so_many_explanations_are_in_work_and_more_are_told_to_come_again(daemons: Daemons) -> None:
     """Each takes seconds of a core; the daemon answers others meanwhile."""
     (daemon,) = await daemons.start("explaining")
@@ -376,6 +383,7 @@ async def test_so_many_explanations_are_in_work_and_more_are_told_to_come_again(
         assert (await http.post("/v1/explain", json=body)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_orders_beyond_the_bound_are_refused_before_they_cost_memory(
     daemons: Daemons, stack: AsyncExitStack
 ) -> None:
@@ -406,6 +414,7 @@ async def test_orders_beyond_the_bound_are_refused_before_they_cost_memory(
         assert len((await http.get("/v1/transfers")).json()["transfers"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "files", "bound"),
     [({"kvferryd.api.rest.server.MAX_CONNECTIONS": 8}, 0, 8), ({}, 200, 50)],
@@ -450,6 +459,7 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
     await until(one_more_is_ended, "all have a request, and a new connection is ended")
 
 
+@pytest.mark.slow
 async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,6 +484,7 @@ async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read
     assert done[0] == "urgent", done
 
 
+@pytest.mark.slow
 async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -71,6 +71,7 @@ async def is_not_dialled(bell: Doorbell) -> None:
     assert bell.rung == rung
 
 
+@pytest.mark.slow
 async def test_a_peer_that_is_back_is_reached_at_once_though_others_hold_a_channel_to_it(daemons: Daemons) -> None:
     """gRPC lets up to two seconds pass before it dials again, and fails calls until then."""
     (daemon,) = await daemons.start("comes-back")
@@ -92,6 +93,7 @@ async def test_a_peer_that_is_back_is_reached_at_once_though_others_hold_a_chann
         await channels.close()
 
 
+@pytest.mark.slow
 async def test_an_address_that_did_not_answer_is_not_dialled_again(daemons: Daemons, stack: AsyncExitStack) -> None:
     (daemon,) = await daemons.start("dialler")
     _, router = await engine_on(stack, "dialler", daemon)

@@ -75,7 +75,10 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
+)
 def test_a_daemon_that_is_killed_under_load_costs_failed_requests_only(
     load: Load, pair: list[DaemonService], kills: int, record_property: Seen
 ) -> None:
@@ -102,7 +105,10 @@ def test_a_daemon_that_is_killed_under_load_costs_failed_requests_only(
 
 
 @pytest.mark.parametrize("pair", [TCP], indirect=True)
-@pytest.mark.parametrize("times", [2, pytest.param(8, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "times",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+)
 def test_what_ucx_does_when_a_reader_dies_in_mid_read_costs_the_source_failed_requests_only(
     load: Load, pair: list[DaemonService], times: int, record_property: Seen
 ) -> None:
@@ -146,6 +152,7 @@ def test_the_next_daemon_has_all_that_the_one_before_had(
     record_property("seen", ["source's daemon killed under a keeper", "registered again", "", f"{took_s:.2f}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_an_engine_outlives_the_step_to_a_keeper_and_back(
     own_fleet: Fleet, request_id: str, number: signal.Signals
@@ -171,6 +178,7 @@ def test_an_engine_outlives_the_step_to_a_keeper_and_back(
         engine.client.close()
 
 
+@pytest.mark.slow
 def test_daemons_that_die_again_and_again_wait_for_their_turn(pair: list[DaemonService]) -> None:
     """The keeper says so; and being told to stop meanwhile, it ends at once, as the last one has."""
     daemon = pair[0]
@@ -223,6 +231,7 @@ def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonSer
     assert '"stopped"' in daemon.tail(1)
 
 
+@pytest.mark.slow
 def test_a_daemon_that_never_served_is_not_started_again(own_fleet: Fleet) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -232,6 +241,7 @@ def test_a_daemon_that_never_served_is_not_started_again(own_fleet: Fleet) -> No
             assert value in daemon.tail()
 
 
+@pytest.mark.slow
 def test_a_daemon_that_served_before_its_keeper_had_looked_is_followed(
     own_fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +294,7 @@ def test_a_standby_that_dies_is_replaced(own_fleet: Fleet, monkeypatch: pytest.M
     eventually(lambda: serving(daemon) == second, "it serves")
 
 
+@pytest.mark.slow
 def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
     own_fleet: Fleet, tmp_path: Path, request_id: str
 ) -> None:
@@ -308,7 +319,10 @@ def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
     engine.client.close()
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "times",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
 def test_daemons_are_upgraded_from_the_commit_before_under_load(
     own_fleet: Fleet, tmp_path: Path, request_id: str, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:

@@ -80,6 +80,7 @@ class Silent(Joining):
         return peer_pb2.AbortReply()
 
 
+@pytest.mark.slow
 async def test_a_rank_whose_daemon_answers_nothing(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
     source = await source_of(stack, daemons, "silent-source", request_id)
     (ours,) = await daemons.start("silent-reader")

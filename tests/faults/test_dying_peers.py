@@ -49,6 +49,7 @@ async def test_a_screening_process_that_died_of_one_peer_speaks_against_no_other
     await receives(reader, "r", kv, living.source())
 
 
+@pytest.mark.slow
 async def test_a_peer_that_dies_while_it_is_met_is_unreachable(daemons: Daemons, stack: AsyncExitStack) -> None:
     """It has answered the handshake; by the time that its metadata is tried there is nobody."""
     (theirs,), (ours,) = [await daemons.start(name, 1, "--way", "direct") for name in ("met-source", "met-reader")]
@@ -88,8 +89,7 @@ async def test_peers_that_wait_are_tried_together_and_one_of_them_harms_no_other
         agent = Agent(f"tried-{number}")
         stack.push_async_callback(agent.close)
         await agent.start()
-        await agent.register(span)
-        peers.append(parse(agent.name, await agent.metadata()))
+        peers.append(parse(agent.name, await agent.register(span)))
     address = inner(peers[2].blob)[0]
     hostile = bytearray(peers[2].blob)
     hostile[address.start : address.stop] = bytes(len(address))

@@ -48,6 +48,7 @@ async def test_an_engine_that_is_killed_beside_its_forked_helper_is_gone_and_may
     assert [engine.epoch for engine in await router.engines()] == [again.epoch]
 
 
+@pytest.mark.slow
 async def test_the_successor_of_a_killed_engine_is_admitted_at_once(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:

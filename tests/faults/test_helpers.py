@@ -55,6 +55,7 @@ async def test_a_stopped_process_goes_on_even_when_the_test_is_killed() -> None:
         os.kill(sleeper, signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
@@ -77,6 +78,7 @@ async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
     assert not pair.reader.differences(expected)  # given up, and yet it has arrived
 
 
+@pytest.mark.slow
 async def test_a_host_vanishes_with_its_daemon_and_comes_back(
     daemons: Daemons, far: Host, stack: AsyncExitStack, request_id: str
 ) -> None:

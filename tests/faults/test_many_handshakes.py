@@ -46,6 +46,7 @@ async def test_a_peer_that_is_forgotten_and_met_again(
     await receives(reader, "last", kv, source.source())
 
 
+@pytest.mark.slow
 async def test_a_fleet_that_was_replaced_leaves_nothing(daemons: Daemons, stack: AsyncExitStack) -> None:
     """Its engines come again under other names: those that are lost go when the first of the others is met."""
     (ours,), (theirs,) = await daemons.start("keeps", 1, *TCP), await daemons.start("replaced", 1, *TCP)

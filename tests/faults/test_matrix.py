@@ -77,8 +77,10 @@ TOGETHER = 8
 
 
 def marks(number: int, row: Row) -> list[pytest.MarkDecorator]:
+    if row in QUICK:
+        return [pytest.mark.xdist_group("quick rows")]
     together = pytest.mark.xdist_group(f"{row.setting.name}-{number // TOGETHER}")
-    return [together] if row in QUICK else [together, pytest.mark.slow if row in GATE else pytest.mark.long]
+    return [together, pytest.mark.slow if row in GATE else pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

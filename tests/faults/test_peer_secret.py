@@ -96,6 +96,7 @@ async def test_daemons_move_bytes_with_one_secret_and_none_with_two(
     assert await prewarm(stranger, source.source()) == "peer_unreachable"
 
 
+@pytest.mark.slow
 async def test_what_was_heard_between_two_daemons_is_of_no_use(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ async def test_what_was_heard_between_two_daemons_is_of_no_use(
     await router.forget_peer("tapped")
 
 
+@pytest.mark.slow
 async def test_an_impostor_that_is_dialled_gets_no_call(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
@@ -155,6 +157,7 @@ async def test_an_impostor_that_is_dialled_gets_no_call(
     assert calls == []
 
 
+@pytest.mark.slow
 async def test_an_impostor_sees_no_certificate_of_a_daemon_that_dials_it(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
@@ -184,6 +187,7 @@ async def test_an_impostor_sees_no_certificate_of_a_daemon_that_dials_it(
     assert not any(seen)
 
 
+@pytest.mark.slow
 async def test_a_secret_is_rotated_without_a_failed_transfer(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ async def stopped_while_read(source: Source, reader: Reader) -> Read:
     source.process.send_signal(signal.SIGSTOP)
     read = reader.read(source, 0, len(reader.memory))
     while not read.in_flight:
-        await reader.agent.metadata()  # the agent's thread takes turns: some of these later it has posted the read
+        await reader.agent.register()  # the agent's thread takes turns: some of these later it has posted the read
     read.abandon()
     assert not read.quiet.done()
     return read

@@ -54,6 +54,7 @@ async def test_a_source_that_dies_under_load(daemons: Daemons, stack: AsyncExitS
     await leaves_quietly(ours)
 
 
+@pytest.mark.slow
 async def test_a_seed_that_ends_before_the_ranks_that_have_joined_it(daemons: Daemons) -> None:
     seed, *others = await daemons.start("noise-seed", 3)
     engine = await TestEngine.start("noise-seed", [seed, *others], Shape.tp(3, num_blocks=16))

@@ -89,6 +89,7 @@ def checks(daemon: DaemonService) -> int:
     return daemon.log.read_text().count("what callers have proven was checked again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Secret, Certified])
 @pytest.mark.timeout(300)
 async def test_what_daemons_prove_is_changed_without_a_failed_transfer(
@@ -180,6 +181,7 @@ class Routers:
         return self._of[self.token]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_tokens_are_changed_under_a_stream_of_orders_and_none_fails(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
@@ -244,6 +246,7 @@ async def test_tokens_are_changed_under_a_stream_of_orders_and_none_fails(
         await asyncio.gather(*streams)
 
 
+@pytest.mark.slow
 async def test_who_is_left_with_an_old_secret_is_cut_off_in_connections_that_stand(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
@@ -303,18 +306,31 @@ CALLERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def ours() -> Authority:
+    return Authority("ours")
+
+
+@pytest.fixture(scope="module")
+async def certified(daemons: Daemons, tmp_path_factory: pytest.TempPathFactory, ours: Authority) -> DaemonService:
+    (cert, key), folder = ours.issue(HERE), tmp_path_factory.mktemp("certified")
+    files = {kind: folder / kind for kind in ("cert", "key", "ca")}
+    for kind, content in {"cert": cert, "key": key, "ca": ours.certificate}.items():
+        replace(files[kind], content)
+    flags = [part for kind, file in files.items() for part in (f"--tls-{kind}", str(file))]
+    return (await daemons.start("certified", 1, *flags))[0]
+
+
 @pytest.mark.parametrize(("shown", "answer"), CALLERS.values(), ids=CALLERS.keys())
 async def test_a_caller_is_let_in_by_its_certificate(
-    daemons: Daemons, tmp_path: Path, shown: str | None, answer: str
+    certified: DaemonService, ours: Authority, shown: str | None, answer: str
 ) -> None:
-    ours = Authority("ours")
-    daemon = await certified(daemons, tmp_path, f"door-{answer}-{shown}".replace(" ", "-"), ours)
     pairs = {
         "other": Authority("other").issue(HERE), "expired": ours.issue(HERE, until=NOW - DAY), "ours": ours.issue(HERE),
     }  # fmt: skip
     cert, key = pairs[shown] if shown else (None, None)
     credentials = grpc.ssl_channel_credentials(ours.certificate, key, cert)
-    async with grpc.aio.secure_channel(daemon.peer, credentials) as channel:
+    async with grpc.aio.secure_channel(certified.peer, credentials) as channel:
         assert await answer_to(peer_pb2_grpc.PeerStub(channel)) == answer
 
 
@@ -329,13 +345,11 @@ SERVERS = {
 
 @pytest.mark.parametrize(("of", "names", "answer"), SERVERS.values(), ids=SERVERS.keys())
 async def test_a_daemon_that_is_dialled_proves_that_it_is_at_home_there(
-    daemons: Daemons, stack: AsyncExitStack, tmp_path: Path, of: str, names: tuple[str, ...], answer: str
+    certified: DaemonService, ours: Authority, stack: AsyncExitStack, of: str, names: tuple[str, ...], answer: str
 ) -> None:
-    ours = Authority("ours")
     issuer = Authority("other") if of == "other" else ours
-    name = "".join(filter(str.isalnum, f"{of}{names[0]}"))
     cert, key = issuer.issue(*names, until=NOW - DAY if of == "expired" else NOW + DAY)
-    _, router = await engine_on(stack, f"d{name}", await certified(daemons, tmp_path, f"d{name}", ours))
+    _, router = await engine_on(stack, f"{of}-{names[0]}", certified)
     server = grpc.aio.server()
     peer_pb2_grpc.add_PeerServicer_to_server(Nobody(), server)
     port = server.add_secure_port(f"{HERE}:0", grpc.ssl_server_credentials([(key, cert)]))
@@ -349,12 +363,3 @@ async def test_a_daemon_that_is_dialled_proves_that_it_is_at_home_there(
 class Nobody(peer_pb2_grpc.PeerServicer):
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: object) -> peer_pb2.HandshakeReply:
         return peer_pb2.HandshakeReply()
-
-
-async def certified(daemons: Daemons, folder: Path, name: str, authority: Authority) -> DaemonService:
-    cert, key = authority.issue(HERE)
-    files = {kind: folder / f"{name}-{kind}" for kind in ("cert", "key", "ca")}
-    for kind, content in {"cert": cert, "key": key, "ca": authority.certificate}.items():
-        replace(files[kind], content)
-    flags = [part for kind, file in files.items() for part in (f"--tls-{kind}", str(file))]
-    return (await daemons.start(name, 1, *flags))[0]

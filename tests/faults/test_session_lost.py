@@ -59,6 +59,7 @@ async def test_blocks_that_a_living_engine_reuses_are_not_read(
     assert failed.value.code in ENDED
 
 
+@pytest.mark.slow
 async def test_a_publish_whose_session_ends_before_its_answer_may_be_read_until_it_is_settled(
     both: tuple[TestEngine, TestEngine], request_id: str
 ) -> None:
@@ -100,6 +101,7 @@ async def test_a_silent_daemon_confirms_nothing_and_a_dead_one_everything(
     assert gone.value.code == "daemon_gone"
 
 
+@pytest.mark.slow
 async def test_a_read_under_way_when_the_session_ends_is_over_when_the_engine_is_told(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
@@ -121,6 +123,7 @@ async def test_a_read_under_way_when_the_session_ends_is_over_when_the_engine_is
     assert np.all(pair.reader.ranks[0].memory == 0xAB)
 
 
+@pytest.mark.slow
 async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
     daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
@@ -157,6 +160,7 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
         assert memory_files(daemon) == files
 
 
+@pytest.mark.slow
 async def test_memory_that_waits_for_its_engine_goes_with_the_engines_process(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:

@@ -88,6 +88,7 @@ async def test_with_what_it_was_given_it_reads_staging_slots_and_nothing_of_the_
     assert strict.engine.daemons[0].process.poll() is None
 
 
+@pytest.mark.slow
 async def test_of_a_daemon_that_is_not_strict_the_same_program_gets_the_cache(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ async def test_of_a_daemon_that_is_not_strict_the_same_program_gets_the_cache(
     assert all(mark in loot for mark in loose.marks)
 
 
+@pytest.mark.slow
 async def test_what_is_not_held_over_tcp_ucx_checks_no_key(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:

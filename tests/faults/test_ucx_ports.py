@@ -61,6 +61,7 @@ async def test_on_loopback_only_where_the_peer_port_is(daemons: Daemons, stack: 
         assert f'"UCX_TCP_PORT_RANGE": "{PORTS}"' in daemon.log.read_text()
 
 
+@pytest.mark.slow
 async def test_between_hosts_only_on_the_interface_of_the_peer_port(
     daemons: Daemons, far: Host, stack: AsyncExitStack
 ) -> None:
@@ -77,6 +78,7 @@ async def test_between_hosts_only_on_the_interface_of_the_peer_port(
         assert all(FIRST <= port <= LAST for _, port in heard)
 
 
+@pytest.mark.slow
 async def test_what_an_operator_sets_stays(daemons: Daemons, stack: AsyncExitStack) -> None:
     (daemon,) = await daemons.start("set", 1, "--ucx", "NET_DEVICES=lo TCP_PORT_RANGE=17300-17399")
     await engine_on(stack, "set", daemon)

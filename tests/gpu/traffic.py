@@ -19,7 +19,7 @@ from kvferryd.bench.gpu_cases import Scale, cases
 from kvferryd.bench.gpu_engines import Engine
 from kvferryd.demo.fleet import DaemonService
 
-SCALE = Scale(layers=2, latent_layers=1, pool=1 << 17, large=2000, middle=300, small=20)
+SCALE = Scale(layers=2, latent_layers=1, pool=1 << 17, large=2000, middle=300, small=20, crowd=24)
 """Pools of 268 MB, so that one that is left behind is seen; requests of 4 MB, 600 kB and 40 kB."""
 SAME = cases(SCALE, 1)[:3]
 CASE = SAME[0]

@@ -16,8 +16,8 @@ async def main(name: str) -> None:
     agent = Agent(name)
     await agent.start()
     words = np.arange(1 << 20, dtype=np.uint64)
-    await agent.register(Span(words.ctypes.data, words.nbytes, "host"))
-    print(json.dumps([words.ctypes.data, words.nbytes, (await agent.metadata()).hex()]), flush=True)
+    metadata = await agent.register(Span(words.ctypes.data, words.nbytes, "host"))
+    print(json.dumps([words.ctypes.data, words.nbytes, metadata.hex()]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await agent.close()
 

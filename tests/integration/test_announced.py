@@ -47,20 +47,26 @@ class Two:
         return bool(line["announced"])
 
 
+@pytest.fixture(scope="module")
+async def both(daemons: Daemons) -> tuple[DaemonService, DaemonService]:
+    (near,), (far,) = await asyncio.gather(daemons.start("source"), daemons.start("reader"))
+    return near, far
+
+
 @pytest.fixture
-async def two(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> Two:
+async def two(both: tuple[DaemonService, DaemonService], stack: AsyncExitStack, request_id: str) -> Two:
     """Warm: the stream of leases between them is open."""
-    tail = request_id[-8:]
-    near, far = await daemons.start(f"source-{tail}"), await daemons.start(f"reader-{tail}")
-    source, router = await engine_on(stack, f"source-{tail}", near[0])
-    reader, _ = await engine_on(stack, f"reader-{tail}", far[0])
-    kv, _ = await published(source, "warm-up")
-    await receives(reader, "warm-up", kv, source.source())
-    return Two(source, reader, router, far[0])
+    (near, far), tail = both, request_id[-8:]
+    source, router = await engine_on(stack, f"source-{tail}", near)
+    reader, _ = await engine_on(stack, f"reader-{tail}", far)
+    two = Two(source, reader, router, far)
+    kv, _ = await published(source, f"warm-up-{tail}")
+    await receives(reader, f"warm-up-{tail}", kv, source.source())
+    assert not await two.was_announced(f"warm-up-{tail}")
+    return two
 
 
 async def test_a_warm_reader_goes_by_the_announcement_and_the_lease_is_released(two: Two, request_id: str) -> None:
-    assert not await two.was_announced("warm-up")
     kv, leases = await published(two.source, request_id)
     await receives(two.reader, request_id, kv, two.source.source())
     assert await leases[0].ended() is LeaseState.RELEASED
@@ -90,10 +96,10 @@ async def test_an_announced_lease_that_was_revoked_is_not_read(two: Two, request
 
 
 async def test_a_lease_that_is_opened_and_closed_in_one_breath_has_been_read(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    both: tuple[DaemonService, DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
     """A read of some tens of milliseconds opens its lease and closes it soon after. A busy source gets both at once."""
-    (daemon,) = await daemons.start("source-breath")
+    daemon, _ = both
     source, _ = await engine_on(stack, "source-breath", daemon)
     reader = peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1)
     async with peer_stub(daemon) as stub:

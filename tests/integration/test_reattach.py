@@ -78,8 +78,15 @@ def exchanged(source: Engine, destination: Engine, request_id: str) -> bool:
     return bool(np.array_equal(wanted, destination.region.array()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
-@pytest.mark.parametrize("side", [0, 1], ids=["source", "destination"])
+@pytest.mark.parametrize(
+    ("side", "number"),
+    [
+        pytest.param(0, signal.SIGKILL, id="source-killed"),
+        pytest.param(1, signal.SIGTERM, id="destination-stopped"),
+        pytest.param(0, signal.SIGTERM, id="source-stopped", marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, id="destination-killed", marks=pytest.mark.slow),
+    ],
+)
 async def test_an_engine_attaches_again_when_its_daemon_is_back(
     daemons: Daemons, both: tuple[Engine, Engine], side: int, number: signal.Signals
 ) -> None:

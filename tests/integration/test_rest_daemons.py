@@ -40,7 +40,7 @@ def fleet() -> Iterator[Fleet]:
 
 def started(fleet: Fleet, name: str, *flags: str) -> DaemonService:
     daemon = fleet.daemon(f"{name}-{uuid4().hex[:6]}", flags=flags)
-    asyncio.run(fleet.ready(daemon, timeout_s=30))
+    asyncio.run(fleet.ready(daemon, timeout_s=60))
     return daemon
 
 

@@ -24,6 +24,7 @@ import pytest
 from kvferry.v1 import engine_pb2
 from kvferryd.api.peer import PeerService
 from kvferryd.copy import Batch, host
+from kvferryd.copy.runner import Copying
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Span, TransportError
 
@@ -195,31 +196,31 @@ class Copies:
         self._world = world
         self.queue: deque[_Copying] = deque()
 
-    def start(self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0) -> asyncio.Future[None]:
-        copying = _Copying(self, list(_parts(build())), self._world.loop.create_future())
-        self.queue.append(copying)
-        return copying.done
+    def start(self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0) -> Copying:
+        copy = Copying(nbytes, self._world.loop.create_future(), self._world.loop.create_future())
+        self.queue.append(_Copying(self, list(_parts(build())), copy))
+        return copy
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Nothing to prepare."""
 
     async def close(self) -> None:
         while self.queue:
-            await asyncio.wait([self.queue[-1].done])
+            await asyncio.wait([self.queue[-1].copy.quiet])
 
 
 @dataclass(eq=False)
 class _Copying:
     of: Copies
     parts: list[Batch]
-    done: asyncio.Future[None]
+    copy: Copying
 
     def step(self) -> None:
         if self.parts:
             host.copy([self.parts.pop(0)])
         if not self.parts:
             self.of.queue.popleft()
-            self.done.set_result(None)
+            self.copy.end()
 
 
 def _parts(batches: Sequence[Batch]) -> Iterator[Batch]:
@@ -250,11 +251,9 @@ class Agent:
     async def start(self) -> None:
         """At once."""
 
-    async def register(self, span: Span) -> None:
-        self._spans.append(span)
-
-    async def metadata(self) -> bytes:
-        """As NIXL writes it."""
+    async def register(self, *spans: Span) -> bytes:
+        """Metadata as NIXL writes it."""
+        self._spans += spans
         fields = [_field(b"Agent", self.name.encode()), _field(b"Conns", LENGTH.pack(1)), _field(b"t", b"UCX"),
                   _field(b"c", b"address"), _field(b"", b"MemSection"), _field(b"nixlSecElms", LENGTH.pack(1)),
                   _field(b"bknd", b"UCX"), _field(b"nixlDList", b"nixlSDList"), _field(b"t", bytes(4)),

@@ -13,7 +13,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch
 from kvferryd.staging.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
-from kvferryd.staging.copies import HostCopies, over
+from kvferryd.staging.copies import HostCopies
 from kvferryd.transport.read import Span
 
 pytestmark = pytest.mark.anyio
@@ -45,12 +45,12 @@ class Gate:
 
     begun: threading.Event = field(default_factory=threading.Event)
     let_go: threading.Event = field(default_factory=threading.Event)
-    ended: bool = False
+    ended: int = 0
 
     def copy(self, batches: object) -> None:
         self.begun.set()
         assert self.let_go.wait(60)
-        self.ended = True
+        self.ended += 1
 
 
 @pytest.fixture
@@ -200,31 +200,31 @@ async def test_a_slot_comes_back_once(arena: Arena) -> None:
     assert len({slot.address for slot in await taken(arena, Use.READ, 3)}) == 3
 
 
-async def test_a_copy_that_has_begun_ends_before_its_caller_does(arena: Arena, gate: Gate) -> None:
-    copying = asyncio.create_task(over(arena.copies.start(0, nothing)))
-    await asyncio.to_thread(gate.begun.wait, 5)
-    copying.cancel()
-    await asyncio.sleep(0.01)
-    copying.cancel()
-    await asyncio.sleep(0.01)
-    assert not copying.done()
+async def test_a_copy_that_nobody_waits_for_is_quiet_when_it_has_ended(arena: Arena, gate: Gate) -> None:
+    begun, given_up = arena.copies.start(0, nothing), arena.copies.start(0, nothing)
+    await asyncio.to_thread(gate.begun.wait, 60)
+    for copy in (begun, given_up):
+        copy.done.cancel()
+        copy.abandon()
+    assert not begun.quiet.done()
     gate.let_go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await copying
-    assert gate.ended
+    await begun.quiet
+    assert gate.ended == 1
+    await given_up.quiet
+    assert gate.ended == 1, "it had not begun"
 
 
 async def test_closing_waits_for_the_copy_and_tells_those_who_wait(arena: Arena, gate: Gate, memory: Memory) -> None:
     await taken(arena, Use.READ, 3)
     waiting = wait_for(arena, Use.READ)
-    copying = asyncio.create_task(over(arena.copies.start(0, nothing)))
+    copying = arena.copies.start(0, nothing)
     await asyncio.to_thread(gate.begun.wait, 5)
     closing = asyncio.create_task(arena.close())
     with pytest.raises(KvferryError, match="closed"):
         await waiting
     assert not memory.closed
     gate.let_go.set()
-    await asyncio.gather(copying, closing)
+    await asyncio.gather(copying.done, closing)
     assert memory.closed
     with pytest.raises(KvferryError, match="closed"):
         await arena.take(Use.PACKED)
@@ -235,6 +235,6 @@ async def test_an_error_of_the_copy_reaches_the_caller(memory: Memory) -> None:
         raise ValueError("broken")
 
     arena = Arena(memory, HostCopies(breaks))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="broken"):
-        await over(arena.copies.start(0, nothing))
+    with pytest.raises(KvferryError, match="broken"):
+        await arena.copies.start(0, nothing).done
     await arena.close()

@@ -32,6 +32,7 @@ def test_nothing_is_ever_cheaper_than_mapped(costs: dict[str, Cost]) -> None:
     for other in costs.values():
         assert mapped.fixed <= other.fixed
         assert mapped.per_1000_runs <= other.per_1000_runs
+        assert mapped.per_1000_blocks <= other.per_1000_blocks
         assert mapped.per_mb <= other.per_mb
 
 

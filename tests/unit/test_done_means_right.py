@@ -38,7 +38,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from stepwise import Process, World
+from stepwise import Copies, Process, World
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import TransferState
@@ -396,6 +396,7 @@ class Done(RuleBasedStateMachine):
                 assert np.array_equal(attempt.holds, self.reader.tags[:, attempt.blocks]), "overwritten after done"
         jobs, taken = self.reader.ferry.jobs, set()
         for transfer in jobs:
+            assert transfer.ended.is_set() or self.world.loop.now <= transfer.deadline, "it outlives its deadline"
             claim = transfer._claim
             if claim is None:
                 continue
@@ -941,4 +942,50 @@ def test_a_reservation_after_an_order_with_a_number_of_its_own_is_the_next_attem
     )  # fmt: skip
     model.run_dry()
     model.serve_again(served=first, way="direct")
+    model.teardown()
+
+
+def scattering() -> tuple[Done, Attempt, Copies]:
+    """A token has been packed and read, and waits to be scattered."""
+    model = Done()
+    model.begin(eager=False, met=True)
+    model.publish(
+        request_id="r", prompt=b"hello", blocks=1, odd=True, signed=False, more=False, fenced=False, readers=1
+    )  # fmt: skip
+    model.receive(
+        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="staged", attempt=0,
+        deadline_s=5.0,
+    )  # fmt: skip
+    _, scatters = model.world.copies  # the source's, and the reader's
+    while not scatters.queue:
+        assert model._step(0)
+    return model, model.attempts[0], scatters
+
+
+def test_a_scatter_that_hangs_does_not_keep_its_transfer_past_the_deadline(quiet: None) -> None:
+    """Its blocks stay claimed, and its slot lent, until the copy has ended."""
+    model, attempt, _ = scattering()
+    engine = model.reader.engine
+    assert engine is not None and engine.arena is not None
+    model.pass_time(seconds=6.0)
+    assert attempt.transfer.problem is not None and attempt.transfer.problem.code == "deadline"
+    assert not attempt.safe and attempt.transfer.quarantined_nbytes and engine.arena.used_nbytes
+    model.run_dry()
+    assert attempt.transfer.quiet.is_set() and not engine.arena.used_nbytes
+    model.teardown()
+
+
+def test_what_has_been_read_is_scattered_though_the_source_is_gone(quiet: None) -> None:
+    model, attempt, scatters = scattering()
+    for stream in model.world.streams():
+        stream.break_down()
+    while steps := [step for call in model.world.calls for step in call.steps()]:
+        steps[0]()
+        model.world.loop.settle()
+        model.world.calls = [call for call in model.world.calls if not call.over]
+    while scatters.queue:
+        scatters.queue[0].step()
+        model.world.loop.settle()
+    model.run_dry()
+    assert attempt.transfer.state is TransferState.DONE
     model.teardown()

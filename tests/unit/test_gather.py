@@ -301,7 +301,7 @@ async def test_a_gather_that_breaks_is_told_to_the_reader(lease: Lease, readers:
     reader = readers(arena)
     reader.gather.begin(lease)
     reader.says(want=[0])
-    assert await reader.refused() == "internal"
+    assert await reader.refused() == "copy_failed"
     assert arena.used_nbytes == 0
     await arena.close()
 

@@ -227,8 +227,11 @@ async def test_a_lease_that_nobody_reads_expires(publish: Publish, leases: Lease
 
 
 async def test_a_lease_with_a_live_reader_does_not_expire(publish: Publish, leases: Leases) -> None:
-    read_one, unread = publish("read", ttl_s=NOW_S), publish("unread", ttl_s=2 * NOW_S)
+    read_one = publish("read")
     with read_one.reading(READER):
+        read_one.ttl_s = NOW_S
+        read_one.restart_ttl()
+        unread = publish("unread", ttl_s=2 * NOW_S)
         await lasting(unread.ended())
         assert read_one.state is LeaseState.PUBLISHED
         assert read_one.record().expires_in_ms is None
@@ -236,11 +239,10 @@ async def test_a_lease_with_a_live_reader_does_not_expire(publish: Publish, leas
 
 
 async def test_every_publish_starts_the_time_to_live_anew(publish: Publish, leases: Leases) -> None:
-    lease, other = publish(ttl_s=0.05, more=True), publish("other", ttl_s=0.05)
-    while not other.state.ended:
-        publish(num_tokens=lease.num_tokens + 1, ttl_s=0.05, more=True)
-        await asyncio.sleep(0.005)
-    assert lease.state is LeaseState.PUBLISHING
+    lease, other = publish(more=True), publish("other")
+    assert lease._expiry.when() < other._expiry.when()
+    publish(num_tokens=lease.num_tokens + 1, more=True)
+    assert lease._expiry.when() > other._expiry.when()
 
 
 # progressive
@@ -279,6 +281,25 @@ async def test_published_tokens_are_not_taken_back(publish: Publish) -> None:
     with pytest.raises(KvferryError) as refused:
         publish(num_tokens=7, more=True)
     assert refused.value.code == "published_less"
+
+
+@pytest.mark.parametrize(
+    "later",
+    [BlockTable.of([4, 8, 7]), BlockTable.of([4]), BlockTable.of([7, 9], 4), BlockTable.of([]), None],
+    ids=["other blocks", "fewer", "of a window that has moved on", "none", "no table"],
+)
+async def test_what_was_published_stays_where_it_is(publish: Publish, later: BlockTable | None) -> None:
+    """A reader that follows the lease may be reading it, and is told that it has held."""
+    publish(num_tokens=8, more=True)
+    with pytest.raises(KvferryError) as refused:
+        publish(num_tokens=8, more=True, tables={} if later is None else {"full": later})
+    assert refused.value.code == "published_blocks_moved"
+
+
+async def test_a_window_may_begin_with_the_first_publish_that_has_blocks(publish: Publish) -> None:
+    publish(num_tokens=0, more=True, tables={"full": BlockTable.of([])})
+    lease = publish(num_tokens=8, more=True, tables={"full": BlockTable.of([7], 4)})
+    assert lease.version == 2
 
 
 async def test_the_same_publish_again_changes_nothing(publish: Publish) -> None:

@@ -48,7 +48,7 @@ def daemon() -> Iterator[DaemonService]:
     fleet = Fleet()
     try:
         service = fleet.daemon("alone")
-        asyncio.run(fleet.ready(service, timeout_s=30))
+        asyncio.run(fleet.ready(service, timeout_s=60))
         yield service
     finally:
         fleet.close()

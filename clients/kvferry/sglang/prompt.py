@@ -63,6 +63,6 @@ def handed_over(req: Req, prompt: Prompt) -> tuple[Origin, int]:
     for what, there in needed.items():
         if not there:
             remedy = 'docs/sglang.md, "From another engine", has the whole request'
-            raise Malformed("unsupported_request", f"SGLang needs {what}", field="request", remedy=remedy)
+            raise Malformed("unsupported_request", f"SGLang needs {what}", remedy=remedy)
     assert origin is not None and token is not None
     return origin, token

@@ -68,10 +68,10 @@ async def _source(number: int, metrics: Metrics) -> dict[str, str]:
     session = await ferry.registry.attach(rank)
     region = await session.add(0, NBYTES, lambda: ferry.memory.allocate(NBYTES))
     leases = Leases(rank.engine_id, rank.epoch, lambda _: None, config.max_leases)
-    agent = await _agent(rank, region.span, leases.words.span)
+    agent, metadata = await _agent(rank, region.span, leases.words.span)
     # What registering does beside this is for an engine that reads.
     session.engine = Engine(
-        *rank, session, manifest(rank.engine_id, rank.epoch, region.span.address), agent, await agent.metadata(),
+        *rank, session, manifest(rank.engine_id, rank.epoch, region.span.address), agent, metadata,
         leases, strict=False, arena=None, runner=None, unmapped="host memory", notes=(), members={0: address},
         make_arena=None, sums=Sums(),
     )  # fmt: skip
@@ -84,7 +84,7 @@ async def _source(number: int, metrics: Metrics) -> dict[str, str]:
 async def _reader(number: int, engine_id: str, address: str) -> None:
     """Read from this engine once, and stay its reader until the process ends."""
     config, rank = Config(), Rank(f"reader-{number}", uuid.uuid4().hex, 0, 1)
-    agent = await _agent(rank)
+    agent, _ = await _agent(rank)
     channel = Channels(config).open(address)
     asked = peer_pb2.HandshakeRequest(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine_id)
     said = await channel.stub.Handshake(asked, timeout=MEET_S)
@@ -96,13 +96,12 @@ async def _reader(number: int, engine_id: str, address: str) -> None:
     _kept.append(ReaderStream(channel.stub, channel.contact, opening, several=True))
 
 
-async def _agent(rank: Rank, *registered: Span) -> Agent:
+async def _agent(rank: Rank, *spans: Span) -> tuple[Agent, bytes]:
+    """With what others need to read these."""
     agent = Agent(f"{rank.engine_id}-{rank.epoch}")
     await agent.start()
-    for span in registered:
-        await agent.register(span)
     _kept.append(agent)
-    return agent
+    return agent, await agent.register(*spans)
 
 
 _kept: list[object] = []

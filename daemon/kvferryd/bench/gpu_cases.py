@@ -219,11 +219,13 @@ class Scale:
     large: int
     middle: int
     small: int
+    crowd: int
+    """So many small requests at once."""
 
 
-FULL = Scale(layers=80, latent_layers=61, pool=16384, large=8192, middle=1024, small=96)
+FULL = Scale(layers=80, latent_layers=61, pool=16384, large=8192, middle=1024, small=96, crowd=64)
 """Pools of 1.3 GB, requests of 671, 84 and 8 MB."""
-TINY = Scale(layers=2, latent_layers=3, pool=1024, large=500, middle=60, small=20)
+TINY = Scale(layers=2, latent_layers=3, pool=1024, large=500, middle=60, small=20, crowd=24)
 """The same cases for tests and for host memory; requests end inside a block."""
 NHD, HND, WIDE = Layout(16), Layout(16, "HND"), Layout(64)
 MANY = 16
@@ -233,24 +235,26 @@ def cases(scale: Scale, gpus: int) -> list[Case]:
     """Every case that `gpus` GPUs have room for; those of one Pair follow each other."""
     model, pool = Model(scale.layers, "kv", 2, 128), scale.pool
     same, split = Pair(model, NHD, NHD, pool), Layout(16, tp=2)
-    ranks = "" if gpus >= 4 else " (2 ranks on 1 GPU)"
-    found = [
+    thirds = Model(scale.layers, "kv", 4, 128)  # half the tokens: as many bytes
+    shared = "" if gpus >= 4 else " (a side's ranks on 1 GPU)"
+
+    def ranks(name: str, pair: Pair) -> Case:
+        return Case(name + shared, pair, scale.large * pair.tokens // pool)
+
+    return [
         Case("permuted blocks", same, scale.large),
         Case("permuted blocks, medium", same, scale.middle),
         Case("permuted blocks, small", same, scale.small),
         Case(f"{MANY} requests at once", same, scale.middle, MANY),
+        Case(f"{scale.crowd} small ones at once", same, scale.small, scale.crowd),
         Case("NHD to HND", Pair(model, NHD, HND, pool), scale.large),
         Case("block 16 to 64", Pair(model, NHD, WIDE, pool), scale.large),
         Case("block 64 to 16", Pair(model, WIDE, NHD, pool), scale.large),
-        Case(f"TP2 to TP1{ranks}", Pair(model, split, NHD, pool), scale.large),
-        Case(f"TP1 to TP2{ranks}", Pair(model, NHD, split, pool), scale.large),
+        ranks("TP2 to TP1", Pair(model, split, NHD, pool)),
+        ranks("TP1 to TP2", Pair(model, NHD, split, pool)),
+        ranks("TP2 to TP2", Pair(model, split, split, pool)),
+        ranks("TP2 to TP2, NHD to HND, block 16 to 64", Pair(model, split, Layout(64, "HND", tp=2), pool)),
+        ranks("TP3 to TP1", Pair(thirds, Layout(16, tp=3), NHD, pool // 2)),
         Case("adopted source", Pair(model, NHD, NHD, pool, adopted=True), scale.large),
         Case("MLA, block 64", Pair(Model(scale.latent_layers, "c", 0, 576), WIDE, WIDE, pool), scale.large),
     ]
-    if gpus >= 4:
-        wide = Model(scale.layers, "kv", 4, 128)  # half the tokens: as many bytes
-        found += [
-            Case("TP2 to TP2", Pair(model, split, split, pool), scale.large),
-            Case("TP3 to TP1", Pair(wide, Layout(16, tp=3), NHD, pool // 2), scale.large // 2),
-        ]
-    return found

@@ -34,7 +34,8 @@ UP_S, ONE_S, IDLE_S = 120.0, 60.0, 5.0
 TCP = {"TLS": "tcp", "NET_DEVICES": "lo"}
 FLAGS = ("--connect-timeout-s", "60", "--ucx", " ".join(f"{name}={value}" for name, value in TCP.items()))
 STEPS = "asking", "planning", "screening", "loading", "first read", "total"
-COLUMNS = "peers known", "ms to meet one", "CPU ms", *STEPS, "RSS, MB", "files", "CPU when idle", "order to done"
+AFTER = "RSS, MB", "files", "CPU when idle", "order to done", "its loop's CPU ms"
+COLUMNS = "peers known", "ms to meet one", "CPU ms", *STEPS, *AFTER
 
 
 def main(options: Options) -> int:
@@ -98,32 +99,40 @@ class _Known:
 
     async def row(self, what: str, meeting_ms: Sequence[float]) -> None:
         told = [f"{each:.1f}" for each in meeting_ms] or [""] * (len(STEPS) + 2)
-        idle, (rss, files), order_ms = await _idle(self._daemon), _held(self._daemon), await self.order_to_done()
-        print(f"| {what} | {' | '.join(told)} | {rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} |", flush=True)
+        after = await self.after(self._daemon)
+        print(f"| {what} | {' | '.join(told)} | {after} |", flush=True)
 
-    async def order_to_done(self) -> float:
-        """Milliseconds, from the one source that is always known."""
-        tables, took = {"full": BlockTable.of(range(BLOCKS))}, []
-        for _ in range(WARM_UP + ORDERS):
+    async def after(self, daemon: DaemonService) -> str:
+        """What AFTER says of a daemon."""
+        idle, (rss, files) = await _idle(daemon), _held(daemon)
+        order_ms, loop_ms = await self._order_to_done(daemon)
+        return f"{rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} | {loop_ms:.2f}"
+
+    async def _order_to_done(self, daemon: DaemonService) -> tuple[float, float]:
+        """Milliseconds, from the one source that is always known; those of a processor that the event loop of `daemon`
+        takes for each, which do not depend on what else this machine does."""
+        tables, took, began_s = {"full": BlockTable.of(range(BLOCKS))}, [], 0.0
+        for number in range(WARM_UP + ORDERS):
+            if number == WARM_UP:
+                began_s = _loop_s(daemon)
             request_id = uuid.uuid4().hex
             await self._source.publish(request_id, tables, BLOCKS * BLOCK)
             began = time.perf_counter()
             await self._reader.receive(request_id, tables, (0, BLOCKS * BLOCK), source=self._at)
             took.append(time.perf_counter() - began)
-        return 1e3 * median(took[WARM_UP:])
+        return 1e3 * median(took[WARM_UP:]), 1e3 * (_loop_s(daemon) - began_s) / ORDERS
 
 
 async def _source(known: _Known, daemon: DaemonService, count: int) -> None:
     """The same source with one reader and with many."""
-    print("\n| readers of one source | CPU ms to be met | RSS, MB | files | CPU when idle | order to done |")
-    print("|" + "---|" * 6)
+    print(f"\n| readers of one source | CPU ms to be met | {' | '.join(AFTER)} |")
+    print("|" + "---|" * (2 + len(AFTER)))
     with ExitStack() as readers:
         for wanted in (0, count - 1):
             cpu_began_s = _cpu_s(daemon)
             await _crowd(readers, wanted, "peer-0", daemon.peer)
             met_ms = 1e3 * (_cpu_s(daemon) - cpu_began_s) / max(1, wanted)
-            idle, (rss, files), order_ms = await _idle(daemon), _held(daemon), await known.order_to_done()
-            print(f"| {wanted + 1} | {met_ms:.1f} | {rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} |", flush=True)
+            print(f"| {wanted + 1} | {met_ms:.1f} | {await known.after(daemon)} |", flush=True)
 
 
 async def _crowd(stack: ExitStack, count: int, *source: str) -> list[SourceBody]:
@@ -164,6 +173,12 @@ async def _idle(daemon: DaemonService) -> float:
     began_s = _cpu_s(daemon)
     await asyncio.sleep(IDLE_S)
     return (_cpu_s(daemon) - began_s) / IDLE_S
+
+
+def _loop_s(daemon: DaemonService) -> float:
+    """CPU seconds of its event loop, which is its first thread."""
+    pid = daemon.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def _cpu_s(daemon: DaemonService) -> float:

@@ -169,8 +169,8 @@ async def _one(case: Case, source: Rank, reader: Rank, url: str, way: str) -> fl
 
 def _show(case: Case, took_ms: dict[str, float], costs: dict[str, Cost]) -> bool:
     """Print one row. Returns whether every figure is within FAR times what is expected."""
-    expected = {way: costs[way].ms(case.runs, case.nbytes) for way in WAYS}
-    chosen = cheapest(costs, WAYS, case.runs, case.nbytes)
+    expected = {way: costs[way].ms(case.runs, case.nbytes, case.blocks) for way in WAYS}
+    chosen = cheapest(costs, WAYS, case.runs, case.nbytes, case.blocks)
     over = took_ms[chosen] / min(took_ms.values())
     wrong = [way for way in WAYS if not 1 / FAR <= took_ms[way] / expected[way] <= FAR]
     figures = " | ".join(f"{took_ms[way]:.1f} | {expected[way]:.1f}{' WRONG' * (way in wrong)}" for way in WAYS)

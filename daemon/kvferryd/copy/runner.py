@@ -41,31 +41,44 @@ CLOSE_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class GpuCopy:
-    """Batches on their way. `done`: all is copied, or why not. `quiet`: nothing is written any more."""
+class Copying:
+    """A copy on its way, here or on a host's thread. `quiet`: nothing of it runs any more. `done`, a moment later: all
+    is copied, or why not."""
 
     nbytes: int
-    build: Callable[[], Sequence[Batch]]
-    """Called when it is its turn, on the loop; once more whenever something had to be prepared for it."""
     done: asyncio.Future[None]
     quiet: asyncio.Future[None]
-    programs: int
-    """SMs that it may take."""
-    place: tuple[int, int]
-    """In the queue; the lowest goes first."""
     seconds: float = 0.0
-    """From launch to event."""
+    """From launch to end."""
     phase: str = "copy"
     launched_at: float = 0.0
     abandoned: bool = False
 
-    def goes_with(self, other: GpuCopy) -> bool:
-        """Whether one launch may do both."""
-        return self.programs == other.programs and self.place[0] == other.place[0]
-
     def abandon(self) -> None:
         """Not launched if it has not been. Otherwise it goes on, until `quiet`."""
         self.abandoned = True
+
+    def end(self, problem: KvferryError | None = None) -> None:
+        if self.launched_at:
+            self.seconds = time.monotonic() - self.launched_at
+        settle(self.quiet)
+        settle(self.done, error=problem)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GpuCopy(Copying):
+    """Batches on their way."""
+
+    build: Callable[[], Sequence[Batch]]
+    """Called when it is its turn, on the loop; once more whenever something had to be prepared for it."""
+    programs: int
+    """SMs that it may take."""
+    place: tuple[int, int]
+    """In the queue; the lowest goes first."""
+
+    def goes_with(self, other: GpuCopy) -> bool:
+        """Whether one launch may do both."""
+        return self.programs == other.programs and self.place[0] == other.place[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +101,7 @@ class Runner:
         try:
             return cls(await asyncio.to_thread(Copier, device), programs)
         except Exception as error:  # noqa: BLE001  what importing them raises is of many kinds
-            raise _typed(error) from None
+            raise typed(error) from None
 
     def __init__(self, copier: Copier, programs: int) -> None:
         """programs: SMs that a copy may take."""
@@ -115,9 +128,10 @@ class Runner:
         programs: SMs that it may take; the runner's own number where absent.
         """
         done, quiet = self._loop.create_future(), self._loop.create_future()
-        copy = GpuCopy(nbytes, build, done, quiet, programs or self.programs, (-priority, next(self._order)))
+        place = -priority, next(self._order)
+        copy = GpuCopy(nbytes, done, quiet, build=build, programs=programs or self.programs, place=place)
         if self._closing:
-            _end(copy, _closed())
+            copy.end(_closed())
         else:
             self._wait(copy)
         return copy
@@ -146,7 +160,7 @@ class Runner:
         ended by then end when the thread knows that nothing of them runs any more."""
         self._closing = True
         for _, copy in self._waiting:
-            _end(copy, _closed())
+            copy.end(_closed())
         self._waiting.clear()
         try:
             if self._in_flight:
@@ -162,7 +176,7 @@ class Runner:
         """Run something on the thread. Raises what it raises, as KvferryError."""
         if self._closing:
             raise _closed()
-        return await submit(self._inbox.put, work, _typed)
+        return await submit(self._inbox.put, work, typed)
 
     # ---- on the event loop ----
 
@@ -191,7 +205,7 @@ class Runner:
                 break
             heapq.heappop(self._waiting)
             if copy.abandoned:
-                _end(copy, Conflict("abandoned", "the copy was given up"))
+                copy.end(given_up())
             else:
                 copies.append(copy)
         return copies
@@ -210,7 +224,7 @@ class Runner:
             self._in_flight.popleft()
             self._events.append(launch.event)
             for copy in launch.copies:
-                _end(copy, problem)
+                copy.end(problem)
         self._advance()
 
     def _launch(self, copies: list[GpuCopy]) -> None:
@@ -221,7 +235,7 @@ class Runner:
             try:
                 batches += copy.build()
             except Exception as error:  # noqa: BLE001  as in `submit`; nothing of this one runs
-                _end(copy, _typed(error))
+                copy.end(typed(error))
             else:
                 built.append(copy)
         if built:
@@ -237,11 +251,11 @@ class Runner:
                 self._prepare(copies, batches)
                 return
             except Exception as error:  # noqa: BLE001  as in `submit`; of several launches some may run
-                launch.problem = _typed(error)
+                launch.problem = typed(error)
             launch.event.record(self._stream)
         except KvferryError as error:  # the context is broken: nothing of it runs any more
             for copy in copies:
-                _end(copy, error)
+                copy.end(error)
         else:
             self._in_flight.append(launch)
 
@@ -253,16 +267,16 @@ class Runner:
             problem = _closed() if self._closing else preparing.exception()
             for copy in copies:
                 if isinstance(problem, KvferryError):
-                    _end(copy, problem)
+                    copy.end(problem)
                 else:
                     self._wait(copy)
 
         if len(copies) > 1:
-            submit(self._inbox.put, lambda: self._copier.prepare(batches), _typed)
+            submit(self._inbox.put, lambda: self._copier.prepare(batches), typed)
             for copy in copies:
                 self._launch([copy])
             return
-        submit(self._inbox.put, lambda: self._copier.prepare(batches), _typed).add_done_callback(again)
+        submit(self._inbox.put, lambda: self._copier.prepare(batches), typed).add_done_callback(again)
 
     # ---- on the thread ----
 
@@ -289,7 +303,7 @@ class Runner:
             try:
                 self._copier.compile(shapes[0])
             except Exception as error:  # noqa: BLE001  it fails again for who needs it
-                log.warning("kernel not compiled", shape=shapes[0], why=str(_typed(error)))
+                log.warning("kernel not compiled", shape=shapes[0], why=str(typed(error)))
             self._inbox.put(lambda: self._compile(shapes[1:]))
 
     def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None) -> CudaRegion:
@@ -321,18 +335,16 @@ class Runner:
             region.close()
 
 
-def _end(copy: GpuCopy, problem: KvferryError | None) -> None:
-    if copy.launched_at:
-        copy.seconds = time.monotonic() - copy.launched_at
-    settle(copy.quiet)
-    settle(copy.done, error=problem)
-
-
 def _closed() -> KvferryError:
     return Unavailable("copies_closed", "the engine whose copies these are has ended")
 
 
-def _typed(error: Exception) -> KvferryError:
+def given_up() -> KvferryError:
+    return Conflict("abandoned", "the copy was given up")
+
+
+def typed(error: Exception) -> KvferryError:
+    """What a copy may raise is of many kinds; one of ours stays."""
     if isinstance(error, KvferryError):
         return error
     return Internal("copy_failed", f"the copy failed: {type(error).__name__} {error}"[:500])

@@ -119,8 +119,7 @@ class Engine:
         arena = None
         try:
             arena = await making
-            await self.agent.register(arena.span)
-            self.agent_metadata = await self.agent.metadata()
+            self.agent_metadata = await self.agent.register(arena.span)
             self.arena = arena
         except KvferryError as error:
             self.notes += (f"no staged transfers: {error}",)
@@ -203,14 +202,12 @@ async def make(
                     raise
                 notes.append(f"no staged transfers: {error}")
         session.check_open()  # else the regions below may be gone
-        if arena is not None:
-            await agent.register(arena.span)
+        spans = [leases.words.span] if arena is None else [leases.words.span, arena.span]
         for region in manifest.regions if not config.strict else ():
-            await agent.register(session.regions[region.id].span)
+            spans.append(session.regions[region.id].span)
             if slow := session.regions[region.id].slow_source:
                 notes.append(f"region {region.id}: {slow}")
-        await agent.register(leases.words.span)
-        metadata = await agent.metadata()
+        metadata = await agent.register(*spans)
         agent.rehearse()
         await _rehearse(manifest, runner, arena, {id: region.span.address for id, region in session.regions.items()})
         session.check_open()

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.errors import Conflict, Malformed, Unavailable
+from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.outbox import Outbox
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
@@ -89,9 +89,11 @@ class Session:
             region = await made(make)
         finally:
             self._allocating.discard(id)
-        if not self.attached:
+        try:
+            self.check_open()
+        except KvferryError:
             region.close()
-        self.check_open()
+            raise
         self.regions[id] = region
         return region
 

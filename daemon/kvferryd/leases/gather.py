@@ -71,8 +71,10 @@ class Gatherer:
         if tokens.stop > lease.num_tokens or (opening.states and lease.more):
             why, value = f"only tokens up to {lease.num_tokens} were published", f"{tokens.start}:{tokens.stop}"
             raise Conflict("tokens_unpublished", why, field="tokens", value=value, remedy="wait for the publish")
-        tables = lease.versions.tables(opening.version)
-        return functools.partial(_cut, share, self.own.rank, tables, opening)
+        if not 1 <= opening.version <= lease.version:
+            why, remedy = f"publish {opening.version} is not there", "go by the lease's update"
+            raise Conflict("lease_version", why, field="version", value=opening.version, remedy=remedy)
+        return functools.partial(_cut, share, self.own.rank, lease.tables, opening)
 
 
 def _cut(share: Plan, rank: int, tables: Tables, opening: peer_pb2.PackOpen) -> list[Chunk]:
@@ -223,7 +225,7 @@ class Gather:
             self._arena.give_back(slot)
             self.end(error)
         else:
-            gathering.add_done_callback(functools.partial(self._was_gathered, index, slot))
+            gathering.done.add_done_callback(functools.partial(self._was_gathered, index, slot))
 
     def _was_gathered(self, index: int, slot: Slot, gathering: asyncio.Future[None]) -> None:
         try:

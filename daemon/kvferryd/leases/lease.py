@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvferry.errors import Conflict, Full, KvferryError
 from kvferry.schemas import LeaseReader, LeaseRecord, LeaseState
-from kvferry.tables import Tables
+from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import peer_pb2
 from kvferryd.leases.words import Word
 from kvferryd.observe.logs import UNTRACED
@@ -25,8 +23,7 @@ MAX_READERS = 4096
 """Ranks that one lease remembers as readers."""
 MAX_FENCED = 512
 """Publishes of one request that wait for fences."""
-WINDOWS = 64
-"""Tables kept of a prefill that drops the first blocks of its sliding windows as it goes on."""
+NOTHING = BlockTable.of([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +62,6 @@ class Publication:
     more: bool
     digest: bytes = b""
     """Names what was computed; equal in every publish of one lease."""
-
-
-class Versions:
-    """The tables of a lease, publish by publish. Only those are kept that later ones do not contain."""
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._kept: deque[tuple[int, Tables]] = deque(maxlen=WINDOWS)
-        """Each with the first version that it serves."""
-
-    def add(self, tables: Tables) -> int:
-        """Another publish; its version, counted from 1. Published blocks stay: only the first token may have moved."""
-        since = self._last = self._last + 1
-        if self._kept and all(
-            name in tables and tables[name].first_token == table.first_token
-            for name, table in self._kept[-1][1].items()
-        ):
-            since, _ = self._kept.pop()
-        self._kept.append((since, tables))
-        return self._last
-
-    def tables(self, version: int) -> Tables:
-        """Tables that begin where those of this version did and reach at least as far.
-
-        Raises KvferryError (`lease_version`).
-        """
-        for since, tables in reversed(self._kept):
-            if since <= version <= self._last:
-                return tables
-        why, remedy = f"the tables of publish {version} are not kept", "follow the lease from its first publish"
-        raise Conflict("lease_version", why, field="version", value=version, remedy=remedy)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +122,7 @@ class Lease:
         """Whether readers waited for the first publish."""
         self.machine: Machine[LeaseState] = Machine(LEASE, LeaseState.PUBLISHING)
         self.version = 0
-        self.versions = Versions()
+        """How many publishes readers have seen."""
         self.reason = ""
         self.trace = UNTRACED
         """Of the reader that came last."""
@@ -253,21 +219,19 @@ class Lease:
             remedy = "publish less often, or when the stream has been synchronised"
             raise Full("full", why, field="after", value=MAX_FENCED, remedy=remedy)
         for name, table in before.tables.items():  # readers may be reading what was published before
-            now = said.tables.get(name)
-            if now is None or now.first_token != table.first_token:
-                continue  # a window that moves on
-            kept = now.block_ids[: len(table.block_ids)]
-            if not np.array_equal(kept, table.block_ids):
+            now, count = said.tables.get(name, NOTHING), len(table.block_ids)
+            if count and BlockTable(now.block_ids[:count], now.first_token) != table:
                 why, field = f"{request} had other blocks of group {name} published already", f"tables.{name}.block_ids"
+                value = f"{now.block_ids[:count].tolist()} from token {now.first_token}"
                 remedy = "append blocks only; what was published stays in its blocks until the lease ends"
-                raise Conflict("published_blocks_moved", why, field=field, value=kept.tolist(), remedy=remedy)
+                raise Conflict("published_blocks_moved", why, field=field, value=value, remedy=remedy)
 
     def show_next(self) -> None:
         """Let readers see what was published next: its fence is reached."""
         said, _ = self.fenced.popleft()
         self.tables, self.num_tokens, self.metadata = said.tables, said.num_tokens, said.metadata
         self.digest = said.digest
-        self.version = self.versions.add(said.tables)
+        self.version += 1
         if not said.more:
             self.machine.move(LeaseState.PUBLISHED)
         self._wake()
@@ -283,7 +247,6 @@ class Lease:
             if after is not None:
                 after.cancel()
         self.fenced.clear()
-        self.versions = Versions()
         self._wake()
 
     @contextmanager

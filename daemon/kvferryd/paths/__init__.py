@@ -50,4 +50,5 @@ async def choose(way: str, bound: Bound, engine: Engine, peer: PeerEngine) -> Pa
         return PATHS[able[0]]
     imported = any(peer.ranks[rank].slow for rank in peer.plan.reads_from)
     runs = await beside(bound.segment_count, lambda: bound.run_count)
-    return PATHS[cheapest(IMPORTED if imported else COSTS[engine.kind], able, runs, bound.nbytes)]
+    costs = IMPORTED if imported else COSTS[engine.kind]
+    return PATHS[cheapest(costs, able, runs, bound.nbytes, bound.segment_count)]

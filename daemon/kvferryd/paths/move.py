@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.tables import Tables
-from kvferryd.copy.runner import GpuCopy
+from kvferryd.copy.runner import Copying
 from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine
@@ -29,7 +29,7 @@ class PathName(enum.StrEnum):
         return "cuda_ipc" if self is PathName.MAPPED else "UCX"
 
 
-Flight = Read | GpuCopy
+Flight = Read | Copying
 """Something that may write to a transfer's blocks, until it is `quiet`."""
 
 

@@ -22,14 +22,13 @@ import numpy as np
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
-from kvferryd.aio import beside, together
+from kvferryd.aio import all_over, beside, together
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
-from kvferryd.paths.move import Move, Moved, PathName, packed_whole
+from kvferryd.paths.move import Flight, Move, Moved, PathName, packed_whole
 from kvferryd.paths.source import ChunkStream
 from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
-from kvferryd.staging.copies import over
 from kvferryd.staging.share import wanting
 from kvferryd.transport.read import Read
 
@@ -53,10 +52,8 @@ class Staged:
         return f"the daemons of ranks {without} of engine {peer.engine_id} have no staging arena" if without else ""
 
     async def move(self, move: Move) -> Moved:
-        """One descriptor for each chunk. When this returns or raises, nothing is being scattered any more.
-
-        Raises TransportError of the first read that fails, KvferryError of a source that gives up.
-        """
+        """One descriptor for each chunk. Raises TransportError of the first read that fails, KvferryError of a source
+        that gives up."""
         try:
             return await _move(move)
         except KvferryError as error:
@@ -64,6 +61,10 @@ class Staged:
                 raise
             for rank in move.peer.ranks.values():
                 rank.pairing = ""
+            for flight in move.flights:
+                flight.abandon()
+            # Nothing of this try may come after the next one has written.
+            await all_over([flight.quiet for flight in move.flights])
         return await _move(move)
 
 
@@ -130,16 +131,18 @@ class _Journey:
 
     async def _through(self, slot: Slot, turn: Turn, turns: Iterator[Turn]) -> Turn | None:
         """Carry chunks through this slot until none is left or others wait for a slot; returns the next turn then."""
-        read: Read | None = None
+        flight: Flight | None = None
+        """What reads or writes the slot."""
         try:
             stream, index = turn
             coming = stream.want(index)
             while True:
                 packed, chunk = await coming, stream.chunks[index]
-                read = self._read(slot, stream, chunk, packed)
-                await read.done
+                flight = self._read(slot, stream, chunk, packed)
+                await flight.done
                 scatter = functools.partial(chunk.scatter, slot.address, self.addresses)
-                scattering = self.arena.copies.start(chunk.nbytes, scatter, self.move.priority)
+                flight = self.arena.copies.start(chunk.nbytes, scatter, self.move.priority)
+                self.move.flights.append(flight)
                 stream.was_read(index)
                 following = next(turns, None)
                 onward = following is not None and not self.arena.sought(Use.READ)
@@ -147,14 +150,14 @@ class _Journey:
                     # Into this very slot, which waits for nothing but the copy that has begun.
                     stream, index = following
                     coming = stream.want(index)
-                await over(scattering)
+                await flight.done
                 if not onward:
                     return following
         finally:
-            if read is not None and (not read.done.done() or read.done.cancelled()):
-                read.abandon()
-            # Not before it is quiet: a read that was given up may still write to the slot.
-            self.arena.give_back(slot, read.quiet if read is not None else None)
+            if flight is not None and (not flight.done.done() or flight.done.cancelled()):
+                flight.abandon()
+            # Not before it is quiet: what was given up may still be in the slot.
+            self.arena.give_back(slot, flight.quiet if flight is not None else None)
 
     def _read(self, slot: Slot, stream: ChunkStream, chunk: Chunk, packed: peer_pb2.Packed) -> Read:
         own, far = self.arena.span, stream.span

@@ -71,6 +71,7 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     # imported. So what is alive now is taken out of later ones; what of it dies in a cycle stays.
     gc.collect()
     gc.freeze()
+    gc.enable()
     if keeper is not None:
         try:
             before = keeper.turn(config.log_format)

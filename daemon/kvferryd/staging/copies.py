@@ -1,19 +1,22 @@
 """Copies between staging slots and the cache: two implementations of one shape.
 
-Memory that a copy is still in must not be lent to others: what `start` returns is done only when nothing of the copy
-runs any more, and must not be cancelled. `over` waits for it.
+Memory that a copy is still in must not be lent to others: nothing of what `start` returns runs any more when it is
+quiet, whatever has become of those who waited for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.errors import KvferryError, Unavailable
 from kvferryd.copy import Batch, host
-from kvferryd.copy.runner import Runner
+from kvferryd.copy.runner import Copying, Runner, given_up, typed
+from kvferryd.observe import logs
 
+log = logs.get(__name__)
 Build = Callable[[], Sequence[Batch]]
 """Makes the batches. Called on the thread that copies, perhaps more than once."""
 
@@ -32,12 +35,27 @@ class HostCopies:
         self._run = run
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 
-    def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
+    def start(self, nbytes: int, build: Build, priority: int = 0) -> Copying:
         """Run what `build` makes; `nbytes` is its size. Higher priority goes first. May raise KvferryError at once."""
+        loop = asyncio.get_running_loop()
+        copy = Copying(nbytes, loop.create_future(), loop.create_future())
+
+        def run() -> None:
+            problem = given_up() if copy.abandoned else None
+            if problem is None:
+                copy.launched_at = time.monotonic()
+                try:
+                    self._run(build())
+                except Exception as error:
+                    log.exception("a copy broke")
+                    problem = typed(error)
+            loop.call_soon_threadsafe(copy.end, problem)
+
         try:
-            return asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._run(build()))
+            self._thread.submit(run)
         except RuntimeError:  # of a thread that was shut down
             raise arena_closed() from None
+        return copy
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Pay now for what the first copy of such batches would pay: numpy needs no compiling."""
@@ -53,9 +71,8 @@ class GpuCopies:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    def start(self, nbytes: int, build: Build, priority: int = 0) -> asyncio.Future[None]:
-        # A runner settles `done` when nothing of the copy runs any more.
-        return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs).done
+    def start(self, nbytes: int, build: Build, priority: int = 0) -> Copying:
+        return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         await self._runner.prepare(batches)
@@ -65,20 +82,6 @@ class GpuCopies:
 
 
 Copies = HostCopies | GpuCopies
-
-
-async def over(copying: asyncio.Future[None]) -> None:
-    """Wait until it is over, however often the caller is cancelled meanwhile. Raises KvferryError, CancelledError."""
-    cancelled = False
-    while not copying.done():
-        try:
-            await asyncio.wait([copying])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        copying.exception()  # retrieved
-        raise asyncio.CancelledError
-    copying.result()
 
 
 def arena_closed() -> KvferryError:

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavailable
+from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
 from kvferry.schemas import Awaited, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.aio import Tasks, together
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
 from kvferryd.transfers.transfer import Transfer, error_body
 
+log = logs.get(__name__)
 STALE_ATTEMPT = "stale_attempt"
 GRACE_S = 0.5
 """How long after the deadline another rank may still say why it failed."""
@@ -97,7 +99,8 @@ class Ranks:
                 self._failed(transfer, rank, why_not)
 
     async def _follow(self, transfer: Transfer, rank: int, address: str) -> None:
-        """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing of that rank."""
+        """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing: the other ranks'
+        parts go on until they have ended too."""
         try:
             async with self._asking(transfer.engine, address) as stub:
                 call = stub.Order(_request(transfer, rank))
@@ -114,6 +117,11 @@ class Ranks:
                 await self._follow(transfer, rank, address)
             else:
                 self._failed(transfer, rank, error)
+            return
+        except Exception as error:
+            log.exception("following a rank broke", request_id=transfer.request_id, rank=rank, address=address)
+            why = f"the daemon failed over what rank {rank} at {address} said: {type(error).__name__}"
+            self._failed(transfer, rank, Internal("internal", why))
             return
         share = transfer.ranks[rank]
         if not share.state.ended:

@@ -27,6 +27,7 @@ from kvferryd.plan import bind
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transport.read import Read
 
 log = logs.get(__name__)
 STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"})
@@ -138,7 +139,8 @@ class Transfer:
     def _on_lost(self, why: KvferryError) -> None:
         """The stream to a source rank is over. Of a host that has vanished NIXL says nothing to a read under way, be it
         of blocks or of the lease's word."""
-        if self.state is TransferState.VERIFYING or any(not flight.quiet.done() for flight in self._flights):
+        reading = any(isinstance(flight, Read) and not flight.quiet.done() for flight in self._flights)
+        if reading or self.state is TransferState.VERIFYING:
             self.stop(TransferState.FAILED, why)
 
     # ---- how it stands ----

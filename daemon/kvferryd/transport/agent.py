@@ -14,7 +14,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -88,16 +88,26 @@ class Agent:
             self._landing = Span(self.device.alloc(cuda.GRANULE), cuda.GRANULE, "cuda", self.device.index)
             self._register(self._landing)
 
-    async def register(self, span: Span) -> None:
-        """Register memory with NIXL. Few and large: metadata and peers' set-up grow with each."""
-        await self._call(lambda: self._register(span))
+    async def register(self, *spans: Span) -> bytes:
+        """Register memory with NIXL, all of it or none. Few and large: metadata and peers' set-up grow with each.
+
+        Returns what a peer needs to read from this agent now: a bearer capability, for authenticated peers only.
+        """
+        return await self._call(lambda: self._register_all(spans))
+
+    def _register_all(self, spans: Sequence[Span]) -> bytes:
+        try:
+            for span in spans:
+                self._register(span)
+            return bytes(self._nixl.get_agent_metadata())
+        except Exception:
+            for span in spans:
+                if (registered := self._registered.pop(span, None)) is not None:
+                    self._nixl.deregister_memory(registered)
+            raise
 
     def _register(self, span: Span) -> None:
         self._registered[span] = self._nixl.register_memory(span.row(), span.memory_type)
-
-    async def metadata(self) -> bytes:
-        """What a peer needs to read from this agent: a bearer capability, for authenticated peers only."""
-        return await self._call(lambda: bytes(self._nixl.get_agent_metadata()))
 
     def rehearse(self) -> None:
         """Soon, on the thread: what makes the first connection to a peer slower than the next."""
