@@ -107,13 +107,8 @@ class Side:
     layout: str
 
     def daemons(self, fleet: GpuEngines, flags: Sequence[str]) -> list[DaemonService]:
-        """One for each rank, rank 0 first."""
-        found: list[DaemonService] = []
-        for rank, gpu in enumerate(self.gpus):
-            roster = found[0] if found else None
-            on_gpu = ("--device", f"cuda:{gpu}", *flags)
-            found.append(fleet.daemon(f"{self.name}-{rank}", roster=roster, flags=on_gpu))
-        return found
+        devices = [f"cuda:{gpu}" for gpu in self.gpus]
+        return fleet.daemons(self.name, len(self.gpus), flags=flags, devices=devices)
 
     def engine(self, fleet: GpuEngines, model: Path, daemons: Sequence[DaemonService], how: dict[str, Any]) -> Service:
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}

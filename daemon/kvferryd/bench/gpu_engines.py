@@ -172,15 +172,8 @@ class Stage:
         self.ways.append(Way(name, *self._sources[source_flags], started))
 
     def _start(self, name: str, ranks: int, gpu: Callable[[int], int], flags: tuple[str, ...]) -> list[DaemonService]:
-        started: list[DaemonService] = []
-        for rank in range(ranks):
-            device = f"cuda:{gpu(rank)}" if self.gpus else "cpu"
-            started.append(
-                self._fleet.daemon(
-                    f"{name}-{rank}", roster=started[0] if started else None, flags=["--device", device, *flags]
-                )
-            )
-        return started
+        devices = [f"cuda:{gpu(rank)}" for rank in range(ranks)] if self.gpus else []
+        return self._fleet.daemons(name, ranks, flags=flags, devices=devices)
 
     async def ready(self) -> None:
         """Wait until every daemon serves and has loaded what copies need; a way whose daemons do not is `refused`."""

@@ -103,7 +103,7 @@ class _Known:
         print(f"| {what} | {' | '.join(told)} | {after} |", flush=True)
 
     async def after(self, daemon: DaemonService) -> str:
-        """What AFTER says of a daemon."""
+        """The cells of one daemon in the columns AFTER."""
         idle, (rss, files) = await _idle(daemon), _held(daemon)
         order_ms, loop_ms = await self._order_to_done(daemon)
         return f"{rss:.1f} | {files} | {idle:.1%} | {order_ms:.2f} | {loop_ms:.2f}"

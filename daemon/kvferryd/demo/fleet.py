@@ -115,10 +115,16 @@ class Fleet:
         process, log = self._start(name, _kvferry(command))
         return self._add(DaemonService(name, f"http://{rest}", "/healthz", process, log, peer=peer, socket=path))
 
-    def daemons(self, name: str, count: int, *, flags: Sequence[str] = ()) -> list[DaemonService]:
-        """One daemon per rank, rank 0 first."""
-        first = self.daemon(f"{name}-0", flags=flags)
-        return [first, *(self.daemon(f"{name}-{rank}", roster=first, flags=flags) for rank in range(1, count))]
+    def daemons(
+        self, name: str, count: int, *, flags: Sequence[str] = (), devices: Sequence[str] = ()
+    ) -> list[DaemonService]:
+        """One daemon per rank, rank 0 first. devices: of each rank; the CPU where none are named."""
+        started: list[DaemonService] = []
+        for rank in range(count):
+            placed = ("--device", devices[rank], *flags) if devices else flags
+            roster = started[0] if started else None
+            started.append(self.daemon(f"{name}-{rank}", roster=roster, flags=placed))
+        return started
 
     def again(self, daemon: DaemonService, command: str = "") -> DaemonService:
         """Start a daemon that has ended once more, as it was: its addresses, its socket, its flags; or by `command`,
