@@ -23,6 +23,7 @@ from kvferry.memory.fences import Fence
 from kvferry.memory.placing import buffers_of, placed, region_nbytes
 from kvferry.sglang import BACKEND
 from kvferry.sglang.cache import describe
+from kvferry.sglang.idle import Idle
 from kvferry.sglang.options import Options
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Rank:
             path, engine_id=self.engine_id, epoch=self._epoch, rank=self.number, world_size=self.count,
             timeout_s=self.options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
+        self.idle = Idle()
         self._region: SharedRegion | CudaRegion | None = None
         self._pool: Any = None
         log.info("rank %d of %d is attached to the daemon on %s", self.number, self.count, path)

@@ -104,6 +104,7 @@ class Sender(BaseKVSender):
             return
         if last:
             self._end = end
+            self.kv_mgr.rank.idle.wake_after(end)
 
     async def _publish(
         self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, after: Fence | None
