@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 import engines
-from engines import ANSWER_S, HOST, SITE, Engines, leases_at, transfers_at
+from engines import ANSWER_S, HOST, SITE, Engines, events_of, leases_at, transfers_at
 from kvferry.reference.config import ModelConfig
 from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import DaemonService, Service, ServiceError
@@ -161,7 +161,7 @@ def generate(
     engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, custom: dict[str, str] | None = None, **more: Any
 ) -> httpx.Response:
     """custom: the request's custom_params."""
-    body = _body(tokens, max_tokens) | more
+    body = body_of(tokens, max_tokens) | more
     body["sampling_params"]["custom_params"] = custom
     with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
         return http.post(f"{engine.url}/generate", json=body)
@@ -174,7 +174,7 @@ def leaving(engine: Service, tokens: Sequence[int], **more: Any) -> Iterator[Non
     connection = HTTPConnection(url.host, url.port or 0, timeout=ANSWER_S)
     with closing(connection):
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/generate", json.dumps(_body(tokens, 16) | more), headers)
+        connection.request("POST", "/generate", json.dumps(body_of(tokens, 16) | more), headers)
         yield
 
 
@@ -186,19 +186,12 @@ def tokens_of(response: httpx.Response) -> list[int]:
 
 def streamed(engine: Service, tokens: Sequence[int], max_tokens: int = 16) -> list[int]:
     """The tokens of a streamed answer: SGLang sends them from the first on."""
-    events = []
-    with (
-        httpx.Client(trust_env=False, timeout=ANSWER_S) as http,
-        http.stream("POST", f"{engine.url}/generate", json=_body(tokens, max_tokens) | {"stream": True}) as response,
-    ):
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                events.append(json.loads(line.removeprefix("data: ")))
+    with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
+        events = list(events_of(http, f"{engine.url}/generate", body_of(tokens, max_tokens)))
     assert len(events) > 1, "the answer came in one piece"
     return list(events[-1]["output_ids"])
 
 
-def _body(tokens: Sequence[int], max_tokens: int) -> dict[str, Any]:
+def body_of(tokens: Sequence[int], max_tokens: int) -> dict[str, Any]:
     parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return {"input_ids": list(tokens), "sampling_params": parameters}
