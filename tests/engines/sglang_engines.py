@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -52,16 +52,17 @@ class SglangFleet(Engines):
     ) -> SglangEngine:
         """Start an engine of `model` and, where kvferry is the backend, a daemon for each of its ranks.
 
-        mode: prefill or decode. bootstrap: the port of another engine, which has ended. Raises ServiceError.
+        mode: prefill, decode, or null, alone. bootstrap: the port of another engine, which has ended. Raises
+        ServiceError.
         """
-        daemons = tuple(self.daemons(name, ranks)) if backend == "kvferry" else ()
+        daemons = tuple(self.daemons(name, ranks)) if backend == "kvferry" and mode != "null" else ()
         asyncio.run(self.ready(*daemons, timeout_s=DAEMON_S))
         port, bootstrap = self.free_port(), bootstrap or self.free_port()
         command = [
             "/usr/bin/env", f"PYTHONPATH={os.pathsep.join(filter(None, (str(SITE), os.environ.get('PYTHONPATH'))))}",
             f"KVFERRY_SGLANG_SOCKET={self.directory / f'{name}-{{rank}}.sock'}", f"KVFERRY_SGLANG_ENGINE_ID={name}",
             "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
-            f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'only_llama'}",
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'few_models'}",
             f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks)}",
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
@@ -104,7 +105,7 @@ class SglangEngine(Service):
 
 
 @contextmanager
-def sglang_fleet(model: ModelConfig) -> Iterator[SglangFleet]:
+def sglang_fleet(model: ModelConfig | Callable[[Path], None]) -> Iterator[SglangFleet]:
     """Its checkpoint is written. What does not come up says how its log ends."""
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
@@ -142,6 +143,8 @@ class SglangPair:
         return tokens_of(moved)
 
     def alone(self, tokens: Sequence[int]) -> list[int]:
+        if isinstance(self.single, SglangEngine):
+            return tokens_of(generate(self.single, tokens))
         return engines.tokens_of(engines.complete(self.single, tokens))
 
     def same(self, prompts: Sequence[Sequence[int]], at_once: int = 1, router: Service | None = None) -> None:

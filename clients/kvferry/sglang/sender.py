@@ -72,7 +72,7 @@ class Sender(BaseKVSender):
         self._aborted = mgr.senders.setdefault(bootstrap_room, self) is not self
         if self._aborted:
             why, remedy = f"room {bootstrap_room} is that of another request", "give each request a room of its own"
-            self._fail(reason(Conflict("room_taken", why, field="bootstrap_room", remedy=remedy)))
+            self._fail(reason(Conflict("room_taken", why, field="bootstrap_room", value=bootstrap_room, remedy=remedy)))
 
     def bind(self, req: Req) -> None:
         """To the request whose prompt's KV this is."""
