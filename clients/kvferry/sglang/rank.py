@@ -53,7 +53,7 @@ class Rank:
     def place(self, create: Callable[[Any], None], pool: Any) -> None:
         """Let the pool's `create` allocate in the daemon's memory. Raises KvferryError."""
         if self._pool is not None:
-            raise unsupported("a second pool of KV (a sliding window's, a draft model's)")
+            raise unsupported("a second pool of KV (a draft model's; a sliding window's: --disable-hybrid-swa-memory)")
         self._pool, buffers = pool, buffers_of(partial(create, pool))
         self._region = self.daemon.allocate(region_nbytes(buffers, torch.device(pool.device).type))
         with placed(self._region, buffers):
