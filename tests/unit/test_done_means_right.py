@@ -1010,3 +1010,17 @@ def test_a_deadline_that_passes_while_a_lost_source_is_looked_for_ends_the_trans
     model.pass_time(seconds=6.0)
     assert transfer.problem is not None and transfer.problem.code == "deadline"
     model.teardown()
+
+
+def test_who_waits_for_a_drain_is_answered_when_it_was_cancelled(quiet: None) -> None:
+    model = Done()
+    model.publish(
+        request_id="r", prompt=b"hello", blocks=1, odd=False, signed=False, more=False, fenced=False, readers=1
+    )  # fmt: skip
+    ferry, loop = model.source.ferry, model.world.loop
+    draining = loop.create_task(ferry.drain(60.0, "a test"))
+    loop.settle()
+    model._call(model.source, ferry.cancel_drain, "a test")
+    model._revoke("r")
+    assert draining.done() and not draining.result().draining
+    model.teardown()
