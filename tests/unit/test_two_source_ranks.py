@@ -10,7 +10,7 @@ from caches import attention, cache
 from stepwise import Process, Step, World
 
 from kvferry.manifest import Manifest
-from kvferry.schemas import TransferState
+from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd.api.callers import Callers
@@ -150,3 +150,21 @@ def test_a_try_after_a_forgotten_pairing_begins_when_nothing_of_the_first_can_co
     assert world.flights() == [first] and not two.peer.ranks[1].pairing, "nothing is asked for before it is quiet"
     world.run()
     assert transfer.state is TransferState.DONE and two.is_there(blocks)
+
+
+def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -> None:
+    """Of a host that has vanished NIXL would say nothing."""
+    blocks, world = range(4), two.world
+    transfer = two.receive("r", blocks, "direct")
+    world.run()
+    assert transfer.waits_for is Awaited.PUBLISH
+    two.sources[0].publish("r", blocks)
+    world.run()
+    for stream in world.streams():
+        if stream.touches(two.sources[0].process):
+            stream.break_down()
+    two.step_all(lambda: two.of_rank(0))
+    two.sources[1].publish("r", blocks)
+    two.step_all(two.of_calls)
+    assert not world.flights()
+    assert transfer.problem is not None and transfer.problem.code == "peer_unreachable"

@@ -460,6 +460,8 @@ class Transfer:
                 _check_published(readers, published, wanted)
             until = published if wanted is None else min(wanted[1], published)
             if last or until > at:
+                for reader in readers:
+                    reader.check()
                 tables = {reader.source.rank: reader.tables for reader in readers}
                 own, tokens = self.reservation.tables, (at, max(at, until))
                 bound = bind(peer.plan, tables, own, tokens, states=last)
