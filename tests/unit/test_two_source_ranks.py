@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from caches import attention, cache
-from stepwise import Process, Step, World
+from stepwise import Process, Step, Stream, Unary, World
 
 from kvferry.manifest import Manifest
 from kvferry.schemas import Awaited, TransferState
@@ -150,6 +150,36 @@ def test_a_try_after_a_forgotten_pairing_begins_when_nothing_of_the_first_can_co
     assert world.flights() == [first] and not two.peer.ranks[1].pairing, "nothing is asked for before it is quiet"
     world.run()
     assert transfer.state is TransferState.DONE and two.is_there(blocks)
+
+
+def test_a_pairing_that_is_found_forgotten_again_is_not_taken_from_who_has_just_made_it(two: Two) -> None:
+    """Two transfers find it forgotten, one while the other pairs with the second rank."""
+    requests, world = {"r": range(4), "s": range(4, 8)}, two.world
+    transfers = [two.receive(request_id, blocks, "staged") for request_id, blocks in requests.items()]
+    world.run()
+    for source in two.sources:
+        source.forget_pairings()
+
+    def streams() -> list[Stream]:
+        return [call for call in world.calls if isinstance(call, Stream)]
+
+    def pairings() -> list[Unary]:
+        return [call for call in world.calls if isinstance(call, Unary)]
+
+    for request_id, blocks in requests.items():
+        for source in two.sources:
+            source.publish(request_id, blocks)
+        two.step_all(lambda: [stream._to_client.arrive for stream in streams() if stream._to_client.on_way])
+    assert {transfer.state for transfer in transfers} == {TransferState.READING}
+    two.step_all(lambda: two.of_rank(0)[::-1], until=lambda: bool(pairings()))  # answers before the next question
+    two.step_all(lambda: pairings()[0].steps(), until=lambda: bool(two.peer.ranks[0].pairing))
+    two.step_all(
+        lambda: [step for stream in streams() for step in stream.steps()], until=lambda: not two.peer.ranks[0].pairing
+    )
+    assert len(pairings()) == 2, "the first waits for rank 1, the second has begun anew"
+    world.run()
+    assert [transfer.problem for transfer in transfers] == [None, None]
+    assert all(map(two.is_there, requests.values()))
 
 
 def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -> None:
