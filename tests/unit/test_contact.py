@@ -16,6 +16,7 @@ from kvferryd.config import Config
 from kvferryd.peers.channels import Channels
 
 pytestmark = pytest.mark.anyio
+NOBODY = "127.0.0.1:1"
 
 
 @pytest.fixture
@@ -73,3 +74,13 @@ async def test_a_call_that_is_cancelled_says_nothing_of_its_peer(silent: tuple[S
         with pytest.raises(asyncio.CancelledError):
             await asking
     assert not channels.contact(address).failures
+
+
+async def test_what_a_daemon_failed_with_is_kept_without_what_was_under_way() -> None:
+    """A call that lives goes on dialling, though its channel is closed."""
+    channels = Channels(Config())
+    with pytest.raises(KvferryError):
+        await asked(channels, NOBODY)
+    error = channels.contact(NOBODY).error
+    assert error is not None and error.code == "peer_unreachable"
+    assert error.__traceback__ is error.__context__ is error.__cause__ is None

@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 import grpc
 
-from kvferry.errors import Kind, KvferryError, PeerFailed
+from kvferry.errors import Caused, Kind, KvferryError, PeerFailed
 from kvferry.rpc import SILENT, UNREACHABLE, error_of
 
 LOST = frozenset({"peer_unreachable", "peer_lost"})
@@ -34,7 +34,8 @@ class Contact:
 
     def failed(self, why: KvferryError) -> None:
         self.failures += 1
-        self.error, self.failed_at = why, time.time()
+        # Another one: `why` goes on its way, and gathers the frames that it is raised through, with what is in them.
+        self.error, self.failed_at = Caused(why), time.time()
 
 
 class asking:  # noqa: N801  used like a function
