@@ -95,7 +95,7 @@ class KnownPeers:
             self._failed.pop(key, None)
         except KvferryError as error:
             failures, _, before = self._failed.get(key, (0, 0.0, ""))
-            self._failed[key] = failures + 1, time.monotonic() + min(AGAIN_S, 2.0**failures), error.code
+            self._failed[key] = failures + 1, time.monotonic() + min(AGAIN_S, 2.0 ** min(failures, 8)), error.code
             if error.code not in (before, "own_engine"):
                 log.info("known peer not met", engine_id=engine.engine_id, address=address, why=str(error))
         finally:
