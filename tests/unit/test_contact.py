@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -35,6 +35,11 @@ class Silent(peer_pb2_grpc.PeerServicer):
         await asyncio.Event().wait()
         raise AssertionError
 
+    async def Order(self, request: Any, context: Any) -> AsyncIterator[peer_pb2.RankTransfer]:
+        yield peer_pb2.RankTransfer(state="reading")
+        self.called.set()
+        await asyncio.Event().wait()
+
 
 @pytest.fixture
 async def silent() -> AsyncIterator[tuple[Silent, str]]:
@@ -51,11 +56,20 @@ async def asked(channels: Channels, address: str) -> None:
         await stub.Handshake(peer_pb2.HandshakeRequest())
 
 
-async def test_a_call_whose_channel_is_closed_has_lost_its_peer(silent: tuple[Silent, str]) -> None:
+async def followed(channels: Channels, address: str) -> None:
+    async with channels.calling(address) as stub:
+        async for _ in stub.Order(peer_pb2.OrderRequest()):
+            pass
+
+
+@pytest.mark.parametrize("calling", [asked, followed])
+async def test_a_call_whose_channel_is_closed_has_lost_its_peer(
+    silent: tuple[Silent, str], calling: Callable[[Channels, str], Coroutine[None, None, None]]
+) -> None:
     """It is not cancelled: whoever waits for it would take that for an end of its own."""
     service, address = silent
     channels = Channels(Config())
-    asking = asyncio.create_task(asked(channels, address))
+    asking = asyncio.create_task(calling(channels, address))
     async with asyncio.timeout(60):
         await service.called.wait()
         await channels.close()
