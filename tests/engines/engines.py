@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,6 +159,19 @@ class Pair:
     def alone(self, tokens: Sequence[int], **more: Any) -> list[int]:
         """What the prefill engine makes of it without help."""
         return tokens_of(complete(self.prefill, tokens, **more))
+
+    def kill(self, engine: Service) -> None:
+        engine.signal(signal.SIGKILL)
+        engine.process.wait(SETTLE_S)
+
+    def start_again(self, dead: Service, *, timeout_s: float = START_S) -> None:
+        """At the address that it had, beside the same daemons."""
+        engine = self.fleet.again(dead)
+        asyncio.run(self.fleet.ready(engine, timeout_s=timeout_s))
+        if dead is self.prefill:
+            self.prefill = engine
+        else:
+            self.decode = engine
 
     def transfers(self) -> list[TransferRecord]:
         """On rank 0 of decode, the oldest first."""
