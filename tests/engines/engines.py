@@ -26,7 +26,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from kvferry.reference.config import PRESETS, ModelConfig, ModelSource
 from kvferry.reference.model import write_checkpoint
-from kvferry.schemas import LeaseRecord, TransferRecord
+from kvferry.schemas import LeaseRecord, Totals, TransferRecord, TransferState
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service, ServiceError
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin" / "python"
@@ -187,6 +187,15 @@ def transfers_at(daemon: DaemonService) -> list[TransferRecord]:
     return [TransferRecord.model_validate(one) for one in body["transfers"]]
 
 
+def at_rest(daemon: DaemonService) -> bool:
+    """Nothing is read, served, waited for or quarantined."""
+    totals = Totals.model_validate(httpx.get(f"{daemon.url}/v1/totals", trust_env=False).json())
+    under_way = [state for state, count in totals.transfers.items() if count and not TransferState(state).ended]
+    return not (
+        under_way or totals.live_readers or totals.queue or totals.quarantined_bytes or totals.staging_used_bytes
+    )
+
+
 def leases_at(daemon: DaemonService) -> list[LeaseRecord]:
     """That have not ended."""
     body = httpx.get(f"{daemon.url}/v1/leases", trust_env=False).json()
@@ -343,9 +352,9 @@ def cache_usage(engine: Service) -> float:
     return metric(engine, "kv_cache_usage_perc")
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
+def eventually(holds: Callable[[], bool], within_s: float = SETTLE_S) -> bool:
     """Engines and daemons are other processes: they can only be asked again."""
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline:
             return False
