@@ -19,7 +19,7 @@ export NIXL_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang soak soak-vllm lint format proto reference bench clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp soak soak-vllm lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ bench-vllm: $(READY) $(ENGINES_READY) ## handover between real vLLM engines, bes
 
 bench-vllm-gpu: $(READY) ## the same on two GPUs; ENGINES_VENV: an environment with vLLM for CUDA
 	@$(BIN)/python tests/engines/bench_gpu.py $(BENCH)
+
+bench-tcp: $(READY) $(ENGINES_READY) ## host memory over TCP alone, beside NIXL and Mooncake
+	@$(BIN)/python tests/engines/bench_tcp.py
 
 bench-sglang: $(READY) $(SGLANG_READY) ## handover between real SGLang engines, beside SGLang's own NIXL backend
 	@$(BIN)/python tests/engines/bench_sglang.py $(BENCH)

@@ -359,7 +359,7 @@ class Ferry:
             self._set_draining(True, asked_by)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self.drain_status().drained:
+                while (now := self.drain_status()).draining and not now.drained:
                     await self._one_ends()
         return self.drain_status()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -13,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 ENGINE = Path(__file__).parents[2] / "deploy" / "pair" / "engine.py"
 TIMEOUT_S = 60.0
-LISTEN = "0A"
 UCX_PORTS = range(17411, 17475)
 
 
@@ -56,18 +55,8 @@ def daemon(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, st
 
 def listening(process: subprocess.Popen[bytes]) -> set[int]:
     """The TCP ports that a process listens on."""
-    files = []
-    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            files.append(os.readlink(entry))
-    inodes = {found[1] for file in files if (found := re.match(r"socket:\[(\d+)\]", file))}
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTEN and fields[9] in inodes:
-                ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
+    connections = psutil.Process(process.pid).net_connections("tcp")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.timeout(180)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from kvferry.reference.config import PRESETS
@@ -59,9 +58,8 @@ class Served:
     def occupancy(self) -> dict[str, int]:
         return self.http.get("/health").json()
 
-    def workers(self) -> list[int]:
-        task = Path(f"/proc/{self.process.pid}/task")
-        return [int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()]
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
 
     def stop(self) -> int:
         self.http.close()
@@ -317,8 +315,7 @@ def test_a_killed_worker_brings_the_engine_down_with_its_name(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(engine.http.post, "/v1/completions", json={"prompt": prompt(50), "max_tokens": 4000})
         wait_until(lambda: httpx.get(f"{engine.url}/health").json()["running"] == 1)
-        victim = engine.workers()[1]
-        os.kill(victim, signal.SIGKILL)
+        engine.workers()[1].kill()
         assert answer.result(60).status_code == 503
         assert answer.result().json()["error"]["code"] == "worker_failed"
     assert engine.process.wait(60) == 1
@@ -328,7 +325,7 @@ def test_a_killed_worker_brings_the_engine_down_with_its_name(tmp_path):
 @pytest.mark.slow
 def test_an_idle_worker_that_dies_brings_the_engine_down_too(tmp_path):
     engine = serve(tmp_path)
-    os.kill(engine.workers()[0], signal.SIGKILL)
+    engine.workers()[0].kill()
     assert engine.process.wait(60) == 1
     assert "the worker of rank 0" in engine.errors.read_text()
 
@@ -339,7 +336,7 @@ def test_no_worker_outlives_a_killed_driver(tmp_path):
     assert len(workers) == 2
     engine.process.kill()
     engine.process.wait(60)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait_until(lambda: not any(worker.is_running() for worker in workers))
 
 
 def test_a_missing_daemon_is_told_at_start(tmp_path):

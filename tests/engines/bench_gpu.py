@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
-from bench_handover import leg
+from bench_handover import first_token_ms
 
 from engines import ANSWER_S, Engines, Pair, complete, prompt
 from kvferryd.demo.fleet import DaemonService, Service, ServiceError
@@ -140,19 +140,6 @@ def started(model: Path, prefill: Side, decode: Side, start_s: float, how: dict[
         raise
     finally:
         fleet.close()
-
-
-def first_token_ms(
-    http: httpx.Client, engine: Service, tokens: list[int], params: object, max_tokens: int = 2
-) -> float:
-    """Raises KeyError when the engine gives no token."""
-    began = time.perf_counter()
-    events = leg(http, engine, tokens, max_tokens, params)
-    json.loads(next(events).removeprefix("data: "))["choices"][0]
-    took = time.perf_counter() - began
-    for _ in events:
-        pass
-    return took * 1e3
 
 
 def scatter(engine: Service, seed: int) -> None:

@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import httpx
 
-from engines import ANSWER_S, MODEL, Pair, Service, complete, pair, prompt, tokens_of
+from engines import ANSWER_S, MODEL, Pair, Service, complete, events_of, pair, prompt, tokens_of
 from kvferryd.demo.fleet import Fleet, ServiceError
 
 LENGTHS = (33, 250, 700, 1500)
@@ -82,22 +82,21 @@ class Cell:
         return f"{requests} | {self.p50:.0f} | {p90:.0f} | {max(self.handover_ms):.0f} | {self.cpu_s / requests:.2f}"
 
 
-def leg(http: httpx.Client, engine: Service, tokens: list[int], max_tokens: int, params: object) -> Iterator[str]:
-    """The answer's events, as they come."""
+def handover_ms(both: Pair, http: httpx.Client, tokens: list[int]) -> float:
+    return first_token_ms(http, both.decode, tokens, both.prefilled(tokens), max_tokens=4)
+
+
+def first_token_ms(
+    http: httpx.Client, engine: Service, tokens: list[int], params: object, max_tokens: int = 2
+) -> float:
+    """Raises KeyError when the engine gives no token."""
     body = {
         "model": "m", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "detokenize": False, "return_token_ids": True, "stream": True, "kv_transfer_params": params,
+        "detokenize": False, "return_token_ids": True, "kv_transfer_params": params,
     }  # fmt: skip
-    with http.stream("POST", f"{engine.url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        yield from (line for line in answer.iter_lines() if line.startswith("data: {"))
-
-
-def handover_ms(both: Pair, http: httpx.Client, tokens: list[int]) -> float:
-    params = both.prefilled(tokens)
     began = time.perf_counter()
-    events = leg(http, both.decode, tokens, 4, params)
-    next(events)
+    events = events_of(http, f"{engine.url}/v1/completions", body)
+    next(events)["choices"][0]
     took = time.perf_counter() - began
     for _ in events:
         pass

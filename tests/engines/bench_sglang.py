@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import httpx
 from bench_handover import ROUNDS, cells, measure, print_table
-from sglang_engines import START_S, SglangEngine, SglangFleet, generate, room, sglang_fleet
+from sglang_engines import START_S, SglangEngine, SglangFleet, body_of, generate, room, sglang_fleet
 
-from engines import MODEL
+from engines import MODEL, events_of
 
 BACKENDS = ("kvferry", "nixl")
 FLAGS = ("--enable-metrics", "--max-total-tokens", "32768")
@@ -44,24 +42,13 @@ def handover_ms(prefill: SglangEngine, decode: SglangEngine, http: httpx.Client,
     where = room(prefill)
     with ThreadPoolExecutor(1) as pool:
         prefilled = pool.submit(generate, prefill, tokens, max_tokens=4, **where)
-        events = streamed(http, decode, tokens, where)
+        events = events_of(http, f"{decode.url}/generate", body_of(tokens, 4) | where)
         next(events)
         first = time.time()
         for _ in events:
             pass
         answer = prefilled.result().raise_for_status().json()
     return float(first - answer["meta_info"]["prefill_finished_time"]) * 1000
-
-
-def streamed(http: httpx.Client, engine: SglangEngine, tokens: list[int], where: dict[str, Any]) -> Iterator[Any]:
-    """The answer's events, as they come."""
-    parameters = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": parameters, "stream": True} | where
-    with http.stream("POST", f"{engine.url}/generate", json=body) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
 
 
 def main() -> None:

@@ -324,6 +324,18 @@ def complete(
         return client.post(f"{engine.url}/v1/completions", json=body | more)
 
 
+def events_of(http: httpx.Client, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a streamed answer says, as it comes. Raises httpx.HTTPError, also for an error that it tells of."""
+    with http.stream("POST", url, json=body | {"stream": True}) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise httpx.HTTPError(str(event["error"]))
+                yield event
+
+
 def tokens_of(response: httpx.Response) -> list[int]:
     return choices_of(response)[0]
 

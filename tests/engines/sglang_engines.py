@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 import engines
-from engines import ANSWER_S, HOST, SITE, Engines, leases_at, transfers_at
+from engines import ANSWER_S, HOST, SITE, Engines, events_of, leases_at, transfers_at
 from kvferry.reference.config import ModelConfig
 from kvferry.schemas import LeaseRecord, TransferRecord
 from kvferryd.demo.fleet import DaemonService, Service, ServiceError
@@ -52,16 +52,17 @@ class SglangFleet(Engines):
     ) -> SglangEngine:
         """Start an engine of `model` and, where kvferry is the backend, a daemon for each of its ranks.
 
-        mode: prefill or decode. bootstrap: the port of another engine, which has ended. Raises ServiceError.
+        mode: prefill, decode, or null, alone. bootstrap: the port of another engine, which has ended. Raises
+        ServiceError.
         """
-        daemons = tuple(self.daemons(name, ranks)) if backend == "kvferry" else ()
+        daemons = tuple(self.daemons(name, ranks)) if backend == "kvferry" and mode != "null" else ()
         asyncio.run(self.ready(*daemons, timeout_s=DAEMON_S))
         port, bootstrap = self.free_port(), bootstrap or self.free_port()
         command = [
             "/usr/bin/env", f"PYTHONPATH={os.pathsep.join(filter(None, (str(SITE), os.environ.get('PYTHONPATH'))))}",
             f"KVFERRY_SGLANG_SOCKET={self.directory / f'{name}-{{rank}}.sock'}", f"KVFERRY_SGLANG_ENGINE_ID={name}",
             "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
-            f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'only_llama'}",
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'few_models'}",
             f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks)}",
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
@@ -104,7 +105,7 @@ class SglangEngine(Service):
 
 
 @contextmanager
-def sglang_fleet(model: ModelConfig) -> Iterator[SglangFleet]:
+def sglang_fleet(model: ModelConfig | Callable[[Path], None]) -> Iterator[SglangFleet]:
     """Its checkpoint is written. What does not come up says how its log ends."""
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
@@ -142,6 +143,8 @@ class SglangPair:
         return tokens_of(moved)
 
     def alone(self, tokens: Sequence[int]) -> list[int]:
+        if isinstance(self.single, SglangEngine):
+            return tokens_of(generate(self.single, tokens))
         return engines.tokens_of(engines.complete(self.single, tokens))
 
     def same(self, prompts: Sequence[Sequence[int]], at_once: int = 1, router: Service | None = None) -> None:
@@ -161,7 +164,7 @@ def generate(
     engine: Service, tokens: Sequence[int], *, max_tokens: int = 16, custom: dict[str, str] | None = None, **more: Any
 ) -> httpx.Response:
     """custom: the request's custom_params."""
-    body = _body(tokens, max_tokens) | more
+    body = body_of(tokens, max_tokens) | more
     body["sampling_params"]["custom_params"] = custom
     with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
         return http.post(f"{engine.url}/generate", json=body)
@@ -174,7 +177,7 @@ def leaving(engine: Service, tokens: Sequence[int], **more: Any) -> Iterator[Non
     connection = HTTPConnection(url.host, url.port or 0, timeout=ANSWER_S)
     with closing(connection):
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/generate", json.dumps(_body(tokens, 16) | more), headers)
+        connection.request("POST", "/generate", json.dumps(body_of(tokens, 16) | more), headers)
         yield
 
 
@@ -186,19 +189,12 @@ def tokens_of(response: httpx.Response) -> list[int]:
 
 def streamed(engine: Service, tokens: Sequence[int], max_tokens: int = 16) -> list[int]:
     """The tokens of a streamed answer: SGLang sends them from the first on."""
-    events = []
-    with (
-        httpx.Client(trust_env=False, timeout=ANSWER_S) as http,
-        http.stream("POST", f"{engine.url}/generate", json=_body(tokens, max_tokens) | {"stream": True}) as response,
-    ):
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                events.append(json.loads(line.removeprefix("data: ")))
+    with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
+        events = list(events_of(http, f"{engine.url}/generate", body_of(tokens, max_tokens)))
     assert len(events) > 1, "the answer came in one piece"
     return list(events[-1]["output_ids"])
 
 
-def _body(tokens: Sequence[int], max_tokens: int) -> dict[str, Any]:
+def body_of(tokens: Sequence[int], max_tokens: int) -> dict[str, Any]:
     parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return {"input_ids": list(tokens), "sampling_params": parameters}

@@ -135,6 +135,10 @@ def test_another_prompts_room_is_refused(pair: SglangPair) -> None:
     pair.same([prompt(40, seed=9)])
 
 
+def test_a_room_that_is_sent_twice_is_the_first_ones(pair: SglangPair) -> None:
+    _sent_twice(pair)
+
+
 def test_one_rank_hands_over_to_two(one_to_two: SglangPair) -> None:
     one_to_two.same([prompt(length, seed=20) for length in LENGTHS[::2]])
     assert {transfer.state for transfer in one_to_two.decode.transfers()} == {TransferState.DONE}
@@ -190,6 +194,25 @@ def test_two_ranks_at_its_address_hand_over_to_one(two_to_one: SglangPair) -> No
 def test_two_ranks_hand_over_eight_at_once_to_one(two_to_one: SglangPair) -> None:
     two_to_one.same([prompt(length, seed=31) for length in SEVERAL], at_once=8)
     assert eventually(lambda: not two_to_one.prefill.leases())
+
+
+def test_a_room_that_is_sent_twice_to_two_ranks_is_the_first_ones(two_to_one: SglangPair) -> None:
+    _sent_twice(two_to_one)
+
+
+def _sent_twice(pair: SglangPair) -> None:
+    """Neither another prompt nor the same one takes the room or ends it; when it is free it can be sent again."""
+    tokens, where = prompt(100, seed=40), room(pair.prefill)
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(generate, pair.prefill, tokens, **where)
+            assert eventually(lambda: len(pair.prefill.leases()) == len(pair.prefill.daemons))
+            for other in (prompt(100, seed=41), tokens):
+                refused = generate(pair.prefill, other, **where)
+                assert refused.status_code == 500
+                assert "room_taken" in refused.text
+            assert tokens_of(generate(pair.decode, tokens, **where)) == pair.alone(tokens)
+            assert first.result().status_code == 200
 
 
 def _all_ended(engine: SglangEngine) -> bool:

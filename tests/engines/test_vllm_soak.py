@@ -6,7 +6,6 @@ error only while an engine is dead, or if it was under way when one died.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
@@ -21,7 +20,7 @@ import httpx
 import pytest
 from test_vllm_preemption import FEW
 
-from engines import ANSWER_S, START_S, Pair, cache_usage, eventually, metric, pair, prompt
+from engines import ANSWER_S, START_S, Pair, cache_usage, events_of, eventually, metric, pair, prompt
 
 SECONDS = float(os.environ.get("SOAK") or 600)
 SEED = int(os.environ.get("SOAK_SEED") or 0) or random.randrange(1 << 31)
@@ -86,22 +85,12 @@ class Soak:
         """What was decoded; None of a client that left. Raises where an engine did not answer."""
         body = {
             "model": "m", "prompt": list(tokens), "max_tokens": count, "temperature": 0, "ignore_eos": True,
-            "detokenize": False, "return_token_ids": True, "stream": True,
-            "kv_transfer_params": self.engines.prefilled(tokens),
+            "detokenize": False, "return_token_ids": True, "kv_transfer_params": self.engines.prefilled(tokens),
         }  # fmt: skip
         told: list[int] = []
-        with (
-            httpx.Client(trust_env=False, timeout=ANSWER_S) as http,
-            http.stream("POST", f"{self.engines.decode.url}/v1/completions", json=body) as answer,
-        ):
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                said = json.loads(line.removeprefix("data: "))
-                if "error" in said:
-                    raise httpx.StreamError(str(said["error"]))
-                told += said["choices"][0]["token_ids"] if said["choices"] else []
+        with httpx.Client(trust_env=False, timeout=ANSWER_S) as http:
+            for event in events_of(http, f"{self.engines.decode.url}/v1/completions", body):
+                told += event["choices"][0]["token_ids"] if event["choices"] else []
                 if leaves and len(told) > count // 2:
                     return None
         assert len(told) == count, f"{len(told)} of {count} tokens came"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvferryd.demo.fleet import DaemonService
@@ -40,8 +41,7 @@ def kill(daemon: DaemonService, number: signal.Signals) -> int:
 
 def children(daemon: DaemonService) -> set[int]:
     """Of a keeper."""
-    pid = daemon.process.pid
-    return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return {each.pid for each in psutil.Process(daemon.process.pid).children()}
 
 
 def eventually(holds: Callable[[], object], what: str) -> None:

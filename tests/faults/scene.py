@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from fleet import TIMEOUT_S, Daemons, until
 from hosts import Host, daemons_apart
 from ranks import HND, NHD, Blocks, Shape
@@ -97,10 +97,10 @@ class Held:
 
     @classmethod
     def of(cls, daemon: DaemonService) -> Held:
-        proc = Path(f"/proc/{daemon.process.pid}")
-        maps = (proc / "maps").read_text().splitlines()
+        process = psutil.Process(daemon.process.pid)
+        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         shared = sum("/memfd:kvferry" in line or "/dev/shm/" in line for line in maps)
-        return cls(len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")), shared)
+        return cls(process.num_fds(), process.num_threads(), shared)
 
     def within(self, other: Held) -> bool:
         return (

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import select
-import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 from authority import Authority, replace
 from bounded import bounded
-from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal, resident_mb, until
+from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal, resident_mb, screens, until
 from lives import engine_on, published, receives
 from ranks import Kv, Shape
 from test_peer_secret import secret_file
@@ -207,16 +204,6 @@ def test_metadata_of_more_than_a_megabyte_is_not_even_read() -> None:
     assert str(MAX_NBYTES + 1) in str(refused.value)
 
 
-def trying(daemon: DaemonService) -> set[int]:
-    """The process that loads peers' metadata first."""
-    pids = (
-        int(pid)
-        for task in Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
-        for pid in task.read_text().split()
-    )
-    return {pid for pid in pids if b"kvferryd.transport.screening" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-
-
 @pytest.mark.slow
 async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons, stack: AsyncExitStack) -> None:
     """With the process that tried it."""
@@ -233,12 +220,12 @@ async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons,
 
     await until(met, "it is met, and so the process is there")
     await router.forget_peer(source.engine_id)
-    (pid,) = trying(here)
-    os.kill(pid, signal.SIGSTOP)
+    (trying,) = screens(here)
+    trying.suspend()
     with pytest.raises(KvferryError) as refused:
         await router.prewarm(body)
     assert refused.value.code == "peer_unreachable"
-    assert pid not in trying(here)
+    assert trying not in screens(here)
     await until(met, "it is met with another process")
 
 
@@ -256,7 +243,7 @@ async def test_a_process_that_tries_metadata_and_does_not_come_up_is_given_up(
     assert refused.value.code == "transport_failed"
 
     async def given_up() -> bool:  # after a handshake the next process is started, which does not come up either
-        return not trying(here)
+        return not screens(here)
 
     await until(given_up, "none is left")
 

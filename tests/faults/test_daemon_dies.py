@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from bounded import bounded
-from fleet import TIMEOUT_S
+from fleet import TIMEOUT_S, lives, open_files
 from keepers import ROOT, before_this, children, eventually, kill, path_of, serving
 from load import SHAPE, Engine, Load
 from ranks import Blocks, Kv
@@ -71,10 +71,6 @@ def in_mid_read(load: Load, source: DaemonService, reader: DaemonService) -> int
     raise AssertionError("no read was under way")
 
 
-def open_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 @pytest.mark.parametrize(
     "kills",
     [pytest.param(4, marks=pytest.mark.slow), pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
@@ -87,7 +83,7 @@ def test_a_daemon_that_is_killed_under_load_costs_failed_requests_only(
         load.more()
         for daemon in pair:
             eventually(lambda daemon=daemon: stands_by(daemon), "another daemon stands by")
-        before = [open_files(daemon.process.pid) for daemon in pair]
+        before = [open_files(daemon) for daemon in pair]
         for count, number in zip(range(kills), itertools.cycle(DEATHS), strict=False):
             victims = [pair, pair[:1], pair[1:]][count % 3]
             gone = [(daemon, kill(daemon, number)) for daemon in victims]
@@ -98,7 +94,7 @@ def test_a_daemon_that_is_killed_under_load_costs_failed_requests_only(
     assert load.failed.total() >= kills // 4, "so many deaths under load end some requests"
     for daemon, files in zip(pair, before, strict=True):
         eventually(lambda daemon=daemon: stands_by(daemon), "another daemon stands by")
-        assert open_files(daemon.process.pid) <= files, "the keeper has kept something of the dead"
+        assert open_files(daemon) <= files, "the keeper has kept something of the dead"
     codes = ", ".join(f"{count} {code}" for code, count in load.failed.most_common())
     worst = f"{max(recovered):.1f}"
     record_property("seen", [f"daemon killed {kills} times", f"{load.done} done, 0 wrong; failed: {codes}", "", worst])
@@ -170,7 +166,7 @@ def test_an_engine_outlives_the_step_to_a_keeper_and_back(
                 engine.daemon.signal(number)
                 assert "has gone" in engine.said.get(timeout=TIMEOUT_S)
                 engine.daemon.process.wait(TIMEOUT_S)
-                eventually(lambda each=of_keeper: not any(map(_lives, each)), "the keeper's daemons are dead")
+                eventually(lambda each=of_keeper: not any(map(lives, each)), "the keeper's daemons are dead")
                 engine.daemon = daemons[nth] = own_fleet.again(engine.daemon, command)
                 assert "there again" in engine.said.get(timeout=START_S)
                 load.more()
@@ -213,15 +209,8 @@ def test_the_keeper_takes_its_daemons_with_it(own_fleet: Fleet, pair: list[Daemo
     left = children(daemon)
     daemon.signal(signal.SIGKILL)
     daemon.process.wait(TIMEOUT_S)
-    eventually(lambda: not any(Path(f"/proc/{pid}/fd").exists() and _lives(pid) for pid in left), "they are dead")
+    eventually(lambda: not any(map(lives, left)), "they are dead")
     asyncio.run(own_fleet.ready(own_fleet.again(daemon), timeout_s=TIMEOUT_S))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonService]) -> None:
@@ -254,7 +243,7 @@ def test_a_daemon_that_served_before_its_keeper_had_looked_is_followed(
     daemon = own_fleet.daemon("slow", kept=True)
     asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
     gone = kill(daemon, signal.SIGKILL)
-    eventually(lambda: not _lives(gone), "it is dead")
+    eventually(lambda: not lives(gone), "it is dead")
     looks.write_text("")
     eventually(lambda: serving(daemon) != gone, "another daemon serves")
 

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet import Daemons, ended, peer_stub
+from fleet import Daemons, ended, peer_stub, screens
 from lives import engine_on, published, receives
 from test_hostile_metadata import impostor, inner
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import PeerRequest
 from kvferry.v1 import peer_pb2
-from kvferryd.demo.fleet import DaemonService
 from kvferryd.transport.agent import Agent
 from kvferryd.transport.metadata import Metadata, Screen, parse
 from kvferryd.transport.read import Span, TransportError
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 60.0
-
-
-def screen(daemon: DaemonService) -> int:
-    """The process in which it tries peers' metadata."""
-    pid = daemon.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    said = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    (found,) = [child for child, command in said.items() if b"kvferryd.transport.screening" in command]
-    return found
 
 
 async def test_a_screening_process_that_died_of_one_peer_speaks_against_no_other(
@@ -44,7 +32,8 @@ async def test_a_screening_process_that_died_of_one_peer_speaks_against_no_other
     living, _ = await engine_on(stack, "living", second)
     reader, router = await engine_on(stack, "reader", ours)
     await router.prewarm(PeerRequest(engine_id="dying", address=dying.address))
-    os.kill(screen(ours), signal.SIGKILL)
+    (screen,) = screens(ours)
+    screen.kill()
     kv, _ = await published(living, "r")
     await receives(reader, "r", kv, living.source())
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
 from hosts import Host, daemons_apart
@@ -22,11 +23,6 @@ from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 
 pytestmark = pytest.mark.anyio
-
-
-def state_of(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
 
 
 KILLED = """
@@ -47,7 +43,7 @@ async def test_a_stopped_process_goes_on_even_when_the_test_is_killed() -> None:
     sleeper = int(output)
 
     async def goes_on() -> bool:
-        return state_of(sleeper) == "S"
+        return psutil.Process(sleeper).status() == psutil.STATUS_SLEEPING
 
     try:
         await until(goes_on, "the process is continued")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
-from pathlib import Path
 
+import psutil
 import pytest
 from bounded import bounded
 from fleet import Daemons, until
@@ -22,9 +21,7 @@ TCP = ("--ucx", "TLS=tcp NET_DEVICES=lo")
 
 
 def files_of_children(daemon: DaemonService) -> int:
-    pid = daemon.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sum(len(os.listdir(f"/proc/{child}/fd")) for child in children)
+    return sum(child.num_fds() for child in psutil.Process(daemon.process.pid).children())
 
 
 async def test_a_peer_that_is_forgotten_and_met_again(

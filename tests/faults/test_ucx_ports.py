@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from fleet import Daemons
 from hosts import Host, daemons_apart
@@ -30,11 +32,12 @@ def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def listens(daemon: DaemonService) -> set[tuple[str, int]]:
     """The daemon and the process in which it tries peers' metadata: (address, port), without the daemon's own two."""
     pid = daemon.process.pid
-    children = Path(f"/proc/{pid}/task").glob("*/children")
     inodes = set()
-    for process in [str(pid), *(child for each in children for child in each.read_text().split())]:
-        files = [os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir() if entry.is_symlink()]
-        inodes |= {found[1] for file in files if (found := re.match(r"socket:\[(\d+)\]", file))}
+    for process in [psutil.Process(pid), *psutil.Process(pid).children()]:
+        for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if found := re.match(r"socket:\[(\d+)\]", os.readlink(entry)):
+                    inodes.add(found[1])
     found = set()
     for table, words in (("tcp", 1), ("tcp6", 4)):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

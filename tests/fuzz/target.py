@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import grpc
 import httpx
+import psutil
 from fleet import TIMEOUT_S, Daemons, memory_files, open_files, resident_mb, until
 from ranks import Kv, Shape, TestEngine
 
@@ -47,9 +47,9 @@ class Held:
 
     @classmethod
     def by(cls, daemon: DaemonService) -> Held:
-        tasks = Path(f"/proc/{daemon.process.pid}/task")
-        children = [child for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-        return cls(open_files(daemon), len(list(tasks.iterdir())), len(children), frozenset(memory_files(daemon)))
+        process = psutil.Process(daemon.process.pid)
+        children = len(process.children())
+        return cls(open_files(daemon), process.num_threads(), children, frozenset(memory_files(daemon)))
 
     def within(self, before: Held) -> bool:
         return (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import psutil
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
@@ -153,7 +154,25 @@ async def refusal(call: Awaitable[object]) -> KvferryError:
 
 
 def open_files(daemon: DaemonService) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+    return psutil.Process(daemon.process.pid).num_fds()
+
+
+def lives(pid: int) -> bool:
+    """False of one that has ended, whether or not its parent has asked how."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def screens(daemon: DaemonService) -> list[psutil.Process]:
+    """Its processes that try peers' metadata."""
+    found = []
+    for child in psutil.Process(daemon.process.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "kvferryd.transport.screening" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def owned_regions(daemon: DaemonService) -> int:

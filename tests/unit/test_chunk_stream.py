@@ -230,3 +230,15 @@ async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish
     view.close(complete=True)
     await carried(pair.stream(await pair.opened("other")))
     assert lease.state is LeaseState.PUBLISHED
+
+
+async def test_a_reading_that_the_source_has_ended_is_packed_no_more(pair: Pair) -> None:
+    """The source would not answer: it knows nothing of it any more."""
+    leases = pair.source.leases
+    leases.publish("first", Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
+    view = await pair.view("first")
+    leases.revoke("first", "for a test")
+    await pair.opened("other")  # told later on the same stream
+    with pytest.raises(KvferryError) as caught:
+        pair.stream(view)
+    assert caught.value.code == "lease_ended"

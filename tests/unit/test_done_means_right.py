@@ -41,7 +41,7 @@ from hypothesis.stateful import (
 from stepwise import Copies, Process, World
 
 from kvferry.errors import KvferryError
-from kvferry.schemas import TransferState
+from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd import states
@@ -988,4 +988,39 @@ def test_what_has_been_read_is_scattered_though_the_source_is_gone(quiet: None) 
         model.world.loop.settle()
     model.run_dry()
     assert attempt.transfer.state is TransferState.DONE
+    model.teardown()
+
+
+def test_a_deadline_that_passes_while_a_lost_source_is_looked_for_ends_the_transfer(quiet: None) -> None:
+    """The source had said that it has not published yet; then it fell silent, and so it is asked who it is."""
+    model = Done()
+    model.begin(eager=False, met=True)
+    model.receive(
+        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="", attempt=0,
+        deadline_s=5.0,
+    )  # fmt: skip
+    model.run_dry()
+    transfer = model.attempts[0].transfer
+    assert transfer.waits_for is Awaited.PUBLISH
+    for stream in model.world.streams():
+        stream.break_down()
+        while steps := stream.steps():
+            steps[0]()
+            model.world.loop.settle()
+    model.pass_time(seconds=6.0)
+    assert transfer.problem is not None and transfer.problem.code == "deadline"
+    model.teardown()
+
+
+def test_who_waits_for_a_drain_is_answered_when_it_was_cancelled(quiet: None) -> None:
+    model = Done()
+    model.publish(
+        request_id="r", prompt=b"hello", blocks=1, odd=False, signed=False, more=False, fenced=False, readers=1
+    )  # fmt: skip
+    ferry, loop = model.source.ferry, model.world.loop
+    draining = loop.create_task(ferry.drain(60.0, "a test"))
+    loop.settle()
+    model._call(model.source, ferry.cancel_drain, "a test")
+    model._revoke("r")
+    assert draining.done() and not draining.result().draining
     model.teardown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd.leases import lease as lease_module
@@ -504,3 +505,16 @@ async def test_a_request_may_be_published_again_after_its_lease_ended(publish: P
     again = publish()
     assert await lasting(leases.find("r", READER)) is again
     assert again.state is LeaseState.PUBLISHED
+
+
+async def test_why_a_lease_is_over_does_not_hold_on_to_whoever_was_told(leases: Leases, publish: Publish) -> None:
+    """An error that is raised again and again gathers the frames that it is raised through, and what lies in them."""
+    fence: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    fence.set_exception(Conflict("fence_timeout", "the GPU is slow"))
+    leases.publish("r", Publication(TABLES, 8, b"", more=False), ttl_s=LONG_S, readers=1, after=fence)
+    frames = []
+    for _ in range(3):
+        with pytest.raises(KvferryError, match="the GPU is slow") as caught:
+            await leases.find("r", READER)
+        frames.append(len(list(traceback.walk_tb(caught.tb))))
+    assert len(set(frames)) == 1

@@ -99,3 +99,13 @@ def test_a_peers_latency_has_no_wait_for_the_router() -> None:
 def test_a_label_takes_only_so_many_values() -> None:
     few = Few(2)
     assert [few(value) for value in ("a", "b", "c", "", "a")] == ["a", "b", "other", "none", "a"]
+
+
+def test_methods_that_are_none_of_https_are_one_label() -> None:
+    metrics = Metrics()
+    for method in ("GET", "DELETE", "ANY", "OTHER"):
+        metrics.rest(method, "/healthz", 405, 0.1)
+    counted = {
+        line.partition("{")[2] for line in text(metrics).splitlines() if line.startswith("kvferry_rest_seconds_c")
+    }
+    assert {labels.split('"')[1] for labels in counted} == {"GET", "DELETE", "other"}

@@ -83,3 +83,13 @@ async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_on
     told = [await reader.hears() for _ in range(2 * LIMIT + 1)]
     assert {reply.reading for reply in told if reply.HasField("update")} == set(range(1, LIMIT + 1))
     assert sorted(reply.problem.code for reply in told if reply.HasField("problem")) == ["full"]
+
+
+async def test_who_has_not_been_sent_a_lease_when_it_ends_is_told_of_the_end(leases: Leases, reader: Reader) -> None:
+    """Its update waits behind another message."""
+    for request_id in ("first", "second"):
+        leases.publish(request_id, WHOLE, ttl_s=60, readers=1)
+    reader.opens("first", "second")
+    assert (await reader.hears()).HasField("update")
+    leases.revoke("second", "for a test")
+    assert (await reader.hears()).problem.code == "lease_ended"

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from kvferry.errors import KvferryError  # noqa: E402
 from kvferry.manifest import ManifestBuilder, ModelInfo  # noqa: E402
 from kvferry.memory import memfd_region  # noqa: E402
-from kvferry.sglang.cache import GROUP, buffers_of, describe, placed, region_nbytes  # noqa: E402
+from kvferry.memory.placing import buffers_of, placed, region_nbytes  # noqa: E402
+from kvferry.sglang.cache import GROUP, describe  # noqa: E402
 from kvferry.sglang.options import Options  # noqa: E402
 
 
@@ -36,8 +37,9 @@ def create(pool: Any) -> None:
 
 def test_a_pool_is_placed_in_the_region_and_described_there() -> None:
     pool = SimpleNamespace(page_size=16, size=32, layer_num=2, start_layer=0, kv_cache_layout="nhd")
-    region = memfd_region(region_nbytes(buffers_of(create, pool), "cpu"))
-    with placed(region):
+    buffers = buffers_of(lambda: create(pool))
+    region = memfd_region(region_nbytes(buffers, "cpu"))
+    with placed(region, buffers):
         create(pool)
     pool.v_buffer[1][16:32] = 7.0  # page 1
     place = range(region.address, region.address + region.nbytes)

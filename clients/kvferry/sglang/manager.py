@@ -9,6 +9,7 @@ from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import httpx
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from kvferry.sglang.receiver import Receiver
+    from kvferry.sglang.sender import Sender
 
 log = logging.getLogger(__name__)
 PATH = "/kvferry"
@@ -55,6 +57,8 @@ class Manager(BaseKVManager):
         self.kv_args = args
         self.rank = this_rank()
         self.rank.register(arguments)
+        self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
+        """By room. Only this one publishes what a room names and takes it back: a client may send a room twice."""
         self.attempts = Attempts()
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         """How long decode waits for a request's KV."""

@@ -135,6 +135,14 @@ def _release_when_quiet(manager: Any, queue: Any) -> None:
         queue.transfer_queue.deferred_kv_release_timeout = math.inf
 
 
+def _wait_when_idle(_: None, scheduler: Any) -> None:
+    from kvferry.sglang.rank import chosen, this_rank
+
+    if chosen() and not scheduler.is_fully_idle():
+        channels = scheduler.ipc_channels
+        this_rank().idle.wait(channels.recv_from_tokenizer, channels.recv_from_rpc)
+
+
 HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": (("self",), _place, "AROUND"),
@@ -145,5 +153,7 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
         (("self", "req"), _bind_receiver, "AROUND"),
     # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "AFTER"),
+    # Where it has nothing to compute and waits for transfers, SGLang keeps a core busy, which the daemons need.
+    "sglang.srt.managers.scheduler.Scheduler.on_idle": (("self",), _wait_when_idle, "AFTER"),
 }  # fmt: skip
 """The functions of SGLang that are wrapped: the names of their first parameters, by what, and where."""

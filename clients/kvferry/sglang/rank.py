@@ -6,7 +6,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,10 @@ from kvferry.fingerprint import model_fingerprint
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.memory import CudaRegion, SharedRegion
 from kvferry.memory.fences import Fence
+from kvferry.memory.placing import buffers_of, placed, region_nbytes
 from kvferry.sglang import BACKEND
-from kvferry.sglang.cache import buffers_of, describe, placed, region_nbytes
+from kvferry.sglang.cache import describe
+from kvferry.sglang.idle import Idle
 from kvferry.sglang.options import Options
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Rank:
             path, engine_id=self.engine_id, epoch=self._epoch, rank=self.number, world_size=self.count,
             timeout_s=self.options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
+        self.idle = Idle()
         self._region: SharedRegion | CudaRegion | None = None
         self._pool: Any = None
         log.info("rank %d of %d is attached to the daemon on %s", self.number, self.count, path)
@@ -51,9 +54,9 @@ class Rank:
         """Let the pool's `create` allocate in the daemon's memory. Raises KvferryError."""
         if self._pool is not None:
             raise unsupported("a second pool of KV (a sliding window's, a draft model's)")
-        self._pool, device = pool, torch.device(pool.device).type
-        self._region = self.daemon.allocate(region_nbytes(buffers_of(create, pool), device))
-        with placed(self._region):
+        self._pool, buffers = pool, buffers_of(partial(create, pool))
+        self._region = self.daemon.allocate(region_nbytes(buffers, torch.device(pool.device).type))
+        with placed(self._region, buffers):
             create(pool)
 
     def register(self, arguments: ServerArgs) -> None:

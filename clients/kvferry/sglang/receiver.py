@@ -78,6 +78,7 @@ class Receiver(BaseKVReceiver):
                 (first, origin.num_tokens), source=origin.source, deadline_s=manager.timeout_s,
                 digest=origin.digest, attempt=manager.attempts.next(origin),
             )  # fmt: skip
+            manager.rank.idle.wake_after(self._receipt)
         except KvferryError as error:  # the client is closed
             self._fail(reason(error))
 

@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransfer
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvferry.engine import Lease, Unsettled
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.memory.fences import Fence
 from kvferry.schemas import LeaseState
 from kvferry.sglang.cache import GROUP
@@ -64,12 +64,15 @@ class Sender(BaseKVSender):
         self._began: float | None = None
         self._order = asyncio.Lock()
         self._lease: Lease | None = None
-        self._aborted = False
         self._end: Future[LeaseState] | None = None
         """Of the lease, once all of it has been sent."""
         self._revoked: Future[None] | None = None
         self._state: int | None = None
         self._why = ""
+        self._aborted = mgr.senders.setdefault(bootstrap_room, self) is not self
+        if self._aborted:
+            why, remedy = f"room {bootstrap_room} is that of another request", "give each request a room of its own"
+            self._fail(reason(Conflict("room_taken", why, field="bootstrap_room", value=bootstrap_room, remedy=remedy)))
 
     def bind(self, req: Req) -> None:
         """To the request whose prompt's KV this is."""
@@ -104,6 +107,7 @@ class Sender(BaseKVSender):
             return
         if last:
             self._end = end
+            self.kv_mgr.rank.idle.wake_after(end)
 
     async def _publish(
         self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, after: Fence | None
@@ -122,6 +126,9 @@ class Sender(BaseKVSender):
         except Unsettled as error:
             await error.quiesced()
             raise
+        finally:
+            if last and not self._aborted:
+                self.kv_mgr.senders.pop(self._room, None)
 
     def poll(self) -> Any:
         told = self._revoked is None or self._revoked.done()
@@ -155,10 +162,14 @@ class Sender(BaseKVSender):
 
     async def _tell_readers(self) -> None:
         async with self._order:
+            if self.kv_mgr.senders.get(self._room) is not self:  # its lease has ended: another's may be there
+                return
             try:
                 await self._daemon.client.abort(lease_of(self._room))
             except Unsettled as error:
                 await error.quiesced()
+            finally:
+                self.kv_mgr.senders.pop(self._room, None)
 
     def failure_exception(self) -> None:
         """Raises why this failed; on the other ranks, which end with it, that it was another one. Their pages are

@@ -23,13 +23,13 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
+from kvferry.memory.placing import placed, region_nbytes
 from kvferry.parts import Describing, Part, attention_parts, recurrent_parts
 from kvferry.vllm.identity import fingerprint
 from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
 from kvferry.vllm.session import Before, End, Session
 from kvferry.vllm.step import Address, Step
-from kvferry.vllm.torch_place import placed, region_nbytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,8 +79,9 @@ class WorkerSide:
         """The context for the allocation of the cache; None where vLLM is to allocate it as usual."""
         if self._options.memory == "adopted":
             return None
-        self._memory = region = self._daemon.allocate(region_nbytes(self._nbytes, self._device))
-        return placed(region)
+        buffer = torch.empty(self._nbytes, dtype=torch.int8, device="meta")
+        self._memory = region = self._daemon.allocate(region_nbytes([buffer], self._device))
+        return placed(region, [buffer])
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe every layer's cache to the daemon. Raises KvferryError."""

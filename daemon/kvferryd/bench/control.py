@@ -149,7 +149,7 @@ class Cost(NamedTuple):
 
 async def source(socket: str) -> None:
     """The engine that is read: publishes the requests that each line of stdin lists, and answers with a line."""
-    rank = await host._rank(_at(Path(socket)), SOURCE, RUN_NBYTES)
+    rank = await host.rank(_at(Path(socket)), SOURCE, RUN_NBYTES)
     rank.region.array()[:] = np.random.default_rng(1).integers(0, 255, host.POOL, dtype=np.uint8)
     print(rank.client.peer_address, flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -215,7 +215,7 @@ async def measure() -> tuple[list[Cost], dict[str, float]]:
         assert engine.stdin is not None and engine.stdout is not None
         try:
             address = (await engine.stdout.readline()).decode().strip()
-            rank = await host._rank(daemons[1], READER, RUN_NBYTES)
+            rank = await host.rank(daemons[1], READER, RUN_NBYTES)
             pair = _Pair(fleet, engine, rank, SourceBody(engine_id=SOURCE, address=address))
             await pair.series(1, WARM_UP)
             for at_once in (1, AT_ONCE):

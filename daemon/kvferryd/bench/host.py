@@ -54,7 +54,8 @@ class Rank:
     daemon: DaemonService
 
 
-async def _rank(daemon: DaemonService, engine_id: str, run_nbytes: int) -> Rank:
+async def rank(daemon: DaemonService, engine_id: str, run_nbytes: int) -> Rank:
+    """Registered with its daemon, over POOL bytes of the daemon's."""
     client = await EngineClient.connect(str(daemon.socket), engine_id=engine_id, epoch=uuid.uuid4().hex)
     region = await client.allocate(POOL)
     assert isinstance(region, SharedRegion)
@@ -77,14 +78,14 @@ async def moves() -> list[Row]:
         await fleet.ready(prefill, decode, timeout_s=30)
         async with RouterClient(decode.url) as router:
             for run_nbytes in RUNS:
-                source = await _rank(prefill, "prefill", run_nbytes)
-                destination = await _rank(decode, "decode", run_nbytes)
+                source = await rank(prefill, "prefill", run_nbytes)
+                destination = await rank(decode, "decode", run_nbytes)
                 rng = np.random.default_rng(run_nbytes)
                 source.region.array()[:] = rng.integers(0, 255, POOL, dtype=np.uint8)
                 with raw_pair(source.region, destination.region) as raw:
                     for nbytes in SIZES:
                         for pattern in ("contiguous", "permuted"):
-                            row = await _compare(raw, router, source, destination, run_nbytes, nbytes, pattern)
+                            row = await compare(raw, router, source, destination, run_nbytes, nbytes, pattern)
                             rows.append(row)
                             print(_line(row), flush=True)
                 await source.client.close()
@@ -92,9 +93,10 @@ async def moves() -> list[Row]:
     return rows
 
 
-async def _compare(
+async def compare(
     raw: RawPair, router: RouterClient, source: Rank, destination: Rank, run_nbytes: int, nbytes: int, pattern: str
 ) -> Row:
+    """One row, its bytes compared. nbytes: of a request, a multiple of a block of ROWS runs."""
     count, blocks = nbytes // run_nbytes // ROWS, POOL // run_nbytes // ROWS
     rng = np.random.default_rng(count)
     ids = [np.arange(count) if pattern == "contiguous" else rng.permutation(blocks)[:count] for _ in range(2)]
@@ -132,8 +134,8 @@ async def control() -> dict[str, float]:
         prefill, decode = fleet.daemon("bench-prefill"), fleet.daemon("bench-decode")
         await fleet.ready(prefill, decode, timeout_s=30)
         async with RouterClient(decode.url) as router:
-            source = await _rank(prefill, "prefill", run_nbytes)
-            destination = await _rank(decode, "decode", run_nbytes)
+            source = await rank(prefill, "prefill", run_nbytes)
+            destination = await rank(decode, "decode", run_nbytes)
             total, beside = [], []
             ids = BlockTable.of(np.arange(8))
             for _ in range(CONTROL_REPEATS):

@@ -152,7 +152,7 @@ class Lease:
     def over(self) -> KvferryError:
         """Why a reader cannot read it any more."""
         if self.problem is not None:
-            return self.problem
+            return self.problem.kept()
         return lease_ended(self.request_id, f"{self.state.value}{f': {self.reason}' if self.reason else ''}")
 
     async def follow(self) -> AsyncIterator[int]:

@@ -72,10 +72,13 @@ class _Reading:
                         self._begin(self._gather, lease)
                 await lease.ended()
         except KvferryError as error:
-            if self._gather is not None:
-                self._gather.end()
-            self._problem = error
+            self._fail(error)
             self._queue()
+
+    def _fail(self, why: KvferryError) -> None:
+        if self._gather is not None:
+            self._gather.end()
+        self._problem = why
 
     def _knows(self, lease: Lease) -> bool:
         """Whether the reader has the present version of the lease from an announcement."""
@@ -107,7 +110,9 @@ class _Reading:
 
     def _take(self) -> peer_pb2.ReadReply | None:
         update, self._update = self._update, None
-        if update is not None and not update.state.ended:
+        if update is not None and update.state.ended:  # before it could be sent
+            self._fail(update.over())
+        elif update is not None:
             self._queue()  # for what else is pending
             return peer_pb2.ReadReply(reading=self._number, update=_update_of(update))
         packed = self._gather.take() if self._gather is not None else None

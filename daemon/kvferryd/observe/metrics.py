@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from functools import lru_cache, partial
+from http import HTTPMethod
 from typing import Any
 
 from prometheus_client import (
@@ -28,6 +29,8 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
 """64 KiB to 64 GiB, by four."""
 OTHER, NONE = "other", "none"
+METHODS = frozenset(map(str, HTTPMethod))
+"""HTTP's own: a caller may name any, also one that has no token."""
 WAYS = (("direct", "UCX"), ("staged", "UCX"), ("mapped", "cuda_ipc"))
 """Path and transport."""
 FAILURES = (
@@ -139,7 +142,7 @@ class Metrics:
             self.descriptors.labels(*way, peer)
 
     def rest(self, method: str, route: str, status: int, seconds: float) -> None:
-        self.rest_times.labels(method, route, str(status)).observe(seconds)
+        self.rest_times.labels(method if method in METHODS else OTHER, route, str(status)).observe(seconds)
 
     def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
         """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""

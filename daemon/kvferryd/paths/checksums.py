@@ -56,9 +56,7 @@ async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackO
     source = reader.source
     loop = asyncio.get_running_loop()
     for again in (True, False):
-        if not source.pairing:
-            await source.pair(peer.plan, max(0.0, deadline - loop.time()))
-        wanted.pairing = source.pairing
+        wanted.pairing = source.pairing or await source.pair(peer.plan, max(0.0, deadline - loop.time()))
         asked = peer_pb2.SumRequest(engine_id=peer.engine_id, epoch=peer.epoch, wanted=wanted, wide=True)
         try:
             async with asking(source.channel.contact):

@@ -52,6 +52,8 @@ class SourceReader:
         self.number = 0
         """Of this reading on its stream."""
         self._updates: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
+        self._problem: KvferryError | None = None
+        """Why the source tells no more of it."""
         self._stream: ReaderStream | None = None
         self._opening: asyncio.TimerHandle | None = None
         """The lease goes by an announcement and is not open yet."""
@@ -72,6 +74,11 @@ class SourceReader:
                 return
             self._open()
         self._apply(await self._next())
+
+    def check(self) -> None:
+        """Raises KvferryError when the reading is over: the source has ended it, or the stream is lost."""
+        if self._problem is not None:
+            raise self._problem
 
     async def ask_again(self) -> None:
         """Go by the source's own answer instead of an announcement. The caller bounds the wait."""
@@ -119,14 +126,14 @@ class SourceReader:
 
     def gather(self, chunks: ChunkStream, opening: peer_pb2.PackOpen) -> tuple[int, ReaderStream]:
         """Completes the opening with the lease's last update, and sends replies to `chunks` from now on; (the gather's
-        number, the stream to send on). Raises KvferryError when the stream is over."""
+        number, the stream to send on). Raises KvferryError when the reading is over: nobody would answer."""
+        self.check()
         opening.word, opening.version = self.lease.word, self.lease.version
         if self._opening is not None:
             self._follow()
             opening.request_id = self.request_id
             opening.trace.CopyFrom(self._trace)
         assert self._stream is not None
-        self._stream.check()
         self._chunks = chunks
         self._gathers += 1
         return self._gathers, self._stream
@@ -148,6 +155,7 @@ class SourceReader:
         self._tell_lost(why)
 
     def _fail(self, why: KvferryError) -> None:
+        self._problem = why
         self._updates.put_nowait(why)
         if self._chunks is not None:
             self._chunks.fail(why)
@@ -199,7 +207,7 @@ class ChunkStream:
     """
 
     def __init__(self, reader: SourceReader, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk]) -> None:
-        """Raises KvferryError when the stream to the source is over."""
+        """Raises KvferryError when the reading is over."""
         source = reader.source
         assert source.staging is not None
         self.chunks, self.agent_name = chunks, source.agent_name

@@ -83,9 +83,10 @@ async def _move(move: Move) -> Moved:
     chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, arena.slot_nbytes)
     readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
     timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
-    for reader in readers:
-        if not reader.source.pairing:
-            await reader.source.pair(peer.plan, timeout_s)
+    pairings = {
+        reader.source.rank: reader.source.pairing or await reader.source.pair(peer.plan, timeout_s)
+        for reader in readers
+    }
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in await beside(bound.segment_count, lambda: cut(moves(bound), chunk_nbytes)):
         by_rank[chunk.source_rank].append(chunk)
@@ -94,7 +95,7 @@ async def _move(move: Move) -> Moved:
         chunks = by_rank[reader.source.rank]
         assert chunks, "segments have bytes"
         opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes)
-        opening.pairing, opening.chunks = reader.source.pairing, len(chunks)
+        opening.pairing, opening.chunks = pairings[reader.source.rank], len(chunks)
         opening.nbytes = sum(chunk.nbytes for chunk in chunks)
         # The source may release the lease once all is packed, unless other bytes need its validity word.
         earlier = [one for one in move.before if reader.source.rank in one.ranks]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeGuard
 
 import grpc
 
-from kvferry.errors import Kind, KvferryError, PeerFailed
+from kvferry.errors import Caused, Kind, KvferryError, PeerFailed
 from kvferry.rpc import SILENT, UNREACHABLE, error_of
 
 LOST = frozenset({"peer_unreachable", "peer_lost"})
@@ -32,7 +34,8 @@ class Contact:
 
     def failed(self, why: KvferryError) -> None:
         self.failures += 1
-        self.error, self.failed_at = why, time.time()
+        # Another one: `why` goes on its way, and gathers the frames that it is raised through, with what is in them.
+        self.error, self.failed_at = Caused(why), time.time()
 
 
 class asking:  # noqa: N801  used like a function
@@ -48,7 +51,7 @@ class asking:  # noqa: N801  used like a function
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, (grpc.aio.UsageError, grpc.aio.AioRpcError)):
+        if isinstance(error, (grpc.aio.UsageError, grpc.aio.AioRpcError)) or _closed_under_us(error):
             # Its frames hold the call, and as long as the call lives a closed channel goes on dialling. An error may be
             # kept for long, so it must not hold those frames.
             error.__traceback__ = None
@@ -62,9 +65,9 @@ class asking:  # noqa: N801  used like a function
         if error is None or isinstance(error, KvferryError):
             self._contact.answered()
 
-    def _problem(self, error: grpc.aio.UsageError | grpc.aio.AioRpcError) -> KvferryError:
+    def _problem(self, error: BaseException) -> KvferryError:
         address = self._contact.address
-        if isinstance(error, grpc.aio.UsageError):  # what a call on a closed channel raises
+        if not isinstance(error, grpc.aio.AioRpcError):  # of a call on a channel that is closed
             return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
         problem = error_of(error, f"peer {address}", self._ended)
         if problem.code not in (UNREACHABLE, SILENT):
@@ -72,6 +75,12 @@ class asking:  # noqa: N801  used like a function
         return PeerFailed(
             "peer_unreachable", problem.message, field=problem.field, value=problem.value, remedy=problem.remedy
         )
+
+
+def _closed_under_us(error: BaseException | None) -> TypeGuard[asyncio.CancelledError]:
+    """Whether gRPC has cancelled the call, as its channel was closed, and nobody has cancelled this task."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling()
 
 
 def of_peer(problem: KvferryError) -> KvferryError:

@@ -7,6 +7,8 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from kvferry.errors import KvferryError
 from kvferryd.aio import Tasks
@@ -24,6 +26,8 @@ RESOLVE_S = 5.0
 AGAIN_S = 60.0
 """The longest pause before an address that cannot be met is tried again; the first is a second."""
 AT_ONCE = 32
+LOOKUPS = 8
+"""At once: threads of their own, since one that hangs cannot be ended, and others wait for asyncio's."""
 MOST = 4096
 """Addresses in all."""
 
@@ -40,6 +44,7 @@ class KnownPeers:
         """Of each that could not be met: how often in a row, not before when it is tried again, and the code."""
         self._tasks, self._turns = Tasks(), asyncio.Semaphore(AT_ONCE)
         self._look = asyncio.Event()
+        self._lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="names")
 
     def look(self) -> None:
         """An engine has come: meet its peers now."""
@@ -58,14 +63,16 @@ class KnownPeers:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def _resolve(self, address: str) -> None:
         """A name stands for all addresses that it has now. One with a single address is dialled by its name where
         `allow_peers` admits that, for the certificate's sake. Where it cannot be looked up those of before hold."""
         host, port = allow.split(address)
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         try:
             async with asyncio.timeout(RESOLVE_S):
-                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
             log.debug("name not resolved", name=host, why=str(error))
             return
@@ -95,7 +102,7 @@ class KnownPeers:
             self._failed.pop(key, None)
         except KvferryError as error:
             failures, _, before = self._failed.get(key, (0, 0.0, ""))
-            self._failed[key] = failures + 1, time.monotonic() + min(AGAIN_S, 2.0**failures), error.code
+            self._failed[key] = failures + 1, time.monotonic() + min(AGAIN_S, 2.0 ** min(failures, 8)), error.code
             if error.code not in (before, "own_engine"):
                 log.info("known peer not met", engine_id=engine.engine_id, address=address, why=str(error))
         finally:

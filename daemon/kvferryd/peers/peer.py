@@ -112,15 +112,18 @@ class PeerRank:
         """Whether the source has ended the stream. Another daemon, with other memory, may answer at its address now."""
         return self._stream is not None and self._stream.over
 
-    async def pair(self, plan: Plan, timeout_s: float) -> None:
-        """Have this rank plan as we did, once: both ends then know what a staging slot carries. Raises KvferryError."""
+    async def pair(self, plan: Plan, timeout_s: float) -> str:
+        """Have this rank plan as we did, once: both ends then know what a staging slot carries. Its name for the plan,
+        which others may find forgotten meanwhile. Raises KvferryError."""
         sources = [manifest_to_proto(source) for source in plan.sources.values()]
         request = peer_pb2.PairRequest(
             engine_id=self.manifest.engine_id, epoch=self.manifest.epoch, sources=sources,
             destination=manifest_to_proto(plan.destination),
         )  # fmt: skip
         async with asking(self.channel.contact):
-            self.pairing = (await self.stub.Pair(request, timeout=timeout_s)).pairing
+            reply = await self.stub.Pair(request, timeout=timeout_s)
+        self.pairing = reply.pairing
+        return reply.pairing
 
     async def map(self, engine: Engine, timeout_s: float) -> None:
         """Map what can be mapped for this engine of ours, and keep why the rest cannot."""

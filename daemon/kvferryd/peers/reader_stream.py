@@ -59,7 +59,7 @@ class ReaderStream:
     def check(self) -> None:
         """Raises KvferryError when it is over."""
         if self._why is not None:
-            raise self._why
+            raise self._why.kept()
 
     def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
         """The lease as the source announced it before it was asked. Each announcement is given out once."""

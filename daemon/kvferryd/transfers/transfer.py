@@ -303,11 +303,12 @@ class Transfer:
         try:
             if self._stop is not None:
                 raise asyncio.CancelledError
-            async with asyncio.timeout_at(self.deadline) as self._timeout:
-                await self._matched.wait()
-                await self._transfer()
-        except TimeoutError:
-            self._end(TransferState.FAILED, self._late())
+            try:
+                async with asyncio.timeout_at(self.deadline) as self._timeout:
+                    await self._matched.wait()
+                    await self._transfer()
+            except TimeoutError:
+                raise self._late() from None
         except asyncio.CancelledError:
             state, why = self._stop or (TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
             self._end(state, why)
@@ -395,6 +396,8 @@ class Transfer:
                 if not stale or not again or order.epoch:
                     raise
                 self._readers = []
+                if self._unpublished_since is not None:  # by who is asked no more
+                    self._was_published()
         if self._unpublished_since is not None:
             self._was_published()
         return peer, readers, others
@@ -457,6 +460,8 @@ class Transfer:
                 _check_published(readers, published, wanted)
             until = published if wanted is None else min(wanted[1], published)
             if last or until > at:
+                for reader in readers:
+                    reader.check()
                 tables = {reader.source.rank: reader.tables for reader in readers}
                 own, tokens = self.reservation.tables, (at, max(at, until))
                 bound = bind(peer.plan, tables, own, tokens, states=last)

@@ -157,7 +157,8 @@ class Transfers:
         self._attempts[key] = max(attempt, self._attempts.get(key, 0))
         current = self._transfer_of(key, attempt, counted=counted)
         if current is not None and current.ended.is_set():
-            raise current.problem or _conflict(request_id, f"has ended already in attempt {attempt}")
+            why = _conflict(request_id, f"has ended already in attempt {attempt}")
+            raise why if current.problem is None else current.problem.kept()
         if order is not None and current is not None and _has(current, order, exactly=False):
             order = None
         transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import os
 import threading
@@ -39,12 +40,25 @@ def load() -> Any:
     older = _driver_version() in range(1, CUDA_13)
     for name in (BUILDS[1], BUILDS[0], BUILDS[2]) if older else BUILDS:
         try:
-            return importlib.import_module(name)
+            found = importlib.import_module(name)
         except ImportError:
             continue
+        _end_without_destructors()
+        return found
     cuda = "12" if older else "13"
     remedy = f"pip install --no-deps nixl-cu{cuda}, or beside a GPU, with torch, pip install 'kvferry[cuda{cuda}]'"
     raise Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=", ".join(BUILDS), remedy=remedy)
+
+
+@functools.cache
+def _end_without_destructors() -> None:
+    """Let the process end, when Python is done, before the libraries that are loaded by now are unloaded.
+
+    NIXL's wheels bring a libnl; where the system has libibverbs, as beside RDMA, UCX loads the system's too, and the
+    two crash in each other's destructors. A daemon that stopped well would have ended with SIGSEGV.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
 
 
 def make_agent(name: str, *, threads: int) -> Any:

@@ -1,4 +1,4 @@
-"""SGLANG_EXTERNAL_MODEL_PACKAGE, as only_llama is; and SGLang's NIXL backend on host memory.
+"""SGLANG_EXTERNAL_MODEL_PACKAGE, as few_models is; and SGLang's NIXL backend on host memory.
 
 The backend says VRAM of all KV. Without a GPU it lies in DRAM, and NIXL must be told so.
 """

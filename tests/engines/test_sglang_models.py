@@ -1,0 +1,44 @@
+"""Models whose cache or attention is another than Llama's, between real SGLang engines: equal to SGLang alone."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sglang_engines import PYTHON, START_S, SglangPair, sglang_fleet
+
+from engines import prompt
+from kvferry.schemas import TransferState
+
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(3000)]
+LENGTHS = [5, 31, 33, 64, 129, 500, 513, 1025]
+"""Both sides of a page (16, 32), of the window (64) and of a chunk (512)."""
+
+
+@pytest.fixture(scope="module", params=["latent", "windowed"])
+def pair(request: pytest.FixtureRequest) -> Iterator[SglangPair]:
+    with sglang_fleet(partial(_checkpoint, request.param)) as fleet:
+        prefill = fleet.sglang("p", mode="prefill", page_size=16)
+        decode = fleet.sglang("d", mode="decode", page_size=32)
+        single = fleet.sglang("single", mode="null")
+        asyncio.run(fleet.ready(prefill, decode, single, timeout_s=START_S))
+        yield SglangPair(prefill, decode, single)
+
+
+def _checkpoint(kind: str, folder: Path) -> None:
+    """By the Python that SGLang is installed for, which has transformers."""
+    script = Path(__file__).with_name("sglang_checkpoint.py")
+    subprocess.run([PYTHON, script, kind, folder], timeout=START_S, check=True)
+
+
+def test_prompts_of_every_length_get_a_single_engines_tokens(pair: SglangPair) -> None:
+    pair.same([prompt(length) for length in LENGTHS])
+    assert [transfer.state for transfer in pair.decode.transfers()] == [TransferState.DONE] * len(LENGTHS)
+
+
+def test_eight_at_once_get_a_single_engines_tokens(pair: SglangPair) -> None:
+    pair.same([prompt(length, seed=1) for length in LENGTHS], at_once=8)

@@ -1,0 +1,200 @@
+"""A source of two ranks, read by one: what one says while the other still serves. One step at a time (stepwise.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from caches import attention, cache
+from stepwise import Process, Step, Stream, Unary, World
+
+from kvferry.manifest import Manifest
+from kvferry.schemas import Awaited, TransferState
+from kvferry.tables import BlockTable
+from kvferry.v1 import engine_pb2
+from kvferryd.api.callers import Callers
+from kvferryd.api.peer import PeerService
+from kvferryd.config import Config
+from kvferryd.engine import Engine
+from kvferryd.engine.session import Rank
+from kvferryd.ferry import Ferry
+from kvferryd.leases.lease import Publication
+from kvferryd.memory import Files
+from kvferryd.observe.metrics import Metrics
+from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.transfer import Transfer
+
+BLOCKS, SLOTS, PIECE = 8, 2, 1024
+"""Blocks of a cache, tokens of a block, bytes of a token and head in K or V."""
+ARENA = 4 * 4096
+SOURCES, READER = ("127.0.0.1:7001", "127.0.0.1:7002"), "127.0.0.1:7003"
+METRICS = Metrics()
+
+
+class Daemon:
+    """One daemon with its engine."""
+
+    def __init__(self, world: World, address: str, manifest: Manifest, members: dict[int, str]) -> None:
+        self.world, self.address = world, address
+        self.memory = world.memory.take(manifest.regions[0].nbytes)
+        self.memory[:] = np.random.default_rng(len(world.copies)).integers(0, 256, self.memory.size, dtype=np.uint8)
+        self.process = world.processes[address] = Process(address)
+        config = Config(peer=address, way="staged")
+        with world.within(self.process):
+            self.ferry = Ferry(config, METRICS)
+            self.process.service = PeerService(self.ferry, Callers(config.allow_peers, None))
+            self.engine = world.loop.complete(self._registered(manifest))
+        self.engine.set_members(members)
+
+    async def _registered(self, manifest: Manifest) -> Engine:
+        registry = self.ferry.registry
+        rank = Rank(manifest.engine_id, manifest.epoch, manifest.rank, manifest.world_size)
+        session = await registry.attach(rank)
+        self.ferry.memory.brought = self.memory  # type: ignore[attr-defined]
+        await registry.adopt(session, engine_pb2.Memory(region=0, nbytes=self.memory.nbytes), Files())
+        return await registry.register(session, manifest)
+
+    def publish(self, request_id: str, blocks: range) -> None:
+        said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False)
+        self.world.loop.call(self.engine.leases.publish, request_id, said, ttl_s=20.0, readers=1)
+
+    def forget_pairings(self) -> None:
+        self.engine.pairings._known.clear()
+
+
+class Two:
+    """Two sources and their reader, which have shaken hands."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        members = dict(enumerate(SOURCES))
+        self.sources = [
+            Daemon(world, address, _manifest("prefill", heads=1, rank=rank, of=2), members)
+            for rank, address in members.items()
+        ]
+        self.reader = Daemon(world, READER, _manifest("decode", heads=2, rank=0, of=1), {0: READER})
+        peers = self.reader.ferry.peers_known
+        with world.within(self.reader.process):
+            meeting = world.loop.create_task(peers.get(self.reader.engine, "prefill", SOURCES[0]))
+        world.loop.settle()
+        world.run()
+        self.peer = meeting.result()
+
+    def receive(self, request_id: str, blocks: range, way: str) -> Transfer:
+        reservation = Reservation({"full": BlockTable.of(list(blocks))}, None)
+        order = Order("prefill", SOURCES[0], way=way)
+        with self.world.within(self.reader.process):
+            transfer: Transfer = self.world.loop.call(
+                self.reader.ferry.jobs.receive, self.reader.engine, request_id, reservation, order, None
+            )
+        return transfer
+
+    def step_all(self, choose: Callable[[], list[Step]], until: Callable[[], bool] = lambda: False) -> None:
+        """Take the first of these steps, again and again, until there is none or that holds."""
+        for _ in range(1000):
+            steps = choose()
+            if until() or not steps:
+                return
+            steps[0]()
+            self.world.loop.settle()
+            self.world.calls = [call for call in self.world.calls if not call.over]
+        raise AssertionError("what is under way never ends")
+
+    def of_rank(self, rank: int) -> list[Step]:
+        """What one source hears, says and gathers."""
+        copies = self.world.copies[rank].queue
+        return [*self._calls(SOURCES[rank]), *(copying.step for copying in list(copies)[:1])]
+
+    def of_calls(self) -> list[Step]:
+        return [step for address in SOURCES for step in self._calls(address)]
+
+    def _calls(self, address: str) -> list[Step]:
+        return [step for call in self.world.calls if call._address == address for step in call.steps()]
+
+    def is_there(self, blocks: range) -> bool:
+        """Whether the reader has of each rank what is its own."""
+        own = self.reader.memory.reshape(2, BLOCKS, SLOTS, 2, PIECE)[:, blocks.start : blocks.stop]
+        theirs = [each.memory.reshape(2, BLOCKS, SLOTS, PIECE)[:, blocks.start : blocks.stop] for each in self.sources]
+        return all(np.array_equal(own[:, :, :, rank], theirs[rank]) for rank in (0, 1))
+
+
+def _manifest(engine: str, *, heads: int, rank: int, of: int) -> Manifest:
+    layout = attention(heads=heads, start=rank * heads, total=2, dim=PIECE // 2, slot=SLOTS, block=BLOCKS)
+    return cache(*layout, engine=engine, rank=rank, of=of)
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    world = World(ARENA)
+    with pytest.MonkeyPatch.context() as patched:
+        world.patch(patched)
+        yield Two(world)
+        world.dispose()
+
+
+def test_a_try_after_a_forgotten_pairing_begins_when_nothing_of_the_first_can_come_any_more(two: Two) -> None:
+    """Rank 1 has forgotten its pairing, while a chunk of rank 0 is on its way."""
+    blocks, world = range(4), two.world
+    for source in two.sources:
+        source.publish("r", blocks)
+    world.run()  # its announcements arrive
+    two.sources[1].forget_pairings()
+    transfer = two.receive("r", blocks, "staged")
+    two.step_all(lambda: two.of_rank(0), until=lambda: bool(world.flights()))
+    (first,) = world.flights()
+    first.step()
+    two.step_all(lambda: two.of_rank(1), until=lambda: not two.peer.ranks[1].pairing)
+    assert first.read.abandoned and not first.read.quiet.done()
+    two.step_all(lambda: [*two.of_rank(0), *two.of_rank(1)])
+    assert world.flights() == [first] and not two.peer.ranks[1].pairing, "nothing is asked for before it is quiet"
+    world.run()
+    assert transfer.state is TransferState.DONE and two.is_there(blocks)
+
+
+def test_a_pairing_that_is_found_forgotten_again_is_not_taken_from_who_has_just_made_it(two: Two) -> None:
+    """Two transfers find it forgotten, one while the other pairs with the second rank."""
+    requests, world = {"r": range(4), "s": range(4, 8)}, two.world
+    transfers = [two.receive(request_id, blocks, "staged") for request_id, blocks in requests.items()]
+    world.run()
+    for source in two.sources:
+        source.forget_pairings()
+
+    def streams() -> list[Stream]:
+        return [call for call in world.calls if isinstance(call, Stream)]
+
+    def pairings() -> list[Unary]:
+        return [call for call in world.calls if isinstance(call, Unary)]
+
+    for request_id, blocks in requests.items():
+        for source in two.sources:
+            source.publish(request_id, blocks)
+        two.step_all(lambda: [stream._to_client.arrive for stream in streams() if stream._to_client.on_way])
+    assert {transfer.state for transfer in transfers} == {TransferState.READING}
+    two.step_all(lambda: two.of_rank(0)[::-1], until=lambda: bool(pairings()))  # answers before the next question
+    two.step_all(lambda: pairings()[0].steps(), until=lambda: bool(two.peer.ranks[0].pairing))
+    two.step_all(
+        lambda: [step for stream in streams() for step in stream.steps()], until=lambda: not two.peer.ranks[0].pairing
+    )
+    assert len(pairings()) == 2, "the first waits for rank 1, the second has begun anew"
+    world.run()
+    assert [transfer.problem for transfer in transfers] == [None, None]
+    assert all(map(two.is_there, requests.values()))
+
+
+def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -> None:
+    """Of a host that has vanished NIXL would say nothing."""
+    blocks, world = range(4), two.world
+    transfer = two.receive("r", blocks, "direct")
+    world.run()
+    assert transfer.waits_for is Awaited.PUBLISH
+    two.sources[0].publish("r", blocks)
+    world.run()
+    for stream in world.streams():
+        if stream.touches(two.sources[0].process):
+            stream.break_down()
+    two.step_all(lambda: two.of_rank(0))
+    two.sources[1].publish("r", blocks)
+    two.step_all(two.of_calls)
+    assert not world.flights()
+    assert transfer.problem is not None and transfer.problem.code == "peer_unreachable"
