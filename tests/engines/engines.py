@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from kvferry.reference.config import PRESETS, ModelConfig, ModelSource
 from kvferry.reference.model import write_checkpoint
-from kvferry.schemas import LeaseRecord, TransferRecord
+from kvferry.schemas import LeaseRecord, Totals, TransferRecord, TransferState
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service, ServiceError
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin" / "python"
@@ -159,6 +160,19 @@ class Pair:
         """What the prefill engine makes of it without help."""
         return tokens_of(complete(self.prefill, tokens, **more))
 
+    def kill(self, engine: Service) -> None:
+        engine.signal(signal.SIGKILL)
+        engine.process.wait(SETTLE_S)
+
+    def start_again(self, dead: Service, *, timeout_s: float = START_S) -> None:
+        """At the address that it had, beside the same daemons."""
+        engine = self.fleet.again(dead)
+        asyncio.run(self.fleet.ready(engine, timeout_s=timeout_s))
+        if dead is self.prefill:
+            self.prefill = engine
+        else:
+            self.decode = engine
+
     def transfers(self) -> list[TransferRecord]:
         """On rank 0 of decode, the oldest first."""
         return transfers_at(self.decode_daemons[0])
@@ -171,6 +185,15 @@ def transfers_at(daemon: DaemonService) -> list[TransferRecord]:
     """The oldest first."""
     body = httpx.get(f"{daemon.url}/v1/transfers?limit=10000", trust_env=False).json()
     return [TransferRecord.model_validate(one) for one in body["transfers"]]
+
+
+def at_rest(daemon: DaemonService) -> bool:
+    """Nothing is read, served, waited for or quarantined."""
+    totals = Totals.model_validate(httpx.get(f"{daemon.url}/v1/totals", trust_env=False).json())
+    under_way = [state for state, count in totals.transfers.items() if count and not TransferState(state).ended]
+    return not (
+        under_way or totals.live_readers or totals.queue or totals.quarantined_bytes or totals.staging_used_bytes
+    )
 
 
 def leases_at(daemon: DaemonService) -> list[LeaseRecord]:
@@ -341,9 +364,9 @@ def cache_usage(engine: Service) -> float:
     return metric(engine, "kv_cache_usage_perc")
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
+def eventually(holds: Callable[[], bool], within_s: float = SETTLE_S) -> bool:
     """Engines and daemons are other processes: they can only be asked again."""
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline:
             return False

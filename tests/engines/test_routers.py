@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,9 +24,11 @@ from engines import (
     ANSWER_S,
     LENGTHS,
     PYTHON,
+    SETTLE_S,
     START_S,
     Pair,
     Service,
+    at_rest,
     cache_usage,
     eventually,
     metric,
@@ -38,6 +42,9 @@ from engines import (
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 KINDS = list(itertools.product(("completions", "chat/completions"), (False, True)))
 """Of requests: the path, and whether the answer is a stream."""
+TOKENS = 8
+"""Of an answer, where no other number is asked for."""
+LEASE_TTL_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +54,7 @@ def engines() -> Iterator[Pair]:
     if not PYTHON.exists() or subprocess.run([PYTHON, "-c", found], check=False, stderr=subprocess.DEVNULL).returncode:
         pytest.skip(f"{', '.join(modules)} are not installed beside vLLM: make engines-venv installs them")
     side = {"transfer": {"kv_connector": "NixlConnector"}, "flags": ("--no-skip-tokenizer-init",)}
-    with pair(worded, prefill=side, decode=side, daemon_flags=("--lease-ttl-s", "60")) as both:
+    with pair(worded, prefill=side, decode=side, daemon_flags=("--lease-ttl-s", str(LEASE_TTL_S))) as both:
         yield both
 
 
@@ -132,7 +139,11 @@ def asked(
 ) -> Iterator[httpx.Response]:
     text = words(tokens)
     what = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
-    body = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | what | more
+    body = (
+        {"model": "m", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        | what
+        | more
+    )
     with (
         httpx.Client(trust_env=False, timeout=ANSWER_S) as http,
         http.stream("POST", f"{service.url}/v1/{path}", json=body | {"stream": stream}) as response,
@@ -140,19 +151,45 @@ def asked(
         yield response
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a client heard. tokens: of each answer, as far as they came. error: how it ended; empty of a whole one."""
+
+    tokens: list[list[int]]
+    error: str = ""
+
+
+def told(service: Service, tokens: Sequence[int], path: str, stream: bool, **more: Any) -> Told:
+    text, error = "", ""
+    try:
+        with asked(service, tokens, path, stream, **more) as response:
+            for part in response.iter_text():
+                text += part
+            response.raise_for_status()
+    except httpx.HTTPStatusError as refused:
+        return Told([], str(refused.response.status_code))
+    except httpx.HTTPError as broken:
+        error = type(broken).__name__
+    lines = [text]
+    if stream:
+        whole_lines = text[: text.rfind("\n") + 1].splitlines()
+        lines = [line.removeprefix("data: ") for line in whole_lines if line.startswith("data: {")]
+        error = error or ("" if text.rstrip().endswith("data: [DONE]") else "no end")
+    elif error:
+        return Told([], error)
+    heard: dict[int, list[int]] = {}
+    for said in map(json.loads, lines):
+        error = error or str(said.get("error", ""))
+        for choice in said.get("choices", ()):
+            heard.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+    return Told([heard[index] for index in sorted(heard)], error)
+
+
 def answers(service: Service, tokens: Sequence[int], path: str, stream: bool, **more: Any) -> list[list[int]]:
-    """The tokens of each answer, whole or as a stream. Raises httpx.HTTPError."""
-    with asked(service, tokens, path, stream, **more) as response:
-        text = response.read().decode()
-        response.raise_for_status()
-    lines = (
-        [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")] if stream else [text]
-    )
-    told: dict[int, list[int]] = {}
-    for line in lines:
-        for choice in json.loads(line)["choices"] if line != "[DONE]" else ():
-            told.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
-    return [told[index] for index in sorted(told)]
+    """The tokens of each answer, whole or as a stream."""
+    heard = told(service, tokens, path, stream, **more)
+    assert not heard.error
+    return heard.tokens
 
 
 def seed(name: str) -> int:
@@ -198,6 +235,59 @@ def test_a_client_that_leaves_takes_its_request_along(engines: Pair, name: str, 
     nothing_is_left(engines)
 
 
-def nothing_is_left(engines: Pair) -> None:
-    assert eventually(lambda: not engines.leases()), engines.leases()
+LONG: dict[str, tuple[int, dict[str, Any]]] = {"prefill": (3000, {}), "decode": (100, {"max_tokens": 3900})}
+"""Requests that are long in an engine: the length of their prompt, and what else they ask for."""
+COMPARED = 32
+"""Tokens of each answer, or of what came of it."""
+REFUSALS = {
+    "kvferry proxy": "502", "vllm-router": "500|503", "smg": "50[0-4]", "toy proxy": "500|RemoteProtocolError"
+}  # fmt: skip
+"""How requests for no stream end whose engine is dead: docs/routers.md."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("side", LONG)
+def test_an_engine_that_dies_behind_all_routers(engines: Pair, routers: dict[str, Service], side: str) -> None:
+    """Its requests end with an error, or are right; those that come before it is there again end with an error."""
+    victim: Service = getattr(engines, side)
+    (length, more), number = LONG[side], 20 + 20 * list(LONG).index(side)
+    before = len(engines.transfers())
+    sent = [(name, prompt(length, seed(name) + number + i), kind) for i, kind in enumerate(KINDS) for name in routers]
+    with ThreadPoolExecutor(len(sent)) as pool:
+        under_way = [pool.submit(told, routers[name], tokens, *kind, **more) for name, tokens, kind in sent]
+        if side == "prefill":  # one has been handed over, and the others are being prefilled
+            assert eventually(lambda: "done" in {one.state for one in engines.transfers()[before:]})
+        else:
+            assert eventually(lambda: metric(victim, "num_requests_running") > len(sent) / 2)
+        engines.kill(victim)
+        heard = [one.result() for one in under_way]
+    late = [(name, prompt(90, seed(name) + number + 4 + i), kind) for i, kind in enumerate(KINDS) for name in routers]
+    heard_late = [told(routers[name], tokens, *kind) for name, tokens, kind in late]
+    assert {name for (name, *_), one in zip(sent, heard, strict=True) if one.error} == {*routers}
+    assert all(one.error and not one.tokens for one in heard_late), heard_late
+    ends = [
+        (name, one.error)
+        for (name, _, (_, stream)), one in zip([*sent, *late], [*heard, *heard_late], strict=True)
+        if one.error and not stream
+    ]
+    assert all(re.fullmatch(REFUSALS[name], error) for name, error in ends), ends
+    engines.start_again(victim)
+
+    for name, router in routers.items():
+        tokens = prompt(200, seed(name) + number + 8)
+        assert eventually(lambda: not told(router, tokens, *KINDS[0]).error), f"{name} does not use it again"  # noqa: B023
+        tokens, before = prompt(200, seed(name) + number + 9), len(engines.transfers())
+        assert answers(router, tokens, *KINDS[0]) == answers(engines.prefill, tokens, *KINDS[0])
+        assert {one.state for one in engines.transfers()[before:]} == {"done"}
+    for (name, tokens, kind), one in zip(sent, heard, strict=True):
+        (answer,) = one.tokens or [[]]
+        assert one.error or len(answer) == more.get("max_tokens", TOKENS)
+        alone = engines.alone(tokens, max_tokens=COMPARED) if answer else []
+        assert answer[:COMPARED] == alone[: len(answer)], f"{name} {kind} {one.error}"
+    nothing_is_left(engines, SETTLE_S + LEASE_TTL_S)
+
+
+def nothing_is_left(engines: Pair, within_s: float = SETTLE_S) -> None:
+    assert eventually(lambda: not engines.leases(), within_s), engines.leases()
     assert eventually(lambda: cache_usage(engines.prefill) == 0 == cache_usage(engines.decode))
+    assert eventually(lambda: all(map(at_rest, (*engines.prefill_daemons, *engines.decode_daemons))))

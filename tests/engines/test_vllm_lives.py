@@ -14,47 +14,20 @@ from typing import Any
 
 import pytest
 
-from engines import (
-    PREFILL_LEG,
-    START_S,
-    Pair,
-    cache_usage,
-    complete,
-    eventually,
-    metric,
-    missed,
-    pair,
-    prompt,
-    tokens_of,
-    whole,
-)
+from engines import PREFILL_LEG, Pair, cache_usage, complete, eventually, metric, missed, pair, prompt, tokens_of, whole
 from kvferryd.demo.fleet import DaemonService, Service
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 TTL_S = 10.0
 
 
-SIDES: dict[str, dict[str, Any]] = {
-    "p": {"options": {"progressive": True}},
-    "d": {"options": {"second_turn": True, "load_timeout_s": 10}, "transfer": {"kv_load_failure_policy": "recompute"}},
-}
-
-
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    with pair(prefill=SIDES["p"], decode=SIDES["d"], daemon_flags=("--lease-ttl-s", str(TTL_S))) as both:
+    prefill: dict[str, Any] = {"options": {"progressive": True}}
+    options, policy = {"second_turn": True, "load_timeout_s": 10}, {"kv_load_failure_policy": "recompute"}
+    decode: dict[str, Any] = {"options": options, "transfer": policy}
+    with pair(prefill=prefill, decode=decode, daemon_flags=("--lease-ttl-s", str(TTL_S))) as both:
         yield both
-
-
-def started_again(engines: Pair, name: str) -> None:
-    """An engine that has died, beside the daemons that it had."""
-    daemons = engines.prefill_daemons if name == "p" else engines.decode_daemons
-    engine = engines.fleet.vllm(name, engines.fleet.directory / "model", daemons, **SIDES[name])
-    asyncio.run(engines.fleet.ready(engine, timeout_s=START_S))
-    if name == "p":
-        engines.prefill = engine
-    else:
-        engines.decode = engine
 
 
 def back(engines: Pair, dead: DaemonService, engine: Service) -> DaemonService:
@@ -148,8 +121,7 @@ def test_what_an_engine_published_outlives_it(engines: Pair) -> None:
     params = engines.prefilled(tokens)
     # The answer does not wait for the daemon to hear of the lease.
     assert eventually(lambda: params["remote_request_id"] in {lease.request_id for lease in engines.leases()})
-    engines.prefill.signal(signal.SIGKILL)
-    engines.prefill.process.wait(60)
+    engines.kill(engines.prefill)
     assert tokens_of(complete(engines.decode, tokens, kv_transfer_params=params)) == alone
     assert engines.transfers()[-1].state == "done"
 
@@ -157,18 +129,17 @@ def test_what_an_engine_published_outlives_it(engines: Pair) -> None:
 def test_the_source_goes_on_when_a_reader_dies(engines: Pair) -> None:
     """It dies while it decodes, and another request's KV is kept for it: that lease ends by its time."""
     tokens, waiting = prompt(180, seed=8), prompt(190, seed=9)
-    started_again(engines, "p")
+    engines.start_again(engines.prefill)
     engines.prefilled(waiting)
     params = engines.prefilled(tokens)
     with ThreadPoolExecutor(1) as pool:
         dying = pool.submit(complete, engines.decode, tokens, max_tokens=3000, kv_transfer_params=params)
         assert eventually(lambda: metric(engines.decode, "num_requests_running") == 1)
-        engines.decode.signal(signal.SIGKILL)
+        engines.kill(engines.decode)
         assert dying.exception() is not None
-    engines.decode.process.wait(60)
     assert eventually(lambda: not engines.leases())
     assert eventually(lambda: cache_usage(engines.prefill) == 0)
-    started_again(engines, "d")
+    engines.start_again(engines.decode)
     assert engines.handover(tokens) == engines.alone(tokens)
     assert engines.transfers()[-1].state == "done"
 

@@ -6,10 +6,8 @@ error only while an engine is dead, or if it was under way when one died.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -36,15 +34,12 @@ LEAVES = 0.2
 """So many clients leave before the last token."""
 
 
-SIDES: dict[str, dict[str, Any]] = {
-    "p": {"flags": FEW, "options": {"progressive": True}},
-    "d": {"flags": FEW, "options": {"load_timeout_s": 20}, "transfer": {"kv_load_failure_policy": "recompute"}},
-}
-
-
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    with pair(prefill=SIDES["p"], decode=SIDES["d"], daemon_flags=("--lease-ttl-s", "10"), start_s=3 * START_S) as both:
+    prefill: dict[str, Any] = {"flags": FEW, "options": {"progressive": True}}
+    policy = {"kv_load_failure_policy": "recompute"}
+    decode: dict[str, Any] = {"flags": FEW, "options": {"load_timeout_s": 20}, "transfer": policy}
+    with pair(prefill=prefill, decode=decode, daemon_flags=("--lease-ttl-s", "10"), start_s=3 * START_S) as both:
         yield both
 
 
@@ -104,24 +99,12 @@ class Soak:
     def trouble(self) -> None:
         """Kill an engine and start it again, one after another."""
         while not self.over.wait(self.rng.uniform(*CALM_S)):
-            name = self.rng.choice("pd")
-            engine = self.engines.prefill if name == "p" else self.engines.decode
+            engine = self.rng.choice((self.engines.prefill, self.engines.decode))
             self.phase += 1
             self.seen[f"deaths of {engine.name}"] += 1
-            engine.signal(signal.SIGKILL)
-            engine.process.wait(60)
-            self.start(name)
+            self.engines.kill(engine)
+            self.engines.start_again(engine, timeout_s=2 * START_S)
             self.phase += 1
-
-    def start(self, name: str) -> None:
-        fleet, prefills = self.engines.fleet, name == "p"
-        daemons = self.engines.prefill_daemons if prefills else self.engines.decode_daemons
-        engine = fleet.vllm(name, fleet.directory / "model", daemons, **SIDES[name])
-        asyncio.run(fleet.ready(engine, timeout_s=2 * START_S))
-        if prefills:
-            self.engines.prefill = engine
-        else:
-            self.engines.decode = engine
 
 
 def test_random_requests_and_engines_that_die(engines: Pair, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,14 +126,14 @@ class Fleet:
             started.append(self.daemon(f"{name}-{rank}", roster=roster, flags=placed))
         return started
 
-    def again(self, daemon: DaemonService, command: str = "") -> DaemonService:
-        """Start a daemon that has ended once more, as it was: its addresses, its socket, its flags; or by `command`,
-        serve or keep."""
-        assert isinstance(daemon.process.args, list)
-        arguments = [command if command and each in ("serve", "keep") else each for each in daemon.process.args]
-        process, log = self._start(daemon.name, arguments)
-        self.services.remove(daemon)
-        return self._add(replace(daemon, process=process, log=log))
+    def again(self, service: S, command: str = "") -> S:
+        """Start what has ended once more, as it was: its addresses, its flags; a daemon with its socket, or by
+        `command`, serve or keep."""
+        assert isinstance(service.process.args, list)
+        arguments = [command if command and each in ("serve", "keep") else each for each in service.process.args]
+        process, log = self._start(service.name, arguments)
+        self.services.remove(service)
+        return self._add(replace(service, process=process, log=log))
 
     def engine(
         self,
