@@ -245,6 +245,7 @@ REFUSALS = {
 """How requests for no stream end whose engine is dead: docs/routers.md."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("side", LONG)
 def test_an_engine_that_dies_behind_all_routers(engines: Pair, routers: dict[str, Service], side: str) -> None:
