@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fleet import lives
 
 from kvferryd.demo.fleet import DaemonService
 
@@ -40,8 +41,8 @@ def kill(daemon: DaemonService, number: signal.Signals) -> int:
 
 
 def children(daemon: DaemonService) -> set[int]:
-    """Of a keeper."""
-    return {each.pid for each in psutil.Process(daemon.process.pid).children()}
+    """Of a keeper: those that live, whether or not it has asked how the others ended."""
+    return {each.pid for each in psutil.Process(daemon.process.pid).children() if lives(each.pid)}
 
 
 def eventually(holds: Callable[[], object], what: str) -> None:
