@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fleet import lives
 
 from kvferryd.demo.fleet import DaemonService
 
@@ -38,6 +37,14 @@ def kill(daemon: DaemonService, number: signal.Signals) -> int:
     with suppress(ProcessLookupError):  # it has ended by itself
         os.kill(pid, number)
     return pid
+
+
+def lives(pid: int) -> bool:
+    """False of one that has ended, whether or not its parent has asked how."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def children(daemon: DaemonService) -> set[int]:

@@ -19,8 +19,8 @@ import httpx
 import numpy as np
 import pytest
 from bounded import bounded
-from fleet import TIMEOUT_S, lives, open_files
-from keepers import ROOT, before_this, children, eventually, kill, path_of, serving
+from fleet import TIMEOUT_S, open_files
+from keepers import ROOT, before_this, children, eventually, kill, lives, path_of, serving
 from load import SHAPE, Engine, Load
 from ranks import Blocks, Kv
 from wire import TCP

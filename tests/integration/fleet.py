@@ -157,14 +157,6 @@ def open_files(daemon: DaemonService) -> int:
     return psutil.Process(daemon.process.pid).num_fds()
 
 
-def lives(pid: int) -> bool:
-    """False of one that has ended, whether or not its parent has asked how."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def screens(daemon: DaemonService) -> list[psutil.Process]:
     """Its processes that try peers' metadata."""
     found = []
