@@ -42,6 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sharing = dict.fromkeys(item.path for item in items if {"pair", "victim"} & {*getattr(item, "fixturenames", ())})
     for number, path in enumerate(path for path in sharing if path.parent.name == "integration"):
         groups[path] = f"pair-{number % PAIRS}"
+    groups |= {
+        path: "gpu" for path in groups if path.parent.name == "gpu"
+    }  # one at a time: they measure free GPU memory
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(groups[item.path]))

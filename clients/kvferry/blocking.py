@@ -95,7 +95,7 @@ def _parameters_of(
 
     def named(function: Callable[..., T]) -> Callable[Concatenate[BlockingEngineClient, P], T]:
         of, own = inspect.signature(method), inspect.signature(function)
-        function.__signature__ = of.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
+        function.__signature__ = of.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]  # for inspect
         return function
 
     return named

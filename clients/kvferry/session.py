@@ -140,7 +140,7 @@ class Session:
         if self._ended is not None:
             raise Unsettled(self._ended, self._quiet)
         number = next(self._numbers)
-        message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]
+        message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]  # one field of `oneof`
         check_size(message, "".join(command))
         said = self._said[number] = Said()
         self._commands.put(message)

@@ -77,7 +77,7 @@ def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | N
         future.set_exception(error)
         future.exception()  # retrieved: its waiter may have been cancelled
     else:
-        future.set_result(result)  # type: ignore[arg-type]
+        future.set_result(result)  # type: ignore[arg-type]  # None where T is None
 
 
 async def all_over(futures: Collection[asyncio.Future[None]]) -> None:

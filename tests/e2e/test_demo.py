@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 COMMAND = [sys.executable, "-m", "kvferryd.demo"]
@@ -22,16 +24,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def processes_of(directory: Path) -> Iterator[str]:
     """Command lines of live processes that work below this directory."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if f"TMPDIR={directory}".encode() in environment and command:
-            yield command
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR", "").startswith(str(directory)) and (command := process.cmdline()):
+                yield " ".join(command)
 
 
 def eventually_none(directory: Path, within_s: float) -> list[str]:

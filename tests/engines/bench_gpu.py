@@ -6,10 +6,11 @@
 Decode leg: from the decode request to its first token, the prefill's answer in hand. The floor is the same prompt asked
 again: then the decode engine has its KV in its own prefix cache. Weights are vLLM's dummy ones, the same on both sides;
 free blocks are in no order, as they are after an hour's traffic. Each connector has the GPUs to itself, in turns.
-"kvferry known": the decode daemon has the prefill's in `known_peers`, and meets it before anybody asks.
-"kvferry checked": daemons compare a checksum of every byte with the source's before a transfer is done.
+"kvferry-known": the decode daemon has the prefill's in `known_peers`, and meets it before anybody asks.
+"kvferry-checked": daemons compare a checksum of every byte with the source's before a transfer is done.
 Then requests come by chance, more and more of them in a second (--rates): time to first token as the client sees it,
-prefill included, and what the pair answers in a second.
+prefill included, and what the pair answers in a second. Last, the KV that prefill computed is looked for in decode's
+cache, on every rank and outside the timing. --together N starts so many pairs at once, and measures them in turns.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ MODEL = {
 TOKEN_BYTES_OF_A_HEAD = 2 * 2 * 32 * 128
 LENGTHS = (128, 1024, 4096, 8192)
 AT_ONCE, AT_ONCE_LENGTH = 16, 2048
+SAME_TOKENS = 16
+"""KV is compared in rows of so many tokens, whatever the block sizes."""
 LOAD_S, LOAD_LENGTH, LOAD_TOKENS = 8.0, 2048, 32
 """Of each rate: how long requests come, their prompts and answers in tokens."""
 CONNECTORS = {
-    "kvferry": {}, "kvferry staged": {"flags": ("--way", "staged")}, "kvferry known": {"known": True},
-    "kvferry adopted": {"options": {"memory": "adopted"}}, "kvferry checked": {"flags": ("--checksum",)},
+    "kvferry": {}, "kvferry-staged": {"flags": ("--way", "staged")}, "kvferry-known": {"known": True},
+    "kvferry-adopted": {"options": {"memory": "adopted"}}, "kvferry-checked": {"flags": ("--checksum",)},
     "NixlConnector": {"kvferry": False},
 }  # fmt: skip
 
@@ -62,7 +65,7 @@ class GpuEngines(Engines):
     flags: ClassVar[Sequence[str]] = (
         "--dtype", "bfloat16", "--load-format", "dummy", "--kv-cache-memory-bytes", str(8 << 30),
         "--max-model-len", "16384", "--max-num-batched-tokens", "8192", "--max-num-seqs", "64",
-        "--gpu-memory-utilization", "0.45",  # two engines may share a GPU
+        "--gpu-memory-utilization", "0.1",  # vLLM only checks that so much is free: engines may share a GPU
     )  # fmt: skip
     python_path: ClassVar[Sequence[str]] = ()
 
@@ -95,6 +98,8 @@ class Figures:
     """Until the last of the requests has its first token."""
     loads: dict[float, Load] = field(default_factory=dict)
     """By requests a second."""
+    equal: tuple[int, int] = (0, 0)
+    """Of the KV that was compared: rows of SAME_TOKENS tokens that decode has bit for bit, and all of them."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,16 @@ def started(model: Path, prefill: Side, decode: Side, start_s: float, how: dict[
         fleet.close()
 
 
+@contextlib.contextmanager
+def together(names: Sequence[str], model: Path, prefill: Side, decode: Side, start_s: float) -> Iterator[list[Pair]]:
+    """A pair for each connector of `names`, all started at once. Raises ServiceError."""
+    with contextlib.ExitStack() as stack:
+        pairs = [started(model, prefill, decode, start_s, CONNECTORS[name]) for name in names]
+        with ThreadPoolExecutor(len(names)) as pool:
+            up = list(pool.map(stack.enter_context, pairs))
+        yield up
+
+
 def scatter(engine: Service, seed: int) -> None:
     """Requests of many lengths that end in no order, so that free blocks lie in none."""
     chance = random.Random(seed)
@@ -168,6 +183,17 @@ def loaded(http: httpx.Client, both: Pair, rate: float, seed: int) -> Load:
     with ThreadPoolExecutor(len(times)) as pool:
         first_ms = list(pool.map(one, range(len(times))))
     return Load(first_ms, len(times) / (time.perf_counter() - began))
+
+
+def compared(both: Pair, lengths: Sequence[int], seed: int) -> tuple[int, int]:
+    """Rows of whole SAME_TOKENS that decode has as prefill computed them, and how many it was handed."""
+    equal = handed = 0
+    for length in lengths:
+        computed, moved = both.rows_of_handover(prompt(length, seed, VOCABULARY), SAME_TOKENS)
+        rows = (length - 1) // SAME_TOKENS  # the engine computes the last token anew
+        equal += min(rows, len(computed & moved))
+        handed += rows
+    return equal, handed
 
 
 def measure(both: Pair, rounds: int, lengths: Sequence[int], rates: Sequence[float], seed: int) -> Figures:
@@ -198,6 +224,7 @@ def measure(both: Pair, rounds: int, lengths: Sequence[int], rates: Sequence[flo
             figures.at_once.append((time.perf_counter() - began) * 1e3)
         for number, rate in enumerate(rates):
             figures.loads[rate] = loaded(http, both, rate, seed + 5000 + 1000 * number)
+    figures.equal = compared(both, lengths, seed + 9000)
     return figures
 
 
@@ -223,6 +250,8 @@ def table(told: dict[str, list[Figures]], token_nbytes: int) -> Iterator[str]:
         loads = [[each.loads[rate] for each in told[name] if rate in each.loads] for name in names]
         cells = " | ".join(_load(found) for found in loads)
         yield f"| {rate:g} requests a second, {LOAD_LENGTH} tokens: TTFT p50, p99; answered a second | {cells} | |"
+    rows = " | ".join(", ".join(f"{each.equal[0]} of {each.equal[1]}" for each in told[name]) for name in names)
+    yield f"| KV that is equal bit for bit, rows of {SAME_TOKENS} tokens, by start | {rows} | |"
 
 
 def _load(found: Sequence[Load]) -> str:
@@ -234,7 +263,14 @@ def _load(found: Sequence[Load]) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--connectors", default="kvferry,NixlConnector,NixlConnector,kvferry", help="in turns")
+    options.add_argument(
+        "--connectors",
+        default="kvferry,NixlConnector,NixlConnector,kvferry",
+        help="in turns, of " + ", ".join(CONNECTORS),
+    )
+    options.add_argument(
+        "--together", type=int, default=1, help="pairs that are up at once, though one alone has requests"
+    )
     options.add_argument("--rounds", type=int, default=10, help="requests of each length with each start")
     options.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="prompts, in tokens")
     options.add_argument(
@@ -266,20 +302,23 @@ def main() -> None:
         model = fleet.directory / "llama"
         model.mkdir()
         (model / "config.json").write_text(json.dumps(config))
-        longest = 0.0
-        for number, name in enumerate(asked.connectors.split(",")):
+        names, longest = asked.connectors.split(","), 0.0
+        for first in range(0, len(names), asked.together):
             began = time.monotonic()
             if began + longest > end:
-                print(f"{name}: no time is left for start {number + 1}", file=sys.stderr, flush=True)
+                print(f"no time is left for start {first + 1} and later ones", file=sys.stderr, flush=True)
                 break
-            print(f"starting two engines with {name}", file=sys.stderr, flush=True)
-            with started(model, *sides, end - began, CONNECTORS[name]) as both:
+            some = names[first : first + asked.together]
+            print(f"starting two engines with {', '.join(some)}", file=sys.stderr, flush=True)
+            with together(some, model, *sides, end - began) as pairs:
                 up = time.monotonic()
-                told.setdefault(name, []).append(measure(both, asked.rounds, lengths, rates, 1 + 10_000 * number))
+                print(f"up after {up - began:.0f} s", file=sys.stderr, flush=True)
+                for number, (name, both) in enumerate(zip(some, pairs, strict=True), first):
+                    told.setdefault(name, []).append(measure(both, asked.rounds, lengths, rates, 1 + 10_000 * number))
+                    for line in table(told, token_nbytes):
+                        print(line, file=sys.stderr, flush=True)
             longest = time.monotonic() - began
-            print(f"{name}: up after {up - began:.0f} s, measured in {time.monotonic() - up:.0f} s", file=sys.stderr)
-            for line in table(told, token_nbytes):
-                print(line, file=sys.stderr, flush=True)
+            print(f"measured in {time.monotonic() - up:.0f} s", file=sys.stderr, flush=True)
     finally:
         fleet.close()
     for line in table(told, token_nbytes):

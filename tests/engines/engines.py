@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import httpx
 import pytest
@@ -30,7 +30,7 @@ from kvferry.schemas import LeaseRecord, Totals, TransferRecord, TransferState
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, Service, ServiceError
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin" / "python"
-SITE = Path(__file__).parent / "site"
+SITE, WORKER = Path(__file__).parent / "site", Path(__file__).parent / "worker"
 START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 60.0
@@ -46,6 +46,9 @@ PREFILL_LEG = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 """What every router sends to a prefill engine."""
+
+
+Row: TypeAlias = tuple[int, ...]
 
 
 class Engines(Fleet):
@@ -100,7 +103,7 @@ class Engines(Fleet):
             *(f"{name}={value}" for name, value in (environment or {}).items()),
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
             "--host", HOST, "--port", str(port), "--seed", "0", "--skip-tokenizer-init",
-            "--block-size", str(block_size), *self.flags, *flags,
+            "--block-size", str(block_size), "--worker-extension-cls", "kv_rows.KvRows", *self.flags, *flags,
         ]  # fmt: skip
         connector: dict[str, Any] = {"kv_role": "kv_both", "kv_connector": "NixlConnector"}
         if daemons:
@@ -125,11 +128,12 @@ class Engines(Fleet):
         return self._add(Service(name, f"http://{HOST}:{port}", path, process, log))
 
     def _python_path(self) -> str:
-        return os.pathsep.join(filter(None, (*self.python_path, os.environ.get("PYTHONPATH"))))
+        return os.pathsep.join(filter(None, (*self.python_path, str(WORKER), os.environ.get("PYTHONPATH"))))
 
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for kv_rows
             "VLLM_CACHE_ROOT": str(PYTHON.parents[1] / "cache"), "TORCHDYNAMO_DISABLE": "1",
         }  # fmt: skip
 
@@ -147,6 +151,15 @@ class Pair:
     def handover(self, tokens: Sequence[int], **more: Any) -> list[int]:
         """Prefill on one, decode on the other: the tokens that the client gets."""
         return tokens_of(complete(self.decode, tokens, kv_transfer_params=self.prefilled(tokens), **more))
+
+    def rows_of_handover(self, tokens: Sequence[int], size: int) -> tuple[set[Row], set[Row]]:
+        """Hand over a prompt that neither engine has seen: the rows of `size` tokens that prefill has computed, and
+        those that decode has since."""
+        sides = (self.prefill, self.decode)
+        known = [kv_rows(side, size) for side in sides]
+        self.handover(tokens, max_tokens=1)
+        computed, moved = (kv_rows(side, size) - before for side, before in zip(sides, known, strict=True))
+        return computed, moved
 
     def prefilled(self, tokens: Sequence[int], http: httpx.Client | None = None) -> dict[str, Any]:
         """The answer's kv_transfer_params. http: whose connections are used."""
@@ -213,6 +226,14 @@ class Several:
     def pair(self, prefill: str, decode: str) -> Pair:
         sides = (prefill, decode)
         return Pair(self.fleet, *(self.engines[side] for side in sides), *(self.daemons[side] for side in sides))
+
+
+def kv_rows(engine: Service, tokens: int) -> set[Row]:
+    """For every `tokens` slots of the engine's cache a hash of each head's KV (worker/kv_rows.py), rank after rank."""
+    body = {"method": "kv_rows", "args": [str(tokens)]}
+    answer = httpx.post(f"{engine.url}/collective_rpc", json=body, trust_env=False, timeout=ANSWER_S)
+    answer.raise_for_status()
+    return {tuple(chain.from_iterable(row)) for row in zip(*answer.json()["results"], strict=True)}
 
 
 @contextmanager
@@ -325,7 +346,7 @@ def complete(
 
 
 def events_of(http: httpx.Client, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a streamed answer says, as it comes. Raises httpx.HTTPError, also for an error that it tells of."""
+    """The events of a streamed answer, as they arrive. Raises httpx.HTTPError, also where an event is an error."""
     with http.stream("POST", url, json=body | {"stream": True}) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():

@@ -93,3 +93,13 @@ def test_a_shared_prefix_is_moved_once(plain: Several) -> None:
     handed_over(engines, [shared])
     handed_over(engines, [shared + prompt(10 + 70 * i, seed=2) for i in range(6)], at_once=6)
     assert all(moved.tokens is not None and moved.tokens[0] >= 192 for moved in engines.transfers()[-6:])
+
+
+@pytest.mark.parametrize("shape", [("TP1-32", "TP3-32"), ("TP3-32", "TP1-32")], ids=named)
+def test_decode_holds_what_prefill_computed_bit_for_bit(plain: Several, shape: tuple[str, str]) -> None:
+    """In whole blocks, whose slots vLLM's CPU backend mixes."""
+    size, length = 32, 1000
+    tokens = prompt(length, seed=hash_of(named(shape)))
+    computed, moved = plain.pair(*shape).rows_of_handover(tokens, size)
+    assert len(computed) == -(-length // size)
+    assert len(computed & moved) >= length // size  # decode computes the last token anew

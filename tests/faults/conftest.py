@@ -3,9 +3,9 @@
 A test may say what it has seen, `record_property("seen", [scenario, end, seconds to notice, seconds to recover])`: the
 table is printed at the end.
 
-Helpers: `stopping.stopped` and `stopping.slowed` (a process stands still, or nearly), `wire.tcp_pair` (a read that is
-really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of its own),
-and those of tests/integration (fleet, ranks, lives, ...).
+Helpers: `stopping.stopped` and `stopping.stepped` (a process stands still, or runs step by step), `wire.tcp_pair` (a
+read that is really in flight), `hosts.daemons_apart` (a host that vanishes), `remote.remote` (an engine in a process of
+its own), and those of tests/integration (fleet, ranks, lives, ...).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from hosts import Host, daemons_apart
 from ranks import HND, NHD, Blocks, Shape
 from remote import Remote, remote
 from slots import gauge
-from stopping import slowed
+from stopping import stepped
 from victim import OWN_FAULT
 from wire import TCP
 
@@ -225,22 +225,15 @@ class Scene:
         for _ in range(TRIES):
             request = await self.published(tokens, deadline_s)
             async with AsyncExitStack() as trying:
-                stand = await trying.enter_async_context(slowed(pid, runs_s=0.001, stands_s=0.04))
+                step = trying.enter_context(stepped(pid, 0.001))
                 self.receive(request)
-                seen = await self._sees(request, state)
-                await stand()
-                if seen and (await self._record(request)).ranks[-1].state is state:
-                    await standing.enter_async_context(trying.pop_all())
-                    return request
+                while not request.receives[-1].done():
+                    if (records := await self._records(request)) and records[-1].ranks[-1].state is state:
+                        await standing.enter_async_context(trying.pop_all())
+                        return request
+                    step()
             await asyncio.gather(*request.receives)
         raise AssertionError(f"in {TRIES} tries no request was seen {state}")
-
-    async def _sees(self, request: Request, state: TransferState) -> bool:
-        """Whether its last rank comes into this state; another may follow too soon."""
-        while not request.receives[-1].done():
-            if (records := await self._records(request)) and records[-1].ranks[-1].state is state:
-                return True
-        return False
 
     async def published(self, tokens: int, deadline_s: float) -> Request:
         request = self.request(tokens, deadline_s)

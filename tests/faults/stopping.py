@@ -1,13 +1,13 @@
-"""Processes that stand still, or nearly. Whatever happens to the test, they are continued."""
+"""Processes that stand still, or run step by step. Whatever happens to the test, they are continued."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 CONTINUE = 'read -r _; kill -CONT "$0"'
 """Ends when our end of its stdin is closed: by us, or by the kernel when we are killed."""
@@ -24,33 +24,18 @@ def stopped(pid: int, *, group: bool = True) -> Iterator[None]:
         yield
 
 
-@asynccontextmanager
-async def slowed(
-    pid: int, runs_s: float = 0.002, stands_s: float = 0.05, *, group: bool = True
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Inside the block the process runs for `runs_s` and then stands still for `stands_s`, again and again; once what
-    this yields was awaited, it stands still until the end of the block."""
+@contextmanager
+def stepped(pid: int, runs_s: float = 0.002, *, group: bool = True) -> Iterator[Callable[[], None]]:
+    """SIGSTOP as in `stopped`; each call of what this yields lets the process run for `runs_s` seconds. What a test
+    sees between two calls is still true at the next."""
 
-    async def slow() -> None:
-        while True:
-            _send(pid, signal.SIGSTOP, group)
-            await asyncio.sleep(stands_s)
-            _send(pid, signal.SIGCONT, group)
-            await asyncio.sleep(runs_s)
+    def step() -> None:
+        _send(pid, signal.SIGCONT, group)
+        time.sleep(runs_s)
+        _stop(pid, group)
 
-    with _continued(pid, group):
-        slowing = asyncio.create_task(slow())
-
-        async def stand() -> None:
-            slowing.cancel()
-            await asyncio.wait([slowing])
-            _stop(pid, group)
-
-        try:
-            yield stand
-        finally:
-            slowing.cancel()
-            await asyncio.wait([slowing])
+    with stopped(pid, group=group):
+        yield step
 
 
 def _stop(pid: int, group: bool) -> None:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
-from fleet import Daemons, under_way, until
+from fleet import TIMEOUT_S, Daemons, under_way
 from pair import is_in
 from ranks import TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 from slots import gauge
-from stopping import slowed
+from stopping import stepped
 
 from kvferry.engine import Lease
 from kvferry.router import RouterClient
@@ -71,12 +71,13 @@ class TcpPair:
     ) -> AsyncIterator[asyncio.Task[T]]:
         """Inside the block `receive` is a task that has begun to read, and the source's daemon stands still."""
         pid = self.source_daemon.process.pid
-        # At full speed the read might be over before we see that it has begun.
-        async with under_way(receive) as receiving, slowed(pid) as stand:
-            await until(lambda: is_in(self.reader_router, request_id, TransferState.READING), f"{request_id} is read")
-            await stand()
-            assert await is_in(self.reader_router, request_id, TransferState.READING), "it was over already"
-            yield receiving
+        async with under_way(receive) as receiving:
+            with stepped(pid) as step:
+                async with asyncio.timeout(TIMEOUT_S):
+                    while not await is_in(self.reader_router, request_id, TransferState.READING):
+                        assert not receiving.done(), "it was over already"
+                        step()
+                yield receiving
 
     async def quarantined(self) -> float:
         """Bytes that the reader's daemon holds back, as it says in its metrics."""

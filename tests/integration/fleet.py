@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import time
@@ -185,8 +184,7 @@ def memory_files(daemon: DaemonService) -> set[int]:
 
 
 def resident_mb(daemon: DaemonService) -> float:
-    pages = int(Path(f"/proc/{daemon.process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
+    return psutil.Process(daemon.process.pid).memory_info().rss / (1 << 20)
 
 
 class ByHand:

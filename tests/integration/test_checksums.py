@@ -61,6 +61,13 @@ async def test_what_arrives_whole_is_done(scene: Scene, request_id: str, way: st
     await asyncio.gather(*(lease.ended() for lease in leases))
 
 
+async def test_the_first_sum_was_rehearsed_when_the_engine_registered(scene: Scene) -> None:
+    """On a GPU its kernel is compiled meanwhile."""
+    for daemon in scene.reader.daemons:
+        assert "engine registered" in daemon.log.read_text()
+        assert "not rehearsed" not in daemon.log.read_text()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["source", "destination"])
 async def test_a_byte_that_changes_after_it_was_moved_fails_the_transfer(

@@ -16,7 +16,7 @@ from kvferry.v1 import engine_pb2_grpc
 from kvferryd.demo.fleet import DaemonService
 
 SHAPE = Shape.tp(1, num_blocks=32)
-OWN_FAULT = re.compile(r'"logger": "kvferryd.*Traceback|Traceback.*"logger": "kvferryd|Fatal Python|never retrieved')
+OWN_FAULT = re.compile(r'"logger": "kvferryd.*Traceback|Traceback.*"logger": "kvferryd|Fatal|never retrieved')
 NOWHERE = "192.0.2.1:7411"
 
 

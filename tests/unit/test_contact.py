@@ -1,4 +1,4 @@
-"""What is known of another daemon from calling it, and what becomes of calls whose channel is closed."""
+"""Calls to another daemon: what is kept of a call that fails, and how a call ends when its channel is closed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def followed(channels: Channels, address: str) -> None:
 async def test_a_call_whose_channel_is_closed_has_lost_its_peer(
     silent: tuple[Silent, str], calling: Callable[[Channels, str], Coroutine[None, None, None]]
 ) -> None:
-    """It is not cancelled: whoever waits for it would take that for an end of its own."""
+    """It raises an error of the peer, not CancelledError: the caller would take that for its own cancellation."""
     service, address = silent
     channels = Channels(Config())
     asking = asyncio.create_task(calling(channels, address))

@@ -992,7 +992,7 @@ def test_what_has_been_read_is_scattered_though_the_source_is_gone(quiet: None) 
 
 
 def test_a_deadline_that_passes_while_a_lost_source_is_looked_for_ends_the_transfer(quiet: None) -> None:
-    """The source had said that it has not published yet; then it fell silent, and so it is asked who it is."""
+    """The source has said that nothing is published yet. Then its stream breaks, and the reader shakes hands again."""
     model = Done()
     model.begin(eager=False, met=True)
     model.receive(

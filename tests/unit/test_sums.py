@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import tracemalloc
 from random import Random
 
 import numpy as np
@@ -15,7 +17,7 @@ from test_share import packed_by
 from kvferryd.copy import Batch, Chunk, Move, cut, host, mapped, moves
 from kvferryd.copy.batch import Side, Table
 from kvferryd.copy.chunks import ALIGN
-from kvferryd.copy.sums import MOST_NBYTES, SLICE_NBYTES, HostSums
+from kvferryd.copy.sums import MOST_NBYTES, SLICE_NBYTES, HostSums, Sums
 from kvferryd.plan import bind, plan
 
 
@@ -102,3 +104,24 @@ def test_runs_that_have_changed_places_are_noticed() -> None:
     ]
     assert len({tuple(found) for found in each}) == len(blocks)
     assert len({found[-1] for found in each}) == 1, "of the chunks that were not touched"
+
+
+def test_sums_that_are_closed_hold_no_memory() -> None:
+    """Whoever holds them longer: an ended transfer holds its engine, and so the engine's sums."""
+    memory = np.zeros(64 * 512, np.uint8)
+
+    async def used() -> Sums:
+        sums = Sums()
+        chunks = runs_of(memory, 512, list(range(64)))
+        await sums.of(lambda: chunks, lambda chunk, at: chunk.gather({0: memory.ctypes.data}, at))
+        await sums.close()
+        return sums
+
+    held = [asyncio.run(used())]  # with the keys, which all have together
+    tracemalloc.start()
+    try:
+        held += [asyncio.run(used()) for _ in range(3)]
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert left < SLICE_NBYTES, held

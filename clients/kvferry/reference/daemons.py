@@ -87,11 +87,12 @@ class Daemons:
         )
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
-        """Rank 0's result, when every rank has received. Raises LoadFailed with the reason of the first that failed."""
+        """Rank 0's result, when every rank has received. Raises LoadFailed with the reason of the first that failed by
+        itself."""
         in_doubt: list[Unsettled | ReceiveCancelled] = []
         deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
 
-        async def receive(client: EngineClient) -> Received:
+        async def receive(client: EngineClient) -> Received | Unsettled:
             try:
                 return await client.receive(
                     origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
@@ -99,10 +100,12 @@ class Daemons:
                 )  # fmt: skip
             except (Unsettled, ReceiveCancelled) as error:
                 in_doubt.append(error)
+                if isinstance(error, Unsettled) and error.code == "rank_failed":
+                    return error  # the rank that failed raises the reason, by its deadline at the latest
                 raise
 
         try:
-            async with asyncio.TaskGroup() as ranks:  # one that fails cancels the others
+            async with asyncio.TaskGroup() as ranks:  # one that fails by itself cancels the others
                 receives = [ranks.create_task(receive(client)) for client in self._clients]
         except* KvferryError as failed:
             cause = failed.exceptions[0]
@@ -113,7 +116,11 @@ class Daemons:
             why = f"receiving failed: {type(broke.exceptions[0]).__name__}"
             error = LoadFailed(Internal("internal", why), in_doubt)
         else:
-            return receives[0].result()
+            results = [ended.result() for ended in receives]
+            told = [result for result in results if isinstance(result, Unsettled)]
+            if not told:
+                return next(result for result in results if isinstance(result, Received))
+            error = LoadFailed(told[0], in_doubt)
         raise error
 
     async def abort(self, request_id: str) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 AT_MOST_MS = 2
-"""SGLang also waits for what nobody tells it, and its ranks above 0 hear of a request from rank 0 only."""
+"""Then SGLang looks again: not everything that it waits for wakes it, and ranks above 0 get requests from rank 0."""
 
 
 class Idle:

@@ -86,7 +86,7 @@ def _add_backend() -> None:
         }[class_type]  # fmt: skip
 
     for module in HOLDERS:
-        importlib.import_module(module).get_kv_class = get_kv_class  # type: ignore[attr-defined]
+        importlib.import_module(module).get_kv_class = get_kv_class  # type: ignore[attr-defined]  # of a module
 
 
 def _hook() -> None:

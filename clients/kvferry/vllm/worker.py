@@ -136,7 +136,7 @@ class WorkerSide:
         """What does not depend on the step's forward pass."""
         session, before = self._session, None
         if step.load and self._device == "cuda":  # steps that are under way may still write, or zero, these blocks
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types for it
             event.record()
             before = Before(event)
         with session.together():

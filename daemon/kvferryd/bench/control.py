@@ -42,13 +42,13 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         found["turns"] += 1
-        super()._run_once()  # type: ignore[misc]
+        super()._run_once()  # type: ignore[misc]  # not public
 
-    def call_soon(self, *args: Any, **named: Any) -> asyncio.Handle:  # type: ignore[override]
+    def call_soon(self, *args: Any, **named: Any) -> asyncio.Handle:  # type: ignore[override]  # passed on as they are
         found["callbacks"] += 1
         return super().call_soon(*args, **named)
 
-    def call_at(self, *args: Any, **named: Any) -> asyncio.TimerHandle:  # type: ignore[override]
+    def call_at(self, *args: Any, **named: Any) -> asyncio.TimerHandle:  # type: ignore[override]  # likewise
         found["timers"] += 1
         return super().call_at(*args, **named)
 

@@ -125,5 +125,11 @@ class Sums:
         return self._made(chunks(), pack)
 
     async def close(self) -> None:
-        self._thread.submit(lambda: self._made and self._made.close())
+        """Nothing of it is left, also while somebody still holds this: ended transfers hold their engine."""
+        self._thread.submit(self._unmake)
         await asyncio.to_thread(self._thread.shutdown)
+
+    def _unmake(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()

@@ -15,7 +15,7 @@ from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
 from kvferryd.config import Config
-from kvferryd.copy import Move, mapped, sample
+from kvferryd.copy import Move, cut, mapped, sample
 from kvferryd.copy.runner import Runner
 from kvferryd.copy.sums import Sums
 from kvferryd.engine.session import Session, made
@@ -76,7 +76,7 @@ class Engine:
     @property
     def addresses(self) -> dict[int, int]:
         """Where each region begins."""
-        return {id: region.span.address for id, region in self.session.regions.items()}
+        return self.session.addresses
 
     def has_rank_with(self, key: bytes) -> bool:
         """Whether who says this key is the daemon of a rank of this engine."""
@@ -131,8 +131,7 @@ class Engine:
         self.make_arena = None
         if self._arena_task is not None:
             await asyncio.wait([self._arena_task])
-        await self.sums.close()
-        return await _close(self.runner, self.agent, self.arena)
+        return await _close(self.sums, self.runner, self.agent, self.arena)
 
 
 def check(session: Session, manifest: Manifest) -> None:
@@ -183,6 +182,7 @@ async def make(
     )
     # A fresh name for every agent: an agent's name is its identity.
     agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, device=gpu)
+    sums = Sums(gpu, STAGING_FACTOR * config.programs)
     runner: Runner | None = None
     arena: Arena | None = None
     unmapped, notes = "this engine's memory is host memory", []
@@ -209,25 +209,25 @@ async def make(
                 notes.append(f"region {region.id}: {slow}")
         metadata = await agent.register(*spans)
         agent.rehearse()
-        await _rehearse(manifest, runner, arena, {id: region.span.address for id, region in session.regions.items()})
+        await _rehearse(manifest, runner, arena, sums if config.checksum else None, session.addresses)
         session.check_open()
     except BaseException:
-        await _close(runner, agent, arena)
+        await _close(sums, runner, agent, arena)
         raise
     engine = Engine(
         *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
         tuple(notes), {manifest.rank: config.advertise},
         None if at_once or not may_stage else lambda: _made_arena(config, memory, None, unmapped),
-        Sums(gpu, STAGING_FACTOR * config.programs),
+        sums,
     )  # fmt: skip
     return engine
 
 
 async def _rehearse(
-    manifest: Manifest, runner: Runner | None, arena: Arena | None, addresses: Mapping[int, int]
+    manifest: Manifest, runner: Runner | None, arena: Arena | None, sums: Sums | None, addresses: Mapping[int, int]
 ) -> None:
-    """Plan a copy to an engine of the same layout, and prepare the kernels that it needs: most peers are such engines,
-    and nobody waits for it yet. What fails here fails, or not, with a peer."""
+    """Plan a copy to an engine of the same layout, and prepare the kernels that it needs, and its checksums: most peers
+    are such engines, and nobody waits for it yet. What fails here fails, or not, with a peer."""
 
     def planned() -> tuple[Plan, list[Move]]:
         own = plan([manifest], manifest)
@@ -242,6 +242,9 @@ async def _rehearse(
         if arena is not None:
             await prepare_gather(arena, own, addresses)
             await prepare_scatter(arena, own, addresses)
+        if sums is not None:
+            chunk_nbytes = sums.chunk_nbytes
+            await sums.of(lambda: cut(moves, chunk_nbytes), lambda chunk, at: chunk.collect(addresses, at))
     except KvferryError as error:
         log.info("not rehearsed", engine_id=manifest.engine_id, why=str(error))
 
@@ -265,9 +268,10 @@ def _reader_key(secret: bytes, source: str) -> bytes:
     return hmac.digest(secret, source.encode(), hashlib.sha256)
 
 
-async def _close(runner: Runner | None, agent: Agent, arena: Arena | None) -> bool:
+async def _close(sums: Sums, runner: Runner | None, agent: Agent, arena: Arena | None) -> bool:
     """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
     Whether the agent has stopped."""
+    await sums.close()
     if runner is not None:
         await runner.close()
     stopped = await agent.close()

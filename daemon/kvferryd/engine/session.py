@@ -97,6 +97,11 @@ class Session:
         self.regions[id] = region
         return region
 
+    @property
+    def addresses(self) -> dict[int, int]:
+        """Where each region begins."""
+        return {id: region.span.address for id, region in self.regions.items()}
+
     def check_open(self) -> None:
         """Raises KvferryError (`session_closed`)."""
         if self.retired.is_set() or not self.attached:

@@ -53,7 +53,7 @@ class SourceReader:
         """Of this reading on its stream."""
         self._updates: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
         self._problem: KvferryError | None = None
-        """Why the source tells no more of it."""
+        """Why the reading is over; None while the source may still send updates."""
         self._stream: ReaderStream | None = None
         self._opening: asyncio.TimerHandle | None = None
         """The lease goes by an announcement and is not open yet."""
@@ -78,7 +78,7 @@ class SourceReader:
     def check(self) -> None:
         """Raises KvferryError when the reading is over: the source has ended it, or the stream is lost."""
         if self._problem is not None:
-            raise self._problem
+            raise self._problem.kept()
 
     async def ask_again(self) -> None:
         """Go by the source's own answer instead of an announcement. The caller bounds the wait."""

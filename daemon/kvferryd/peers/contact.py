@@ -34,7 +34,7 @@ class Contact:
 
     def failed(self, why: KvferryError) -> None:
         self.failures += 1
-        # Another one: `why` goes on its way, and gathers the frames that it is raised through, with what is in them.
+        # A copy: `why` is raised further, and an error that is raised holds each frame that it passes through.
         self.error, self.failed_at = Caused(why), time.time()
 
 

@@ -396,10 +396,8 @@ class Transfer:
                 if not stale or not again or order.epoch:
                     raise
                 self._readers = []
-                if self._unpublished_since is not None:  # by who is asked no more
-                    self._was_published()
-        if self._unpublished_since is not None:
-            self._was_published()
+                self._was_published()  # this source, which said `unpublished`, is not asked again
+        self._was_published()
         return peer, readers, others
 
     def _on_unpublished(self) -> None:
@@ -409,8 +407,10 @@ class Transfer:
             self.wake()
 
     def _was_published(self) -> None:
-        """The wait for a publish is over. It is booked as such, and not as time of the state in which it was waited."""
-        assert self._unpublished_since is not None
+        """End the wait for a publish, if there is one. It is booked as such, and not as time of the state in which it
+        was waited."""
+        if self._unpublished_since is None:
+            return
         waited_s = time.monotonic() - self._unpublished_since
         self._unpublished_since = None
         self.phases_ms["waiting_publish"] += 1e3 * waited_s
@@ -522,8 +522,7 @@ class Transfer:
         if state is not TransferState.DONE:
             for flight in self._flights:
                 flight.abandon()
-            if self._unpublished_since is not None:
-                self._was_published()
+            self._was_published()
         self._move(state)
         self.phases_ms["total"] = 1e3 * (self._phase_began - self._began)
         self.problem = problem.kept() if problem else None

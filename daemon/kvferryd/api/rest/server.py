@@ -34,7 +34,7 @@ class Connection(H11Protocol):
     """When it was last without a request to answer."""
     _deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # asyncio says BaseTransport
         super().connection_made(transport)
         self._expect_header()
 
@@ -100,7 +100,7 @@ class RestServer(uvicorn.Server):
         self._spare = _spare()
         """A descriptor for one more connection, a probe perhaps, when there is no other."""
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]  # uvicorn: Generator
         return contextlib.nullcontext()  # they are the process's
 
     async def listen(self) -> None:
