@@ -174,10 +174,11 @@ class BlockingEngineClient:
                 except _MemoryGone as error:
                     say(str(error))
                     return
-                except KvferryError as error:
-                    refusals[error.code] += 1
-                    if error.code != UNREACHABLE:  # which has taken AGAIN_S already
-                        if refusals[error.code] == 2:
+                except Exception as error:  # noqa: BLE001  this process may lack a descriptor, for example
+                    code = error.code if isinstance(error, KvferryError) else type(error).__name__
+                    refusals[code] += 1
+                    if code != UNREACHABLE:  # which has taken AGAIN_S already
+                        if refusals[code] == 2:
                             say(f"{self._daemon} does not take this engine back yet: {error}")
                         await asyncio.sleep(REFUSED_S)  # the daemon does not say when it will accept the engine
             say(f"{self._daemon} is there again; what was published before is lost")

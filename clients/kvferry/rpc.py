@@ -38,14 +38,15 @@ Pings are answered by gRPC's own threads, however long Python is busy."""
 
 UNREACHABLE, SILENT = "unreachable", "deadline"
 """Codes of a call whose other side is not there, or did not answer in time."""
-STREAM_ENDS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
-"""gRPC's own words for a stream that the other side has ended or dropped, beside UNAVAILABLE: INTERNAL where we were
-writing just then."""
+ENDED = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+"""gRPC's own words, beside UNAVAILABLE, for a call that the other side has ended or dropped: it says itself why it
+refuses one."""
 _MEANINGS: dict[grpc.StatusCode, tuple[type[KvferryError], str, str, str]] = {
     grpc.StatusCode.UNAVAILABLE: (
         Unavailable, UNREACHABLE, "does not answer", "check that the daemon runs and that the address is right",
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (Deadline, SILENT, "did not answer in time", "see the daemon's log"),
+    **dict.fromkeys(ENDED, (Unavailable, UNREACHABLE, "ended the call", "see whether the daemon was stopped")),
     grpc.StatusCode.UNIMPLEMENTED: (
         Conflict, "protocol", "does not speak this protocol", "check that it is a kvferry peer port, and its version",
     ),
@@ -55,13 +56,13 @@ _MEANINGS: dict[grpc.StatusCode, tuple[type[KvferryError], str, str, str]] = {
 def error_of(error: grpc.aio.AioRpcError, whom: str, ended: KvferryError | None = None) -> KvferryError:
     """The KvferryError that the other side meant, or one that says why `whom` could not be asked.
 
-    ended: the error to return for a stream that the other side has ended without saying why.
+    ended: the error to return for a call that the other side has ended without saying why.
     """
     for key, value in error.trailing_metadata() or ():
         if key == PROBLEM_KEY and isinstance(value, bytes):
             return problem_from_proto(layout_pb2.Problem.FromString(value))
     status = error.code()
-    if ended is not None and status in STREAM_ENDS:
+    if ended is not None and status in ENDED:
         return ended
     failed = PeerFailed, "rpc_failed", f"answered {status.name}", "see the daemon's log"
     raised, code, what, remedy = _MEANINGS.get(status, failed)

@@ -208,6 +208,13 @@ async def test_a_word_of_a_peer_that_was_removed_fails(source: Source, reader: R
             await reader.agent.peek(source.name, source.word(1))
 
 
+async def test_a_peer_is_removed_while_the_agent_closes_and_afterwards(source: Source, reader: Reader) -> None:
+    async with asyncio.timeout(WAIT_S):
+        closing = asyncio.create_task(reader.agent.close())
+        await asyncio.gather(reader.agent.remove_peer(source.name), closing)
+        await reader.agent.remove_peer(source.name)
+
+
 async def test_nothing_is_written_once_the_agent_is_closed(source: Source, reader: Reader) -> None:
     """The source stands still meanwhile: over some lanes its reads stay under way until then."""
     async with asyncio.timeout(WAIT_S):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import queue
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from fleet import TIMEOUT_S, Daemons
 from ranks import NHD, Blocks, Kv, Shape, describe
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import TransferFailed
+from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.memory import SharedRegion
 from kvferry.schemas import SourceBody
@@ -133,6 +136,23 @@ async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
         await asyncio.to_thread(destination.receive, "lost", source)
     assert failed.value.code == "lease_ended"
     assert await asyncio.to_thread(exchanged, *both, "lost")  # under the same name
+
+
+async def test_an_engine_that_lacks_a_descriptor_tries_again(daemons: Daemons, both: tuple[Engine, Engine]) -> None:
+    source, _ = both
+    attach = source.client._attach
+
+    async def without_descriptor(**_: Any) -> EngineClient:
+        source.client._attach = attach
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    source.client._attach = without_descriptor
+    source.daemon.signal(signal.SIGKILL)
+    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
+    source.daemon = daemons.fleet.again(source.daemon)
+    for word in ("has gone", "there again"):
+        assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    assert await asyncio.to_thread(exchanged, *both, "after")
 
 
 async def test_an_engine_that_is_refused_says_why_and_tries_again(

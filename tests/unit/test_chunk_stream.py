@@ -24,6 +24,7 @@ from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
+from kvferryd.paths import source
 from kvferryd.paths.source import ChunkStream, SourceReader
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
@@ -242,3 +243,50 @@ async def test_a_reading_that_the_source_has_ended_is_packed_no_more(pair: Pair)
     with pytest.raises(KvferryError) as caught:
         pair.stream(view)
     assert caught.value.code == "lease_ended"
+
+
+async def lost(pair: Pair) -> None:
+    pair.source.retired.set()
+    async with asyncio.timeout(60):
+        await pair.rank.stream._reading
+    assert pair.rank.lost
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader opens what it reads by an announcement when it is told to."""
+    monkeypatch.setattr(source, "OPEN_AFTER_S", 3600.0)
+
+
+@pytest.mark.usefixtures("late")
+async def test_a_source_that_was_lost_stays_lost(pair: Pair) -> None:
+    """Another daemon may answer at its address by now: only a handshake tells."""
+    await pair.opened("first")
+    for request_id in ("read", "packed", "opened"):
+        pair.publish(request_id)
+    read, packed, opened = [await pair.announced(request_id) for request_id in ("read", "packed", "opened")]
+    told: list[KvferryError] = []
+    opened._tell_lost = told.append
+    await lost(pair)
+    read.close(complete=True)
+    assert pair.rank.lost
+    with pytest.raises(KvferryError):
+        pair.stream(packed)
+    assert pair.rank.lost
+    opened._open()
+    assert pair.rank.lost
+    assert told
+    for request_id in ("later than opened", "another"):  # of which the first is announced
+        with pytest.raises(KvferryError):
+            await pair.view(request_id)
+    assert pair.rank.lost
+
+
+@pytest.mark.usefixtures("late")
+async def test_what_was_read_of_an_engine_that_is_retired_is_closed(pair: Pair) -> None:
+    """Its streams and channels are closed by then."""
+    await pair.opened("first")
+    pair.publish("second")
+    view = await pair.announced("second")
+    await pair.rank.close()
+    view.close(complete=True)

@@ -47,8 +47,8 @@ class Keeper:
         """GPU memory that is not cleared, and the descriptor, which the caller closes, that keeps it: it is freed when
         nobody has that open any more. Raises KvferryError (`out_of_memory`, `cuda_failed`)."""
         with self._lock:
-            self._channel.settimeout(ANSWER_S)
             try:
+                self._channel.settimeout(ANSWER_S)
                 self._say({"device": device, "nbytes": nbytes})
                 said, files, _, _ = socket.recv_fds(self._channel, MOST, 1, socket.MSG_CMSG_CLOEXEC)
                 told = json.loads(said)

@@ -66,7 +66,9 @@ class SourceReader:
         Raises KvferryError: the source's reason, `other_prompt`, `peer_lost`.
         """
         if self._stream is None and self._opening is None:
-            update = self.source.stream.announced(self.request_id)
+            stream = self.source.stream
+            stream.check()
+            update = stream.announced(self.request_id)
             if update is not None:
                 self.announced = True
                 self._opening = asyncio.get_running_loop().call_later(OPEN_AFTER_S, self._open)
@@ -127,12 +129,12 @@ class SourceReader:
     def gather(self, chunks: ChunkStream, opening: peer_pb2.PackOpen) -> tuple[int, ReaderStream]:
         """Completes the opening with the lease's last update, and sends replies to `chunks` from now on; (the gather's
         number, the stream to send on). Raises KvferryError when the reading is over: nobody would answer."""
-        self.check()
         opening.word, opening.version = self.lease.word, self.lease.version
         if self._opening is not None:
             self._follow()
             opening.request_id = self.request_id
             opening.trace.CopyFrom(self._trace)
+        self.check()
         assert self._stream is not None
         self._chunks = chunks
         self._gathers += 1

@@ -97,8 +97,8 @@ class PeerRank:
 
     @property
     def stream(self) -> ReaderStream:
-        """Its leases, as we read them. A stream that has ended is followed by another."""
-        if self._stream is None or self._stream.over:
+        """Its leases, as we read them. When it has ended the rank is `lost`: the next handshake makes another one."""
+        if self._stream is None:
             self._stream = ReaderStream(self.stub, self.channel.contact, self.opening, several=self.several)
         return self._stream
 

@@ -462,9 +462,8 @@ class Peers:
             await rank.unmap()
         await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         names, peer.loaded = peer.loaded, []
-        if not peer.own.session.retired.is_set():
-            for name in names:
-                await peer.own.agent.remove_peer(name)
+        for name in names:
+            await peer.own.agent.remove_peer(name)
 
     def unbind(self, engine_id: str) -> bool:
         """Whoever answers to this engine id next is its owner. Whether anybody was."""

@@ -66,12 +66,17 @@ class ReaderStream:
         return self._announced.pop(announced_as(request_id), None)
 
     def follow(self, listener: Listener) -> int:
-        """The number of a new reading: replies of that number go to `listener`."""
+        """The number of a new reading: replies of that number go to `listener`. It is told at once of a stream that is
+        over."""
         number = next(self._numbers)
-        self._listeners[number] = listener
+        if self._why is None:
+            self._listeners[number] = listener
+        else:
+            listener.on_lost(self._why.kept())
         return number
 
     def send(self, message: peer_pb2.ReadRequest) -> None:
+        """Ignored when it is over."""
         self._outbox.put(message)
 
     def ask(self, compose: Callable[[], peer_pb2.ReadRequest]) -> None:
@@ -127,6 +132,7 @@ class ReaderStream:
             why = error.kept()
         finally:
             self._why = why
+            self._outbox.end()
             self._writing.cancel()
             self._call.cancel()
             for listener in self._listeners.values():

@@ -141,10 +141,13 @@ class Agent:
         self._unused.discard(peer.alias)
 
     async def remove_peer(self, alias: str) -> None:
-        """The last of these unloads the peer, as soon as all reads from it are quiet."""
-        await self._call(lambda: self._remove_peer(alias))
+        """The last of these unloads the peer, as soon as all reads from it are quiet. An agent that is closed, or closes
+        meanwhile, has unloaded every peer."""
+        await submit(self._hand_over, lambda: self._remove_peer(alias), lambda error: typed(error, self.name))
 
     def _remove_peer(self, alias: str) -> None:
+        if self._nixl is None:
+            return
         self._peers[alias] -= 1
         if not self._peers[alias]:
             self._unused.add(alias)
