@@ -141,8 +141,8 @@ class Agent:
         self._unused.discard(peer.alias)
 
     async def remove_peer(self, alias: str) -> None:
-        """The last of these unloads the peer, as soon as all reads from it are quiet. An agent that is closed, or closes
-        meanwhile, has unloaded every peer."""
+        """The last of these unloads the peer, as soon as all reads from it are quiet. An agent that is closed, or that
+        closes meanwhile, has unloaded every peer."""
         await submit(self._hand_over, lambda: self._remove_peer(alias), lambda error: typed(error, self.name))
 
     def _remove_peer(self, alias: str) -> None:
