@@ -39,8 +39,12 @@ def stepped(pid: int, runs_s: float = 0.002, *, group: bool = True) -> Iterator[
 
 
 def _stop(pid: int, group: bool) -> None:
-    _send(pid, signal.SIGSTOP, group)
+    """The process first, then its group. A child that is stopped between vfork and exec holds up its parent, which
+    then never stops."""
+    os.kill(pid, signal.SIGSTOP)
     assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+    if group:
+        os.killpg(pid, signal.SIGSTOP)
 
 
 @contextmanager

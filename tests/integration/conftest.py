@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import httpx
 import pytest
-from fleet import Daemons, open_files, peer_stub, refusal, until
+from fleet import TIMEOUT_S, Daemons, open_files, peer_stub, refusal, until
 from pair import Pair
 from ranks import HND, Shape, TestEngine
 from victim import OWN_FAULT, SHAPE, Victim, a_good_transfer
@@ -29,7 +29,7 @@ async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Dae
 
 
 @pytest.fixture(scope="session")
-async def pair(daemons: Daemons) -> AsyncIterator[Pair]:
+async def shared_pair(daemons: Daemons) -> AsyncIterator[Pair]:
     # Not auto: these two have runs of 16 bytes, and most tests are about reads that take a while.
     prefill_daemons, decode_daemons = await asyncio.gather(
         daemons.start("p", 2, "--way", "direct"), daemons.start("d", 3, "--way", "direct")
@@ -42,8 +42,17 @@ async def pair(daemons: Daemons) -> AsyncIterator[Pair]:
     await asyncio.gather(prefill.close(), decode.close(), *(router.close() for router in routers))
 
 
+@pytest.fixture
+async def pair(shared_pair: Pair) -> AsyncIterator[Pair]:
+    """What a failed transfer may still write is over before the next test takes blocks."""
+    yield shared_pair
+    unquiet = [each.quiet for rank in shared_pair.decode.ranks for each in rank.client._unquiet.values()]
+    if unquiet:
+        await asyncio.wait(unquiet, timeout=TIMEOUT_S)
+
+
 @pytest.fixture(scope="session")
-async def victim(daemons: Daemons, pair: Pair) -> AsyncIterator[Victim]:
+async def victim(daemons: Daemons, shared_pair: Pair) -> AsyncIterator[Victim]:
     """One daemon that everything bad is done to."""
     (daemon,) = await daemons.start("victim")
     engine = await TestEngine.start("victim", [daemon], SHAPE)
@@ -55,7 +64,7 @@ async def victim(daemons: Daemons, pair: Pair) -> AsyncIterator[Victim]:
     ):
         door = engine_pb2_grpc.EngineStub(channel)
         victim = Victim(engine, daemon, router, http, door)
-        await a_good_transfer(pair, victim, "first")
+        await a_good_transfer(shared_pair, victim, "first")
         # Our own connections stay open: they are no leak.
         await asyncio.gather(
             router.healthy(),
@@ -79,10 +88,10 @@ async def lives_on(victim: Victim) -> AsyncIterator[None]:
 
 
 @pytest.fixture(scope="module")
-async def unharmed(victim: Victim, pair: Pair) -> AsyncIterator[None]:
+async def unharmed(victim: Victim, shared_pair: Pair) -> AsyncIterator[None]:
     """After each module of bad deeds a good transfer works, and nothing has leaked."""
     yield
-    await a_good_transfer(pair, victim, f"good-{uuid.uuid4().hex}")
+    await a_good_transfer(shared_pair, victim, f"good-{uuid.uuid4().hex}")
 
     async def as_before() -> bool:
         return open_files(victim.daemon) <= victim.open_files

@@ -58,6 +58,17 @@ async def is_in(router: RouterClient, request_id: str, *states: TransferState) -
     return any(record.state in states for record in await router.transfers(request_id))
 
 
+async def all_read(router: RouterClient, request_id: str) -> None:
+    """Until every rank reads what there is. Fails, with the record, when the transfer has ended instead."""
+
+    async def read() -> bool:
+        records = await router.transfers(request_id)
+        assert not any(record.state.ended for record in records), records
+        return any(record.state is TransferState.READING for record in records)
+
+    await until(read, "all ranks read")
+
+
 async def all_wait(pair: Pair, request_id: str) -> None:
     """Until every rank knows of the request."""
     for router in pair.routers:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 from fleet import TIMEOUT_S, Daemons, owned_regions, until
 from lives import TP1, engine_on, killable, published, receives
-from pair import Pair, is_in
+from pair import Pair, all_read, is_in
 from ranks import Kv, TestEngine
 
 from kvferry.engine import TransferFailed
@@ -51,13 +51,8 @@ async def test_a_reader_is_told_at_once_when_an_engine_dies_in_the_middle_of_its
         source = SourceBody(engine_id="mortal-b", address=daemon.peer)
         reading = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(50), source=source))
         waiting = asyncio.create_task(pair.decode.outcomes(unborn, pair.decode.take(50), source=source))
-
-        async def reads() -> bool:
-            return await is_in(pair.routers[0], request_id, TransferState.READING) and await is_in(
-                pair.routers[0], unborn, TransferState.CONNECTING
-            )
-
-        await until(reads, "all ranks read what there is")
+        await all_read(pair.routers[0], request_id)
+        await until(lambda: is_in(pair.routers[0], unborn, TransferState.CONNECTING), "all ranks wait for the other")
         process.kill()
         async with asyncio.timeout(TIMEOUT_S):
             outcomes = [*await reading, *await waiting]

@@ -6,8 +6,8 @@ import asyncio
 
 import httpx
 import pytest
-from fleet import TIMEOUT_S, ByHand, peer_stub, until
-from pair import MANY, TOKENS, Pair, half_published, is_in, order, prefilled
+from fleet import TIMEOUT_S, ByHand, peer_stub
+from pair import MANY, TOKENS, Pair, all_read, half_published, order, prefilled
 from ranks import Kv
 
 from kvferry.engine import Received, TransferFailed
@@ -25,7 +25,8 @@ async def test_an_order_whose_reservation_never_comes_says_so_at_its_deadline(pa
     record = await pair.routers[0].wait(await order(pair, request_id, deadline_ms=100))
     assert record.state is TransferState.FAILED
     assert record.error
-    assert (record.error.code, record.error.value) == ("deadline", "100")
+    assert record.error.code == "deadline"
+    assert 0 < int(record.error.value) <= 100  # another rank has what was left when the order was handed on
     assert "the engine's reservation" in record.error.message
 
 
@@ -117,8 +118,8 @@ async def test_a_read_is_never_done_when_its_lease_was_revoked_meanwhile(pair: P
     receiving = asyncio.create_task(
         pair.decode.outcomes(request_id, pair.decode.take(MANY), source=pair.prefill.source())
     )
-    await until(lambda: is_in(pair.routers[0], request_id, TransferState.READING), "all ranks read")
-    await pair.prefill.publish(request_id, source, MANY)  # now they have a lot to read
+    await all_read(pair.routers[0], request_id)
+    await pair.prefill.publish(request_id, source, MANY - 1, more=True)  # now they have a lot to read
     await asyncio.gather(*(router.revoke_lease(request_id) for router in pair.prefill_routers))
     (record,) = await pair.routers[0].transfers(request_id, wait_s=20)
     assert record.state is TransferState.FAILED
@@ -131,7 +132,7 @@ async def test_a_prefill_that_is_aborted_between_two_chunks_fails_its_reader(pai
     receiving = asyncio.create_task(
         pair.decode.outcomes(request_id, pair.decode.take(MANY), source=pair.prefill.source())
     )
-    await until(lambda: is_in(pair.routers[0], request_id, TransferState.READING), "all ranks read")
+    await all_read(pair.routers[0], request_id)
     await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
     for outcome in await receiving:
         assert isinstance(outcome, TransferFailed)

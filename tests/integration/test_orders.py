@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fleet import TIMEOUT_S, until
-from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled
+from pair import MANY, TOKENS, Pair, all_read, all_wait, half_published, is_in, order, prefilled
 from victim import Victim
 
 from kvferry.engine import Received, TransferFailed
@@ -140,7 +140,7 @@ async def test_a_transfer_in_the_middle_of_a_read_can_be_aborted(pair: Pair, req
     receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(MANY)))
     await all_wait(pair, request_id)
     transfer_id = await order(pair, request_id)
-    await until(lambda: is_in(pair.routers[0], request_id, TransferState.READING), "all ranks read")
+    await all_read(pair.routers[0], request_id)
     await pair.prefill.publish(request_id, source, MANY)  # now they have a lot to read
     await abort(pair, request_id, transfer_id, door)
     assert (await pair.routers[0].wait(transfer_id)).state is TransferState.ABORTED
