@@ -39,8 +39,8 @@ Pings are answered by gRPC's own threads, however long Python is busy."""
 UNREACHABLE, SILENT = "unreachable", "deadline"
 """Codes of a call whose other side is not there, or did not answer in time."""
 ENDED = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
-"""gRPC's own words, beside UNAVAILABLE, for a call that the other side has ended or dropped: it says itself why it
-refuses one."""
+"""The statuses, beside UNAVAILABLE, that gRPC itself gives a call which the other side has ended or dropped. A daemon
+that refuses a call sends a problem with it."""
 _MEANINGS: dict[grpc.StatusCode, tuple[type[KvferryError], str, str, str]] = {
     grpc.StatusCode.UNAVAILABLE: (
         Unavailable, UNREACHABLE, "does not answer", "check that the daemon runs and that the address is right",

@@ -59,7 +59,7 @@ async def is_in(router: RouterClient, request_id: str, *states: TransferState) -
 
 
 async def all_read(router: RouterClient, request_id: str) -> None:
-    """Until every rank reads what there is. Fails, with the record, when the transfer has ended instead."""
+    """Wait until every rank reads what is published. Fails with the record if the transfer ends first."""
 
     async def read() -> bool:
         records = await router.transfers(request_id)

@@ -254,7 +254,7 @@ async def lost(pair: Pair) -> None:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader opens what it reads by an announcement when it is told to."""
+    """A reader that goes by an announcement opens the lease only when the test tells it to."""
     monkeypatch.setattr(source, "OPEN_AFTER_S", 3600.0)
 
 
