@@ -40,8 +40,8 @@ END_S = 5.0
 """How long `close` waits until every call that was under way has failed with `session_closed`."""
 AGAIN_S = 5.0
 """How long one attempt to attach again waits for a daemon."""
-REFUSED_S = 1.0
-"""The pause after a refusal. The first one may come from the daemon that is just ending."""
+PAUSE_S = 1.0
+"""Between the beginnings of two attempts. The first may be refused by the daemon that is just ending."""
 
 
 class BlockingLease:
@@ -165,8 +165,9 @@ class BlockingEngineClient:
             await client.closed.wait()
             say(f"{self._daemon} has gone: nothing is published or received until there is one again")
             await client.over.wait()
-            refusals: Counter[str] = Counter()
+            failures: Counter[str] = Counter()
             while client.closed.is_set():
+                next_at = self._loop.time() + PAUSE_S
                 try:
                     before, client = client, await self._again(client)
                     self._client = client
@@ -176,11 +177,10 @@ class BlockingEngineClient:
                     return
                 except Exception as error:  # noqa: BLE001  this process may lack a descriptor, for example
                     code = error.code if isinstance(error, KvferryError) else type(error).__name__
-                    refusals[code] += 1
-                    if code != UNREACHABLE:  # which has taken AGAIN_S already
-                        if refusals[code] == 2:
-                            say(f"{self._daemon} does not take this engine back yet: {error}")
-                        await asyncio.sleep(REFUSED_S)  # the daemon does not say when it will accept the engine
+                    failures[code] += 1
+                    if code != UNREACHABLE and failures[code] == 2:  # that it is not there was said before
+                        say(f"this engine is not attached to {self._daemon} yet: {error}")
+                    await asyncio.sleep(next_at - self._loop.time())  # nobody says when it will be accepted
             say(f"{self._daemon} is there again; what was published before is lost")
 
     async def _again(self, before: EngineClient) -> EngineClient:

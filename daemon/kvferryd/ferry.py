@@ -125,7 +125,7 @@ class Ferry:
         transfer = self.jobs.get(transfer_id)
         if not transfer.over:
             self.jobs.abort(transfer.engine, transfer.request_id, "by DELETE /v1/transfers")
-            await self.jobs.wait(transfer, lambda it: it.ended.is_set(), self.config.connect_timeout_s)
+            await self.jobs.wait(transfer, _over, self.config.connect_timeout_s)
         return transfer.record()
 
     async def abort_request(self, request_id: str) -> schemas.AbortResult:

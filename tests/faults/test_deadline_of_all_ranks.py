@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import Daemons, Joining, peer_stub
+from fleet import Daemons, Joining, peer_stub, until
+from pair import is_in
 from ranks import Kv, Shape, TestEngine, start_rank
 from stopping import stopped
 
@@ -62,6 +63,23 @@ async def test_a_rank_whose_daemon_is_stopped(daemons: Daemons, stack: AsyncExit
         record = await outcome(router, source, request_id)
         await receiving
     fails_at_rank_1(record)
+
+
+async def test_a_rank_that_was_handed_an_order_names_the_deadline_that_was_ordered(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    """And not what was left of it."""
+    source = await source_of(stack, daemons, "handed-source", request_id)
+    ours = await daemons.start("handed-reader", 2)
+    reader = await TestEngine.start("handed-reader", ours, TWO)
+    stack.push_async_callback(reader.close)
+    first, second = [await stack.enter_async_context(RouterClient(daemon.url)) for daemon in ours]
+    await first.order(OrderBody(request_id=request_id, source=source.source(), deadline_ms=DEADLINE_MS))
+    await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
+    with stopped(ours[0].process.pid):
+        (record,) = await second.transfers(request_id, wait_s=ENDS_S)
+    assert record.error is not None
+    assert (record.error.code, record.error.value) == ("deadline", str(DEADLINE_MS))
 
 
 class Silent(Joining):

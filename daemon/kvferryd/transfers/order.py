@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
@@ -24,7 +24,8 @@ class Order:
     """Where to read from.
 
     epoch: the source engine must be in it; empty for any. deadline_s: seconds from acceptance; None for the daemon's
-    default. way: auto, direct, staged or mapped; empty for the daemon's setting.
+    default. way: auto, direct, staged or mapped; empty for the daemon's setting. ordered_s: what the deadline was when
+    the order came to the rank that handed it on; 0 where none did.
     """
 
     engine_id: str
@@ -34,6 +35,7 @@ class Order:
     deadline_s: float | None = None
     way: str = ""
     trace: Trace = field(default=UNTRACED, compare=False)
+    ordered_s: float = field(default=0.0, compare=False)
 
     @property
     def source(self) -> SourceBody:
@@ -90,8 +92,13 @@ def order_from_proto(
     _check_source(source.engine_id, source.address, source.epoch)
     check_seconds("deadline_s", request.deadline_s)
     check_way(request.way)
-    deadline_s = request.deadline_s or None
-    return Order(source.engine_id, source.address, source.epoch, request.priority, deadline_s, request.way, trace)
+    order = Order(
+        source.engine_id, source.address, source.epoch, request.priority, request.deadline_s or None, request.way, trace
+    )
+    if isinstance(request, engine_pb2.ReceiveRequest):
+        return order
+    check_seconds("ordered_s", request.ordered_s)
+    return replace(order, ordered_s=request.ordered_s)
 
 
 @functools.lru_cache(maxsize=4096)  # every order asks, and there are few sources

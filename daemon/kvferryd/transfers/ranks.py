@@ -174,6 +174,7 @@ def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
         priority=order.priority,
         source=engine_pb2.Source(engine_id=order.engine_id, address=order.address, epoch=order.epoch),
         deadline_s=max(1e-3, left_s),
+        ordered_s=transfer.ordered_s,
         traceparent=order.trace.traceparent,
         x_request_id=order.trace.x_request_id,
         rank=transfer.engine.rank,

@@ -108,9 +108,9 @@ class Transfer:
 
     # ---- the rendezvous ----
 
-    def set_deadline(self, deadline_s: float) -> None:
-        """Seconds from now, for all ranks."""
-        self._deadline_s = deadline_s
+    def set_deadline(self, deadline_s: float, ordered_s: float = 0.0) -> None:
+        """Seconds from now, for all ranks. ordered_s: what it was when the order came to another rank."""
+        self.ordered_s = ordered_s or deadline_s
         self.deadline = asyncio.get_running_loop().time() + deadline_s
         if self._timeout is not None and not self._timeout.expired() and not self.ended.is_set():
             self._timeout.reschedule(self.deadline)
@@ -118,7 +118,7 @@ class Transfer:
     def take_order(self, order: Order) -> None:
         self.order = order
         if order.deadline_s is not None:
-            self.set_deadline(order.deadline_s)
+            self.set_deadline(order.deadline_s, order.ordered_s)
         if self.reservation is not None:
             self._matched.set()
 
@@ -347,7 +347,7 @@ class Transfer:
                 why = f"while {self.state.value}"
                 remedy = "raise deadline_ms, or see GET /v1/peers for what this way is worth"
         why = f"the deadline passed {why}"
-        return Deadline("deadline", why, field="deadline_ms", value=round(self._deadline_s * 1e3), remedy=remedy)
+        return Deadline("deadline", why, field="deadline_ms", value=round(self.ordered_s * 1e3), remedy=remedy)
 
     @property
     def _unanswered(self) -> list[SourceReader]:
