@@ -34,7 +34,7 @@ from kvferryd.peers.certificates import CertificateFiles, Certificates
 from kvferryd.peers.contact import Contact
 from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peer import PeerEngine
-from kvferryd.peers.peers import Peers, reader_of
+from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfers.order import order_of, reservations_of
 from kvferryd.transfers.transfer import Transfer, error_body
@@ -124,7 +124,7 @@ class Ferry:
     async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:
         transfer = self.jobs.get(transfer_id)
         if not transfer.over:
-            self.jobs.abort(transfer.engine, transfer.request_id, "by DELETE /v1/transfers")
+            self.jobs.abort_transfer(transfer, "by DELETE /v1/transfers")
             await self.jobs.wait(transfer, _over, self.config.connect_timeout_s)
         return transfer.record()
 
@@ -132,11 +132,15 @@ class Ferry:
         """End the request on both sides: here, on the other ranks, and where its KV comes from."""
         check_request_id(request_id)
         transfers = self.jobs.of_request(request_id)
-        reading = [transfer.engine for transfer in transfers]
-        holding = [engine for engine in self.registry if engine.leases.get(request_id) is not None]
+        reading = {transfer.own for transfer in transfers}
+        concerned = [
+            engine
+            for engine in self.registry
+            if engine.session.rank in reading or engine.leases.get(request_id) is not None
+        ]
         here = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
         # The readers first: a reader whose lease ends before its transfer is aborted reports a failed transfer.
-        ranks = await asyncio.gather(*(self.fan_out_abort(engine, request_id) for engine in {*reading, *holding}))
+        ranks = await asyncio.gather(*(self.fan_out_abort(engine, request_id) for engine in concerned))
         sources = [self._abort_at_source(transfer) for transfer in transfers]
         ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
         return schemas.AbortResult(transfers_ended=ended, leases_ended=revoked)
@@ -163,9 +167,8 @@ class Ferry:
     async def _abort_at_source(self, transfer: Transfer) -> tuple[int, int]:
         if (order := transfer.order) is None:
             return 0, 0
-        reader = reader_of(transfer.engine, order.engine_id)
         request = peer_pb2.AbortRequest(
-            engine_id=order.engine_id, request_id=transfer.request_id, fan_out=True, reader=reader
+            engine_id=order.engine_id, request_id=transfer.request_id, fan_out=True, reader=transfer.reader
         )
         return await self._abort_at(order.address, request)
 

@@ -16,6 +16,7 @@ from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import ReceiveCancelled, TransferFailed
 from kvferry.router import RouterClient
+from kvferry.schemas import PeerRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -61,7 +62,6 @@ async def test_a_cancelled_receive_that_is_quiet_is_cancelled_and_nothing_else(p
 async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether_its_blocks_are_quiet(
     daemons: Daemons, stack: AsyncExitStack, pair: TcpPair, request_id: str
 ) -> None:
-    await pair.published(request_id)
     shape, name = pair.reader.shape, "blocking-reader"
     (daemon,) = await daemons.start(name, 1, "--ucx", "TLS=tcp NET_DEVICES=lo")
 
@@ -74,7 +74,10 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
     stack.push_async_callback(asyncio.to_thread, client.close)
     tables = pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
-    receiving = client.receive(request_id, tables, source=pair.source.source())
+    source = pair.source.source()
+    await reader.reader_router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
+    await pair.published(request_id)  # it is told, and reads without asking
+    receiving = client.receive(request_id, tables, source=source)
 
     async def ended() -> None:
         await asyncio.gather(asyncio.wrap_future(receiving), return_exceptions=True)

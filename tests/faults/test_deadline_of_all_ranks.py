@@ -82,6 +82,26 @@ async def test_a_rank_that_was_handed_an_order_names_the_deadline_that_was_order
     assert (record.error.code, record.error.value) == ("deadline", str(DEADLINE_MS))
 
 
+async def test_an_attempt_that_is_deleted_late_leaves_the_next_one_alone(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    """The first goes on at a rank whose daemon is stopped, so it is not over."""
+    source = await source_of(stack, daemons, "late-source", request_id)
+    ours = await daemons.start("late-reader", 2)
+    reader = await TestEngine.start("late-reader", ours, TWO)
+    stack.push_async_callback(reader.close)
+    first, second = [await stack.enter_async_context(RouterClient(daemon.url)) for daemon in ours]
+    body = OrderBody(request_id=request_id, source=source.source(), attempt=1)
+    before = await first.order(body)
+    await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
+    with stopped(ours[1].process.pid):
+        after = await first.order(body.model_copy(update={"attempt": 2}))
+        await first.abort_transfer(before.transfer_id)
+        record = await first.transfer(after.transfer_id)
+        assert record.ranks[0].state is TransferState.WAITING, record
+    await first.abort_transfer(after.transfer_id)
+
+
 class Silent(Joining):
     """A daemon that takes an order and says nothing."""
 

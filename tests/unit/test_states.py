@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -93,7 +95,9 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
         strict=False, arena=None, runner=None, unmapped="", notes=(), members={}, make_arena=None, sums=Sums(),
     )  # fmt: skip
     ended: list[Transfer] = []
-    around = Surroundings(config, Peers(config, metrics), ended.append, ended.append, lambda work: work.close())
+    around = Surroundings(
+        config, Peers(config, metrics), lambda it, _: ended.append(it), ended.append, lambda work: work.close()
+    )
     transfer = Transfer(engine, "r", 1, around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
     async with asyncio.timeout(60):
@@ -105,3 +109,8 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     assert transfer.encoded() is told, "many may look, and nothing has changed"
     transfer.set_rank(RankTransfer(rank=1, state=T.READING))
     assert b'"rank":1' in transfer.encoded()
+
+    kept = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert kept() is None, "the history has records, and no engines that are gone"

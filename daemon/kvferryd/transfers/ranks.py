@@ -32,21 +32,19 @@ class Ranks:
         self._open: dict[Engine, dict[str, Channel]] = {}
         """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
 
-    def hand_on(self, transfer: Transfer) -> None:
+    def hand_on(self, transfer: Transfer, engine: Engine) -> None:
         """Hand the transfer's order to all other ranks, and keep how far they are until they have ended."""
-        engine = transfer.engine
         if engine.world_size > 1:
             for rank in range(engine.world_size):
                 if rank != engine.rank:
                     transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
-            self._tasks.spawn(self._follow_all(transfer))
+            self._tasks.spawn(self._follow_all(transfer, engine))
 
-    def abort(self, transfer: Transfer) -> None:
+    def abort(self, transfer: Transfer, engine: Engine) -> None:
         """This rank has not got its KV: the others need not go on."""
-        engine = transfer.engine
         for rank, share in transfer.ranks.items():
             if not share.state.ended and rank in engine.members:
-                self._tasks.spawn(self._abort(transfer, engine.members[rank]))
+                self._tasks.spawn(self._abort(transfer, engine, engine.members[rank]))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -75,8 +73,7 @@ class Ranks:
         async with self._channels.calling(address) as stub:
             yield stub
 
-    async def _follow_all(self, transfer: Transfer) -> None:
-        engine = transfer.engine
+    async def _follow_all(self, transfer: Transfer, engine: Engine) -> None:
         try:
             async with asyncio.timeout_at(transfer.deadline + GRACE_S):
                 await engine.until_whole(self._config.connect_timeout_s)
@@ -84,9 +81,9 @@ class Ranks:
                     for rank in transfer.ranks:  # no other rank has the order: there is nothing to end
                         transfer.set_rank(RankTransfer(rank=rank, state=TransferState.ABORTED))
                     return
-                await together(self._follow(transfer, rank, engine.members[rank]) for rank in transfer.ranks)
+                await together(self._follow(transfer, engine, rank, engine.members[rank]) for rank in transfer.ranks)
         except TimeoutError:
-            self.abort(transfer)
+            self.abort(transfer, engine)
             for rank, share in list(transfer.ranks.items()):
                 if not share.state.ended:
                     address = engine.members.get(rank, "an unknown address")
@@ -98,12 +95,12 @@ class Ranks:
             for rank in list(transfer.ranks):
                 self._failed(transfer, rank, why_not)
 
-    async def _follow(self, transfer: Transfer, rank: int, address: str) -> None:
+    async def _follow(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
         """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing: the other ranks'
         parts go on until they have ended too."""
         try:
-            async with self._asking(transfer.engine, address) as stub:
-                call = stub.Order(_request(transfer, rank))
+            async with self._asking(engine, address) as stub:
+                call = stub.Order(_request(transfer, engine, rank))
                 try:
                     async for reply in call:
                         transfer.set_rank(_rank_transfer(reply, rank, address))
@@ -114,7 +111,7 @@ class Ranks:
             over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
             if transfer.counted and ahead > transfer.attempt and not over:
                 transfer.attempt = ahead  # that rank has seen more attempts than we have; this one is still under way
-                await self._follow(transfer, rank, address)
+                await self._follow(transfer, engine, rank, address)
             else:
                 self._failed(transfer, rank, error)
             return
@@ -147,8 +144,7 @@ class Ranks:
             why = PeerFailed("rank_failed", message, field="rank", value=share.rank, remedy=remedy)
         transfer.stop(share.state, why)
 
-    async def _abort(self, transfer: Transfer, address: str) -> None:
-        engine = transfer.engine
+    async def _abort(self, transfer: Transfer, engine: Engine, address: str) -> None:
         why = transfer.problem.code if transfer.problem else transfer.state.value
         request = peer_pb2.AbortRequest(
             engine_id=engine.engine_id,
@@ -164,12 +160,12 @@ class Ranks:
                 await stub.Abort(request, timeout=self._config.connect_timeout_s)
 
 
-def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
+def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderRequest:
     order = transfer.order
     assert order is not None
     left_s = transfer.deadline - asyncio.get_running_loop().time()
     request = peer_pb2.OrderRequest(
-        engine_id=transfer.engine.engine_id,
+        engine_id=engine.engine_id,
         request_id=transfer.request_id,
         priority=order.priority,
         source=engine_pb2.Source(engine_id=order.engine_id, address=order.address, epoch=order.epoch),
@@ -177,11 +173,11 @@ def _request(transfer: Transfer, rank: int) -> peer_pb2.OrderRequest:
         ordered_s=transfer.ordered_s,
         traceparent=order.trace.traceparent,
         x_request_id=order.trace.x_request_id,
-        rank=transfer.engine.rank,
+        rank=engine.rank,
         attempt=transfer.attempt,
         counted=transfer.counted,
         way=order.way,
-        key=transfer.engine.roster_key,
+        key=engine.roster_key,
     )
     reservation = transfer.brought.get(rank)
     if reservation is not None:

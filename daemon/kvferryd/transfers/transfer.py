@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError
 from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState
-from kvferry.v1 import engine_pb2, layout_pb2
+from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import paths
 from kvferryd.aio import all_over, together
@@ -43,7 +43,7 @@ class Surroundings:
 
     config: Config
     peers: Peers
-    on_end: Callable[[Transfer], None]
+    on_end: Callable[[Transfer, Engine], None]
     on_over: Callable[[Transfer], None]
     spawn: Callable[[Coroutine[None, None, None]], None]
 
@@ -51,7 +51,8 @@ class Surroundings:
 class Transfer:
     """One attempt at a request: its KV on its way into this rank, and how far the engine's other ranks are with theirs.
 
-    All ranks have one deadline, which counts from the order (before it comes: from the reservation).
+    All ranks have one deadline, which counts from the order (before it comes: from the reservation). Only its task
+    holds the engine: an ended transfer is kept for its record, and an engine is not kept for that.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class Transfer:
     ) -> None:
         """counted: the daemon counted the attempt; otherwise the orderer gave its number."""
         self.transfer_id = uuid.uuid4().hex
-        self.engine, self.request_id = engine, request_id
+        self.own, self.request_id = engine.session.rank, request_id
         self.attempt, self.counted = attempt, counted
         self._around = around
         self.order: Order | None = None
+        self.reader: peer_pb2.Reader | None = None
+        """As whom the order's source knows this engine."""
         self.brought: dict[int, Reservation] = {}
         """Reservations that came with the router's order, by rank."""
         self.reservation: Reservation | None = None
@@ -104,7 +107,7 @@ class Transfer:
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
         self.set_deadline(around.config.deadline_s)
-        self._task = asyncio.create_task(self._run(), name=f"transfer-{request_id}")
+        self._task = asyncio.create_task(self._run(engine), name=f"transfer-{request_id}")
 
     # ---- the rendezvous ----
 
@@ -115,8 +118,8 @@ class Transfer:
         if self._timeout is not None and not self._timeout.expired() and not self.ended.is_set():
             self._timeout.reschedule(self.deadline)
 
-    def take_order(self, order: Order) -> None:
-        self.order = order
+    def take_order(self, order: Order, reader: peer_pb2.Reader) -> None:
+        self.order, self.reader = order, reader
         if order.deadline_s is not None:
             self.set_deadline(order.deadline_s, order.ordered_s)
         if self.reservation is not None:
@@ -153,7 +156,7 @@ class Transfer:
     @property
     def handed_on(self) -> bool:
         """Its order came by way of another rank: with what was left of its deadline, and this rank's tables alone."""
-        return self.engine.world_size > 1 and not self.ranks
+        return self.own.world_size > 1 and not self.ranks
 
     @property
     def trace(self) -> logs.Trace:
@@ -215,7 +218,7 @@ class Transfer:
         """This rank's part, as it stands."""
         moving_ms = self.phases_ms.get("moving", 0.0)
         return RankTransfer(
-            rank=self.engine.rank,
+            rank=self.own.rank,
             state=self.state,
             bytes=self.nbytes,
             descriptors=self.descriptors,
@@ -261,7 +264,7 @@ class Transfer:
         return TransferRecord(
             transfer_id=self.transfer_id,
             request_id=self.request_id,
-            engine_id=self.engine.engine_id,
+            engine_id=self.own.engine_id,
             source=self.order.source if self.order else None,
             state=self.state_of_all,
             bytes=sum(share.bytes for share in ranks),
@@ -299,26 +302,26 @@ class Transfer:
 
     # ---- this rank's part, from match to end ----
 
-    async def _run(self) -> None:
+    async def _run(self, engine: Engine) -> None:
         try:
             if self._stop is not None:
                 raise asyncio.CancelledError
             try:
                 async with asyncio.timeout_at(self.deadline) as self._timeout:
                     await self._matched.wait()
-                    await self._transfer()
+                    await self._transfer(engine)
             except TimeoutError:
                 raise self._late() from None
         except asyncio.CancelledError:
             state, why = self._stop or (TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
-            self._end(state, why)
+            self._end(engine, state, why)
         except KvferryError as error:
-            self._end(TransferState.FAILED, error)
+            self._end(engine, TransferState.FAILED, error)
         except Exception as error:
             log.exception("transfer broke", request_id=self.request_id, transfer_id=self.transfer_id)
-            self._end(TransferState.FAILED, Internal("internal", f"the daemon failed: {type(error).__name__}"))
+            self._end(engine, TransferState.FAILED, Internal("internal", f"the daemon failed: {type(error).__name__}"))
         else:
-            self._end(TransferState.DONE, None)
+            self._end(engine, TransferState.DONE, None)
 
     def _late(self) -> KvferryError:
         source, asked = (self.order.engine_id, self.order.address) if self.order else ("", "")
@@ -327,7 +330,7 @@ class Transfer:
                 why = "while waiting for the router's order"
                 remedy = "see whether the router ordered this request, and at this engine's daemon"
             case Awaited.RESERVATION:
-                why = f"while waiting for the engine's reservation: {self.engine.engine_id} reserved no blocks"
+                why = f"while waiting for the engine's reservation: {self.own.engine_id} reserved no blocks"
                 remedy = "see whether that engine has the request, and room for it"
             case Awaited.HANDSHAKE:
                 why = f"while shaking hands with engine {source} at {asked}"
@@ -354,34 +357,34 @@ class Transfer:
         """The leases of which the source has said nothing."""
         return [reader for reader in self._readers if not reader.lease.version]
 
-    async def _transfer(self) -> None:
+    async def _transfer(self, engine: Engine) -> None:
         assert self.order is not None
         # The reservation may have come first, from a call that knew nothing of the router's.
         logs.begin(request_id=self.request_id, transfer_id=self.transfer_id, **self.trace.about)
         self._move(TransferState.CONNECTING)
-        peer, readers, others = await self._open(self.order)
+        peer, readers, others = await self._open(engine, self.order)
         through: list[SourceReader] = []
         self._reads = peer, through
         try:
             try:
-                await self._read_and_verify(peer, readers)
+                await self._read_and_verify(engine, peer, readers)
             except KvferryError as error:
                 if not any(reader.announced for reader in readers):
                     raise
                 log.info("announcement out of date", request_id=self.request_id, code=error.code)
                 await self._ask_again(readers)
-                await self._read_and_verify(peer, readers)
+                await self._read_and_verify(engine, peer, readers)
             through += [*readers, *others]  # ranks with nothing to read count this rank as a reader that has finished
         except BaseException as error:
             self._give_up(peer, readers, self._stop[1] if self._stop is not None else error)
             raise
 
-    async def _open(self, order: Order) -> tuple[PeerEngine, list[SourceReader], list[SourceReader]]:
+    async def _open(self, engine: Engine, order: Order) -> tuple[PeerEngine, list[SourceReader], list[SourceReader]]:
         """Shake hands if need be and open the lease on every rank that is read; once more if the peer was stale."""
         peers = self._around.peers
         assert self.reservation is not None
         for again in (True, False):
-            peer = await peers.get(self.engine, order.engine_id, order.address, order.epoch)
+            peer = await peers.get(engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
                 peer, self.request_id, self.reservation.digest, self.trace, self._on_unpublished, self._on_lost
             )
@@ -434,20 +437,20 @@ class Transfer:
         self.nbytes = self.descriptors = 0
         await together(reader.ask_again() for reader in readers)
 
-    async def _read_and_verify(self, peer: PeerEngine, readers: list[SourceReader]) -> None:
+    async def _read_and_verify(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> None:
         self._move(TransferState.READING)
         self.announced = any(reader.announced for reader in readers)
-        moves = await self._read(peer, readers)
+        moves = await self._read(engine, peer, readers)
         self._move(TransferState.VERIFYING)
         for flight in self._flights:
             self.phases_ms[flight.phase] += 1e3 * flight.seconds
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
-        await together(reader.verify(self.engine.agent, alone=peer.users == 1) for reader in unproven)
+        await together(reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven)
         if self._around.config.checksum:
             assert self.reservation is not None and self.tokens is not None
-            await compare(self.engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
+            await compare(engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
 
-    async def _read(self, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
+    async def _read(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
         assert self.reservation is not None and self.order is not None
         wanted = self.reservation.tokens
@@ -467,11 +470,11 @@ class Transfer:
                 bound = bind(peer.plan, tables, own, tokens, states=last)
                 if bound.nbytes:
                     way = self.order.way or self._around.config.way
-                    path = await paths.choose(way, bound, self.engine, peer)
+                    path = await paths.choose(way, bound, engine, peer)
                     self.path = path.name
                     began = time.monotonic()
                     move = Move(
-                        bound, own, tokens, last, self.engine, peer, readers, self.order.priority, self.deadline,
+                        bound, own, tokens, last, engine, peer, readers, self.order.priority, self.deadline,
                         self._flights, moves, self._around.config.checksum,
                     )  # fmt: skip
                     moves.append(await path.move(move))
@@ -493,12 +496,12 @@ class Transfer:
         self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")
         return moves
 
-    async def _settle(self) -> None:
+    async def _settle(self, engine: Engine) -> None:
         """Once nothing can be written any more, release the claim, tell the engine, and let the peer go."""
         await all_over([flight.quiet for flight in self._flights])
         self._be_quiet()
         safe = engine_pb2.BlocksSafe(request_id=self.request_id, transfer_id=self.transfer_id)
-        self.engine.session.tell(engine_pb2.Event(blocks_safe=safe))
+        engine.session.tell(engine_pb2.Event(blocks_safe=safe))
         self._leave()
 
     def _leave(self) -> None:
@@ -518,7 +521,7 @@ class Transfer:
         self.machine.move(to)
         self.wake()
 
-    def _end(self, state: TransferState, problem: KvferryError | None) -> None:
+    def _end(self, engine: Engine, state: TransferState, problem: KvferryError | None) -> None:
         if state is not TransferState.DONE:
             for flight in self._flights:
                 flight.abandon()
@@ -528,13 +531,13 @@ class Transfer:
         self.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
             self._be_quiet()
-        self.engine.session.tell(self.event())  # before anything else that the end brings
+        engine.session.tell(self.event())  # before anything else that the end brings
         self.ended.set()
-        self._around.on_end(self)
+        self._around.on_end(self, engine)
         if self.quiet.is_set():
             self._leave()
         else:
-            self._around.spawn(self._settle())
+            self._around.spawn(self._settle(engine))
 
     def tell_sources(self, phases_ms: Mapping[str, float]) -> None:
         """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them. phases_ms: of

@@ -20,10 +20,11 @@ from kvferry.schemas import TransferState
 from kvferryd.aio import Notes, Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.engine.session import Rank
 from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
 from kvferryd.observe.spans import Spans
-from kvferryd.peers.peers import Peers
+from kvferryd.peers.peers import Peers, reader_of
 from kvferryd.transfers.claims import Claim, Claims
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks
@@ -54,6 +55,8 @@ class Transfers:
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._current: dict[Key, Transfer] = {}
+        self._under_way: dict[Transfer, Engine] = {}
+        """Transfers that are not over: the part of some rank has not ended."""
         self._finished: dict[str, Transfer] = {}
         """Transfers whose part on this rank has ended, the oldest first."""
         self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
@@ -131,7 +134,7 @@ class Transfers:
         transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted or not attempt)
         if from_rank is None:
             transfer.brought = brought
-            self._ranks.hand_on(transfer)
+            self._ranks.hand_on(transfer, engine)
         if transfer.reservation is None:
             self._after.spawn(self._meet(engine, order))
         return transfer, True
@@ -165,7 +168,7 @@ class Transfers:
         if current is None and deadline_s:
             transfer.set_deadline(deadline_s)
         if order is not None:
-            self._ranks.hand_on(transfer)
+            self._ranks.hand_on(transfer, engine)
         return transfer
 
     def _join(
@@ -196,10 +199,11 @@ class Transfers:
                 before.stop(TransferState.ABORTED, why)
             transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
+            self._under_way[transfer] = engine
             self._appeared.set()
             self._appeared = asyncio.Event()
         if order is not None:
-            transfer.take_order(order)
+            transfer.take_order(order, reader_of(engine, order.engine_id))
         if reservation is not None and claim is not None:
             transfer.take_reservation(reservation, claim)
         return transfer
@@ -254,11 +258,11 @@ class Transfers:
 
     # ---- the end ----
 
-    def _on_end(self, transfer: Transfer) -> None:
+    def _on_end(self, transfer: Transfer, engine: Engine) -> None:
         self._finished[transfer.transfer_id] = transfer
         self._on_over(transfer)
         if transfer.state is not TransferState.DONE:
-            self._ranks.abort(transfer)
+            self._ranks.abort(transfer, engine)
         self._notes.add(functools.partial(self._note_end, transfer))
 
     def _note_end(self, transfer: Transfer) -> None:
@@ -267,7 +271,7 @@ class Transfers:
         source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)
         if self._spans is not None:
-            about = {"transfer_id": transfer.transfer_id, "engine_id": transfer.engine.engine_id, "source": source}
+            about = {"transfer_id": transfer.transfer_id, "engine_id": transfer.own.engine_id, "source": source}
             self._spans.transfer(share, transfer.request_id, transfer.created_at, transfer.trace, **about)
         write = log.info if transfer.problem is None else log.warning
         write(
@@ -275,7 +279,7 @@ class Transfers:
             request_id=transfer.request_id,
             attempt=transfer.attempt,
             transfer_id=transfer.transfer_id,
-            engine_id=transfer.engine.engine_id,
+            engine_id=transfer.own.engine_id,
             source=source,
             **share.model_dump(mode="json", exclude={"error"}),
             announced=transfer.announced,
@@ -289,6 +293,7 @@ class Transfers:
         if transfer.over and not transfer.over_number:
             self._overs += 1
             transfer.over_number, transfer.over_at = self._overs, time.time()
+            del self._under_way[transfer]
             transfer.wake()
 
     def _forget_oldest(self) -> None:
@@ -298,7 +303,7 @@ class Transfers:
             if transfer.over and transfer.quiet.is_set():
                 del self._finished[transfer.transfer_id]
                 del self._by_id[transfer.transfer_id]
-                key = _key(transfer.engine, transfer.request_id)
+                key = _key(transfer.own, transfer.request_id)
                 if self._current.get(key) is transfer:
                     self._attempts[key] = self._next(key) - 1
                     del self._current[key]
@@ -312,21 +317,28 @@ class Transfers:
         if attempt:
             self._dead[key] = max(attempt, self._dead.get(key, 0))
         transfer = self._current.get(key)
-        if transfer is None or transfer.over or (attempt and transfer.attempt > attempt):
+        if transfer is None or (attempt and transfer.attempt > attempt):
+            return False
+        return self.abort_transfer(transfer, why, failed=failed)
+
+    def abort_transfer(self, transfer: Transfer, why: str, *, failed: bool = False) -> bool:
+        """End this attempt on all ranks; whether it was under way. Idempotent."""
+        engine = self._under_way.get(transfer)
+        if engine is None:
             return False
         if transfer.ended.is_set():
-            self._ranks.abort(transfer)
+            self._ranks.abort(transfer, engine)
         elif failed:
             transfer.stop(TransferState.FAILED, PeerFailed("rank_failed", f"another rank failed: {why}"))
         else:
-            problem = Conflict("aborted", f"request {request_id} was aborted: {why}")
+            problem = Conflict("aborted", f"request {transfer.request_id} was aborted: {why}")
             transfer.stop(TransferState.ABORTED, problem)
         return True
 
     def abort_engine(self, engine: Engine, why: str) -> None:
         """The engine is gone or retired: nothing is read for it any more."""
-        for transfer in self:
-            if transfer.engine is engine:
+        for transfer, its_own in self._under_way.items():
+            if its_own is engine:
                 transfer.stop(TransferState.FAILED, Unavailable("engine_gone", why))
 
     async def renew(self) -> None:
@@ -360,7 +372,7 @@ class Transfers:
             await asyncio.wait(self._after, timeout=timeout_s)
 
 
-def _key(engine: Engine, request_id: str) -> Key:
+def _key(engine: Engine | Rank, request_id: str) -> Key:
     return engine.engine_id, engine.epoch, request_id
 
 
