@@ -16,7 +16,6 @@ from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import ReceiveCancelled, TransferFailed
 from kvferry.router import RouterClient
-from kvferry.schemas import PeerRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -72,11 +71,13 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
 
     client = await asyncio.to_thread(start)
     stack.push_async_callback(asyncio.to_thread, client.close)
+    source, small = pair.source.source(), shape.block_size
+    await pair.published("blocking-warm", small)
+    warm = client.receive("blocking-warm", pair.reader.take(small).tables(), source=source)
+    await asyncio.to_thread(warm.result, TIMEOUT_S)
+    await pair.published(request_id)  # what has read before is told, and reads without asking
     tables = pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
-    source = pair.source.source()
-    await reader.reader_router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
-    await pair.published(request_id)  # it is told, and reads without asking
     receiving = client.receive(request_id, tables, source=source)
 
     async def ended() -> None:
