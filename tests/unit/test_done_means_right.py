@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -548,21 +550,22 @@ class Done(RuleBasedStateMachine):
     @precondition(lambda self: self.reader.engine is not None)
     @rule(
         request_id=st.sampled_from(REQUESTS), attempt=st.sampled_from((0, 0, 0, 1, 2, 3)), fresh=st.booleans(),
-        way=st.sampled_from(("", "direct", "staged")), rank=st.sampled_from((None, None, 1)), counted=st.booleans(),
-        deadline_s=st.sampled_from((None, 10.0)),
+        way=st.sampled_from(("", "direct", "staged")), counted=st.booleans(), deadline_s=st.sampled_from((None, 10.0)),
+        handed_on=st.sampled_from(("", "", "by a rank", "by a new rank")),
     )  # fmt: skip
     def order(
-        self, request_id: str, attempt: int, fresh: bool, way: str, rank: int | None, counted: bool,
+        self, request_id: str, attempt: int, fresh: bool, way: str, handed_on: str, counted: bool,
         deadline_s: float | None,
     ) -> None:  # fmt: skip
         """By the router, or handed on from another rank."""
-        if rank is not None and not attempt:
+        if handed_on and not attempt:
             attempt = 1
+        since = {"": None, "by a rank": -math.inf, "by a new rank": time.monotonic()}[handed_on]
         try:
             self._call(
                 self.reader, self.reader.ferry.jobs.order, self.reader.engine, request_id,
                 self._order(fresh, way, deadline_s), {}, attempt=attempt,
-                counted=counted and rank is not None, from_rank=rank,
+                counted=counted and bool(handed_on), since=since,
             )  # fmt: skip
         except KvferryError as error:
             if error.code in ("internal", "blocks_not_quiet"):

@@ -189,6 +189,13 @@ async def test_a_rank_with_nothing_to_read_may_close_before_the_publish(leases: 
     assert publish().state is LeaseState.RELEASED
 
 
+async def test_a_rank_that_closes_early_counts_for_a_name_that_comes_again(leases: Leases, publish: Publish) -> None:
+    publish()
+    leases.finished("r", READER)
+    leases.finished("r", READER)
+    assert publish().state is LeaseState.RELEASED
+
+
 async def test_closing_again_changes_nothing(leases: Leases, publish: Publish) -> None:
     lease = publish(readers=2)
     with lease.reading(READER) as opened:

@@ -15,6 +15,7 @@ from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
 from kvferry.schemas import LeaseState as L
 from kvferry.schemas import RankTransfer
 from kvferry.schemas import TransferState as T
+from kvferry.v1 import peer_pb2
 from kvferryd.config import Config
 from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
@@ -23,6 +24,7 @@ from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
+from kvferryd.transfers.order import Order
 from kvferryd.transfers.transfer import Surroundings, Transfer
 from kvferryd.transport.agent import Agent
 
@@ -86,14 +88,36 @@ def a_manifest() -> Manifest:
     return builder.build()
 
 
-@pytest.mark.anyio
-async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> None:
-    config, metrics = Config(), Metrics()
+def an_engine() -> Engine:
     rank = Rank("decode", "1", 0, 1)
-    engine = Engine(
+    return Engine(
         *rank, Session(rank), a_manifest(), Agent("never started"), b"", Leases("decode", "1", print, 1),
         strict=False, arena=None, runner=None, unmapped="", notes=(), members={}, make_arena=None, sums=Sums(),
     )  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_the_deadline_counts_from_the_order_unless_the_engine_alone_gave_one() -> None:
+    config, engine, loop = Config(), an_engine(), asyncio.get_running_loop()
+    around = Surroundings(
+        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda work: work.close()
+    )
+    for of_engine, of_order in ((None, None), (None, 5.0), (5.0, None), (5.0, 7.0)):
+        transfer = Transfer(engine, "r", 1, around, of_engine)
+        reserved_until, ordered_at = transfer.deadline, loop.time()
+        transfer.take_order(Order("source", "127.0.0.1:1", deadline_s=of_order), peer_pb2.Reader())
+        if of_order is None and of_engine is not None:
+            assert transfer.deadline == reserved_until
+        else:
+            assert transfer.deadline >= ordered_at + (of_order or config.deadline_s)
+        transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
+        await transfer.ended.wait()
+
+
+@pytest.mark.anyio
+async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> None:
+    config, metrics = Config(), Metrics()
+    engine = an_engine()
     ended: list[Transfer] = []
     around = Surroundings(
         config, Peers(config, metrics), lambda it, _: ended.append(it), ended.append, lambda work: work.close()

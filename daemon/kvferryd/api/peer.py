@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -166,7 +168,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         brought = {engine.rank: own} if own is not None else {}
         transfer, _ = ferry.jobs.order(
             engine, request.request_id, order, brought,
-            attempt=request.attempt, counted=request.counted, from_rank=request.rank,
+            attempt=request.attempt, counted=request.counted,
+            since=time.monotonic() - (request.registered_s or math.inf),
         )  # fmt: skip
         await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
         while not transfer.ended.is_set():

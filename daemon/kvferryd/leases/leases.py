@@ -175,7 +175,7 @@ class Leases:
         lease = self._live.get(request_id)
         if lease is not None:
             lease.finished(who, nbytes)
-        elif not self._closed and request_id not in self._ended:
+        elif not self._closed:
             early = self._early.get(request_id, frozenset()) | {who}
             if len(early) <= TOMBSTONES:
                 self._early[request_id] = early

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
@@ -98,6 +99,7 @@ class Ranks:
     async def _follow(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
         """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing: the other ranks'
         parts go on until they have ended too."""
+        attempt = transfer.attempt
         try:
             async with self._asking(engine, address) as stub:
                 call = stub.Order(_request(transfer, engine, rank))
@@ -109,8 +111,9 @@ class Ranks:
         except KvferryError as error:
             ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
             over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
-            if transfer.counted and ahead > transfer.attempt and not over:
-                transfer.attempt = ahead  # that rank has seen more attempts than we have; this one is still under way
+            if transfer.counted and ahead > attempt and not over:
+                # That rank has seen more attempts than we have; this one is still under way.
+                transfer.attempt = max(ahead, transfer.attempt)
                 await self._follow(transfer, engine, rank, address)
             else:
                 self._failed(transfer, rank, error)
@@ -171,6 +174,7 @@ def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderReq
         source=engine_pb2.Source(engine_id=order.engine_id, address=order.address, epoch=order.epoch),
         deadline_s=max(1e-3, left_s),
         ordered_s=transfer.ordered_s,
+        registered_s=time.monotonic() - engine.registered_at,
         traceparent=order.trace.traceparent,
         x_request_id=order.trace.x_request_id,
         rank=engine.rank,

@@ -51,14 +51,22 @@ class Surroundings:
 class Transfer:
     """One attempt at a request: its KV on its way into this rank, and how far the engine's other ranks are with theirs.
 
-    All ranks have one deadline, which counts from the order (before it comes: from the reservation). Only its task
-    holds the engine: an ended transfer is kept for its record, and an engine is not kept for that.
+    All ranks have one deadline, which counts from the order. Until it comes, and where only the engine gave one, it counts
+    from the reservation. Only the transfer's task holds the engine: an ended transfer is kept for its record, and no
+    engine is kept for that.
     """
 
     def __init__(
-        self, engine: Engine, request_id: str, attempt: int, around: Surroundings, *, counted: bool = True
+        self,
+        engine: Engine,
+        request_id: str,
+        attempt: int,
+        around: Surroundings,
+        deadline_s: float | None = None,
+        *,
+        counted: bool = True,
     ) -> None:
-        """counted: the daemon counted the attempt; otherwise the orderer gave its number."""
+        """deadline_s: the engine's own. counted: the daemon counted the attempt; else the orderer gave its number."""
         self.transfer_id = uuid.uuid4().hex
         self.own, self.request_id = engine.session.rank, request_id
         self.attempt, self.counted = attempt, counted
@@ -90,7 +98,7 @@ class Transfer:
         self.quiet = asyncio.Event()
         """No read can write to the destination blocks any more."""
         self._changed: asyncio.Event | None = None
-        self._began = self._phase_began = time.monotonic()
+        self.began = self._phase_began = time.monotonic()
         self._matched = asyncio.Event()
         self._flights: list[Flight] = []
         self._readers: list[SourceReader] = []
@@ -106,7 +114,8 @@ class Transfer:
         """The record as JSON, and what it was made of."""
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
-        self.set_deadline(around.config.deadline_s)
+        self._engines_s = deadline_s
+        self.set_deadline(deadline_s or around.config.deadline_s)
         self._task = asyncio.create_task(self._run(engine), name=f"transfer-{request_id}")
 
     # ---- the rendezvous ----
@@ -120,8 +129,8 @@ class Transfer:
 
     def take_order(self, order: Order, reader: peer_pb2.Reader) -> None:
         self.order, self.reader = order, reader
-        if order.deadline_s is not None:
-            self.set_deadline(order.deadline_s, order.ordered_s)
+        if order.deadline_s is not None or not self._engines_s:
+            self.set_deadline(order.deadline_s or self._around.config.deadline_s, order.ordered_s)
         if self.reservation is not None:
             self._matched.set()
 
@@ -242,7 +251,7 @@ class Transfer:
     def _ordered_at(self) -> float:
         """When the order came, on the monotonic clock."""
         waited_ms = self.phases_ms.get("waiting", 0.0) if self._late_half is Awaited.ORDER else 0.0
-        return self._began + 1e-3 * waited_ms
+        return self.began + 1e-3 * waited_ms
 
     def _phases_ms(self) -> dict[str, float]:
         """With `waiting` as a whole, and what it was for."""
@@ -527,7 +536,7 @@ class Transfer:
                 flight.abandon()
             self._was_published()
         self._move(state)
-        self.phases_ms["total"] = 1e3 * (self._phase_began - self._began)
+        self.phases_ms["total"] = 1e3 * (self._phase_began - self.began)
         self.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
             self._be_quiet()

@@ -33,6 +33,7 @@ from kvferryd.transfers.transfer import Surroundings, Transfer
 log = logs.get(__name__)
 ATTEMPTS = 1 << 16
 """Requests whose last attempt is remembered after their records are forgotten."""
+HIGHER = "give every attempt at a request a higher number, the same on all ranks"
 Key = tuple[str, str, str]
 """Engine, epoch, request."""
 
@@ -61,8 +62,8 @@ class Transfers:
         """Transfers whose part on this rank has ended, the oldest first."""
         self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt whose record is forgotten, or that was begun by a reservation."""
-        self._dead: LRUCache[Key, int] = LRUCache(ATTEMPTS)
-        """The last attempt that ended on another rank: its order may still be on its way here."""
+        self._dead: LRUCache[Key, tuple[int, float]] = LRUCache(ATTEMPTS)
+        """The last attempt that ended on another rank, and when: its order may still be on its way here."""
         self.draining = False
         self._cursor, self._overs = uuid.uuid4().hex[:8], 0
         """Names this process in cursors; how many transfers were over so far."""
@@ -108,31 +109,32 @@ class Transfers:
         *,
         attempt: int = 0,
         counted: bool = False,
-        from_rank: int | None = None,
+        since: float | None = None,
     ) -> tuple[Transfer, bool]:
         """Take an order; (its transfer, whether the order is new).
 
-        brought: reservations that came with it, by rank. from_rank: the rank that handed it on; None for an order that
-        is handed on from here. counted: the number was counted by that rank's daemon. Raises KvferryError:
+        brought: reservations that came with it, by rank. since: when the rank that handed it on was registered, by the
+        monotonic clock here; None for an order that is handed on from here. counted: the number was counted by that
+        rank's daemon. Raises KvferryError:
         `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `tables_not_allowed`,
         `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
         reservation = brought.get(engine.rank)
-        current = self._transfer_of(key, attempt, counted=counted)
+        current = self._transfer_of(key, attempt, counted=counted, since=since)
         if not self._config.order_tables and reservation not in (None, current and current.reservation):
             why = "this daemon writes only blocks that the engine itself has reserved"
             remedy = "leave the tables to the engine, or set order_tables = true"
             raise Forbidden("tables_not_allowed", why, field="destination.tables", remedy=remedy)
-        if current is not None and _has(current, order, exactly=from_rank is None):
-            if from_rank is None and not current.handed_on and brought != current.brought:
+        if current is not None and _has(current, order, exactly=since is None):
+            if since is None and not current.handed_on and brought != current.brought:
                 raise _conflict(request_id, "was ordered already, with other tables")
             _check_reserved(current, reservation)
             return current, False
         if current is not None and current.ended.is_set():
             raise _conflict(request_id, "has ended already")
         transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted or not attempt)
-        if from_rank is None:
+        if since is None:
             transfer.brought = brought
             self._ranks.hand_on(transfer, engine)
         if transfer.reservation is None:
@@ -164,9 +166,7 @@ class Transfers:
             raise why if current.problem is None else current.problem.kept()
         if order is not None and current is not None and _has(current, order, exactly=False):
             order = None
-        transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted)
-        if current is None and deadline_s:
-            transfer.set_deadline(deadline_s)
+        transfer = self._join(engine, key, current, attempt, order, reservation, deadline_s, counted=counted)
         if order is not None:
             self._ranks.hand_on(transfer, engine)
         return transfer
@@ -179,6 +179,7 @@ class Transfers:
         attempt: int,
         order: Order | None,
         reservation: Reservation | None,
+        deadline_s: float | None = None,
         *,
         counted: bool,
     ) -> Transfer:
@@ -197,7 +198,7 @@ class Transfers:
             if before is not None:
                 why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
                 before.stop(TransferState.ABORTED, why)
-            transfer = Transfer(engine, key[2], attempt, self._around, counted=counted)
+            transfer = Transfer(engine, key[2], attempt, self._around, deadline_s, counted=counted)
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
             self._under_way[transfer] = engine
             self._appeared.set()
@@ -217,16 +218,26 @@ class Transfers:
         current = self._current.get(key)  # its number may have been raised since it began
         return max(self._attempts.get(key, 0), current.attempt if current else 0) + 1
 
-    def _transfer_of(self, key: Key, attempt: int, *, counted: bool) -> Transfer | None:
+    def _transfer_of(self, key: Key, attempt: int, *, counted: bool, since: float | None = None) -> Transfer | None:
         """The current transfer, if this attempt is its own; None for a newer attempt, which takes its place.
 
         attempt: 0 for whichever is current. counted: by a daemon; daemons may have seen different numbers of attempts.
         A transfer under way whose number was counted takes over the number of an order that it has waited for, and a
-        higher one that was counted elsewhere. Raises KvferryError (`stale_attempt`, `aborted`).
+        higher one that was counted elsewhere.
+
+        What has ended answers no rank that means another attempt: one that was registered `since` and counts anew, or
+        that counted an order where this one never had any. It is told which number is free. Raises KvferryError
+        (`stale_attempt`, `aborted`).
         """
         current = self._current.get(key)
-        if attempt and attempt <= self._dead.get(key, 0):
+        dead, died_at = self._dead.get(key, (0, 0.0))
+        if attempt and attempt <= dead:
+            if counted and since is not None and died_at < since:
+                raise _over(key, attempt, dead + 1)
             raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
+        ended = current is not None and current.ended.is_set() and attempt <= current.attempt
+        if current and ended and since is not None and (current.began < since or (counted and current.order is None)):
+            raise _over(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
             return current
         if current.counted and not current.ended.is_set():
@@ -236,8 +247,7 @@ class Transfers:
                 return current
         if attempt < current.attempt:
             why = f"request {key[2]} is in attempt {current.attempt} by now"
-            remedy = "give every attempt at a request a higher number, the same on all ranks"
-            raise Conflict(STALE_ATTEMPT, why, field="attempt", value=current.attempt, remedy=remedy)
+            raise Conflict(STALE_ATTEMPT, why, field="attempt", value=current.attempt, remedy=HIGHER)
         return None
 
     def _claim(self, engine: Engine, request_id: str, reservation: Reservation) -> Claim:
@@ -315,7 +325,7 @@ class Transfers:
         """
         key = _key(engine, request_id)
         if attempt:
-            self._dead[key] = max(attempt, self._dead.get(key, 0))
+            self._dead[key] = max(attempt, self._dead.get(key, (0, 0.0))[0]), time.monotonic()
         transfer = self._current.get(key)
         if transfer is None or (attempt and transfer.attempt > attempt):
             return False
@@ -374,6 +384,11 @@ class Transfers:
 
 def _key(engine: Engine | Rank, request_id: str) -> Key:
     return engine.engine_id, engine.epoch, request_id
+
+
+def _over(key: Key, attempt: int, free: int) -> Conflict:
+    why = f"an attempt {attempt} of request {key[2]} has ended here, and it was another one"
+    return Conflict(STALE_ATTEMPT, why, field="attempt", value=free, remedy=HIGHER)
 
 
 def _has(transfer: Transfer, order: Order, *, exactly: bool) -> bool:

@@ -1,0 +1,113 @@
+"""Ranks that count attempts apart: what has ended on one rank never answers for another attempt of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, until
+from pair import is_in
+from ranks import Kv, Shape, TestEngine, start_rank
+
+from kvferry.engine import TransferFailed
+from kvferry.router import RouterClient
+from kvferry.schemas import DestinationBody, OrderBody, TransferState
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = pytest.mark.anyio
+TOKENS = 40
+ONE, THREE = Shape.tp(1, num_blocks=16), Shape.tp(3, num_blocks=16)
+
+
+@dataclass
+class Scene:
+    source: TestEngine
+    reader: TestEngine
+    """With three ranks."""
+    daemons: list[DaemonService]
+    again: Callable[[DaemonService], DaemonService]
+
+    async def published(self, request_id: str) -> Kv:
+        kv, blocks = Kv.random(TOKENS), self.source.take(TOKENS)
+        self.source.write(kv, blocks)
+        await self.source.publish(request_id, blocks, TOKENS)
+        return kv
+
+    async def restart_rank_0(self) -> None:
+        """Its daemon is killed, and its engine attaches to the next one in the same epoch, with new memory."""
+        before = self.daemons[0]
+        before.signal(signal.SIGKILL)
+        await asyncio.to_thread(before.process.wait, TIMEOUT_S)
+        await self.reader.ranks[0].client.close()
+        self.daemons[0] = daemon = self.again(before)
+        reader = self.reader
+        async with AsyncExitStack() as stack:
+            routers = [await stack.enter_async_context(RouterClient(each.url)) for each in self.daemons]
+            await until(routers[0].healthy, "it serves")
+            reader.ranks[0] = await start_rank(reader.engine_id, daemon.socket, THREE, 0, reader.epoch)
+            for router in routers:
+                await until(lambda router=router: is_ready(router), "all ranks have joined")
+
+
+async def is_ready(router: RouterClient) -> bool:
+    return (await router.ready()).ready
+
+
+@pytest.fixture
+async def scene(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> Scene:
+    (ours,) = await daemons.start(f"source-{request_id[-8:]}")
+    theirs = list(await daemons.start(f"reader-{request_id[-8:]}", 3))
+    source = await TestEngine.start(f"source-{request_id[-8:]}", [ours], ONE)
+    reader = await TestEngine.start(f"reader-{request_id[-8:]}", theirs, THREE)
+    for engine in (source, reader):
+        stack.push_async_callback(engine.close)
+    return Scene(source, reader, theirs, daemons.fleet.again)
+
+
+@pytest.mark.parametrize("reserves", [False, True], ids=["tables in the order", "engines reserve"])
+async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_before(
+    scene: Scene, request_id: str, reserves: bool
+) -> None:
+    """It counts attempts from 1 again; the daemons of the other ranks have the first one of that name still."""
+    reader, blocks = scene.reader, scene.reader.take(TOKENS)
+    destination = None if reserves else DestinationBody(tables=blocks.json())
+    order = OrderBody(request_id=request_id, source=scene.source.source(), destination=destination)
+    for again in (False, True):
+        if again:
+            await scene.restart_rank_0()
+        kv, expected = await scene.published(request_id), reader.snapshot()
+        reader.write_into(expected, kv, blocks)
+        async with RouterClient(scene.daemons[0].url) as router:
+            ordered = await router.order(order)
+            if reserves:
+                await until(lambda router=router: is_in(router, request_id, *TransferState), "it is known")
+                outcomes = await reader.outcomes(request_id, blocks)
+                assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
+        assert record.state is TransferState.DONE, record
+        assert reader.differences(expected) == ""
+
+
+async def test_an_attempt_that_one_rank_gave_up_alone_is_not_the_next_one_of_the_others(
+    scene: Scene, request_id: str
+) -> None:
+    """Rank 0 has no order of it, and rank 1 does not know of it: its first is rank 0's second."""
+    first, second, third = (rank.client for rank in scene.reader.ranks)
+    blocks, source = scene.reader.take(TOKENS), scene.source.source()
+    given_up = asyncio.create_task(first.receive(request_id, blocks.tables()))
+    async with RouterClient(scene.daemons[0].url) as router:
+        await until(lambda: is_in(router, request_id, TransferState.WAITING), "it waits for its order")
+        await first.abort(request_id)
+        with pytest.raises(TransferFailed):
+            await given_up
+        kv, expected = await scene.published(request_id), scene.reader.snapshot()
+        scene.reader.write_into(expected, kv, blocks)
+        ahead = asyncio.create_task(second.receive(request_id, blocks.tables(), source=source))
+        await until(lambda: is_in(router, request_id, TransferState.WAITING), "the other rank has handed it on")
+        late = [each.receive(request_id, blocks.tables(), source=source) for each in (first, third)]
+        await asyncio.gather(ahead, *late)
+    assert scene.reader.differences(expected) == ""
