@@ -33,13 +33,15 @@ class Seen:
 
 @dataclass
 class ForeignEngine:
-    """params: what a prefill leg is answered with. statuses: taken one per request, then 200.
+    """params: what a prefill leg is answered with. statuses: taken one per request, then 200. cookie: set with every
+    answer.
 
     hold: requests wait for it before their first byte. pause: streams wait for it after theirs. breaks: streams stop
     there without their end. left: set when a client closed its connection early.
     """
 
     params: object = field(default_factory=lambda: {"remote_request_id": "lease-1", "remote_num_tokens": 9})
+    cookie: str = ""
     statuses: list[int] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
@@ -65,14 +67,21 @@ class ForeignEngine:
             return Response()
 
         @app.get("/v1/models")
-        async def models() -> Response:
-            return JSONResponse({"object": "list", "data": [{"id": "m"}]}, headers={"x-engine": self.url})
+        async def models(request: Request) -> Response:
+            self.seen.append(Seen(request.url.path, dict(request.headers), {}))
+            headers = {"x-engine": self.url, **self._cookie()}
+            return JSONResponse({"object": "list", "data": [{"id": "m"}]}, headers=headers)
 
         @app.post("/v1/{rest:path}")
         async def generate(request: Request) -> Response:
-            return await self._generate(request)
+            answer = await self._generate(request)
+            answer.headers.update(self._cookie())
+            return answer
 
         return app
+
+    def _cookie(self) -> dict[str, str]:
+        return {"set-cookie": self.cookie} if self.cookie else {}
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

@@ -121,6 +121,21 @@ def test_a_client_cannot_bring_its_own_coordinates(prefill: ForeignEngine, decod
     assert decode.seen[0].body == PROMPT | {"vllm_xargs": {"other": 1}}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_a_cookie_is_that_clients_alone_to_whom_it_was_given(
+    path: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    prefill.cookie = decode.cookie = "session=alices"
+    method, body = ("GET", None) if path == "/v1/models" else ("POST", PROMPT)
+    with proxy([prefill], decode) as alice, httpx.Client(base_url=alice.base_url) as bob:
+        first = alice.request(method, path, json=body, headers={"Cookie": "name=alice"})
+        assert first.headers["set-cookie"] == "session=alices"
+        bob.request(method, path, json=body)
+    alices, bobs = zip(*(engine.seen for engine in (prefill, decode) if engine.seen), strict=True)
+    assert {leg.headers.get("cookie") for leg in alices} == {"name=alice"}
+    assert {leg.headers.get("cookie") for leg in bobs} == {None}
+
+
 # choosing engines, retrying
 
 
