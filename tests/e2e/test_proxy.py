@@ -402,3 +402,13 @@ def test_params_that_decode_cannot_be_sent_are_a_clean_error(
         answer = client.post("/v1/completions", json=PROMPT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "malformed_kv_transfer_params")
     assert not decode.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("a-1/b:2%", "a-1/b:2%"), ("\u4e2d", "%E4%B8%AD"), ("a\r\nx: 1", "a%0D%0Ax:%201")]
+)
+def test_any_name_of_a_lease_is_told_in_a_header(
+    name: str, said: str, client: httpx.Client, prefill: ForeignEngine
+) -> None:
+    prefill.params = {"remote_request_id": name}
+    assert client.post("/v1/completions", json=PROMPT).headers["x-kvferry-request-id"] == said

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import string
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from starlette.responses import Response
@@ -241,7 +243,8 @@ class Exchange(Response):
                 self._error = PeerFailed("decode_refused", f"decode answered {response.status_code}")
                 await answer.whole(await whole(response))
                 return False
-            headers = [*passed_on(response), ("x-kvferry-request-id", self._lease)]
+            # An engine may name a lease with characters that no header has: those are written as in a URL.
+            headers = [*passed_on(response), ("x-kvferry-request-id", quote(self._lease, safe=string.punctuation))]
             async for chunk in response.aiter_raw():
                 if not answer.status:
                     self._mark("first_byte")
