@@ -29,17 +29,21 @@ class Seen:
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
+    nbytes: int = 0
 
 
 @dataclass
 class ForeignEngine:
-    """params: what a prefill leg is answered with. statuses: taken one per request, then 200.
+    """params: what a prefill leg is answered with. answer: its whole answer as JSON text, instead. statuses: taken one
+    per request, then 200. cookie: set with every answer.
 
     hold: requests wait for it before their first byte. pause: streams wait for it after theirs. breaks: streams stop
     there without their end. left: set when a client closed its connection early.
     """
 
     params: object = field(default_factory=lambda: {"remote_request_id": "lease-1", "remote_num_tokens": 9})
+    answer: str = ""
+    cookie: str = ""
     statuses: list[int] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
@@ -65,18 +69,25 @@ class ForeignEngine:
             return Response()
 
         @app.get("/v1/models")
-        async def models() -> Response:
-            return JSONResponse({"object": "list", "data": [{"id": "m"}]}, headers={"x-engine": self.url})
+        async def models(request: Request) -> Response:
+            self.seen.append(Seen(request.url.path, dict(request.headers), {}))
+            headers = {"x-engine": self.url, **self._cookie()}
+            return JSONResponse({"object": "list", "data": [{"id": "m"}]}, headers=headers)
 
         @app.post("/v1/{rest:path}")
         async def generate(request: Request) -> Response:
-            return await self._generate(request)
+            answer = await self._generate(request)
+            answer.headers.update(self._cookie())
+            return answer
 
         return app
 
+    def _cookie(self) -> dict[str, str]:
+        return {"set-cookie": self.cookie} if self.cookie else {}
+
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
-        self.seen.append(Seen(request.url.path, dict(request.headers), body))
+        self.seen.append(Seen(request.url.path, dict(request.headers), body, len(await request.body())))
         self.arrived.set()
         while not await asyncio.to_thread(self.hold.wait, 0.02):
             if await request.is_disconnected():
@@ -86,6 +97,8 @@ class ForeignEngine:
         if status != 200:
             return JSONResponse({"error": {"message": f"no: {status}"}}, status, headers={"x-engine": self.url})
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            if self.answer:
+                return Response(self.answer, media_type="application/json")
             return JSONResponse({"choices": [{"text": "a"}], "kv_transfer_params": self.params})
         if body.get("stream"):
             return StreamingResponse(self._stream(), media_type="text/event-stream")

@@ -121,6 +121,21 @@ def test_a_client_cannot_bring_its_own_coordinates(prefill: ForeignEngine, decod
     assert decode.seen[0].body == PROMPT | {"vllm_xargs": {"other": 1}}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_a_cookie_is_that_clients_alone_to_whom_it_was_given(
+    path: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    prefill.cookie = decode.cookie = "session=alices"
+    method, body = ("GET", None) if path == "/v1/models" else ("POST", PROMPT)
+    with proxy([prefill], decode) as alice, httpx.Client(base_url=alice.base_url) as bob:
+        first = alice.request(method, path, json=body, headers={"Cookie": "name=alice"})
+        assert first.headers["set-cookie"] == "session=alices"
+        bob.request(method, path, json=body)
+    alices, bobs = zip(*(engine.seen for engine in (prefill, decode) if engine.seen), strict=True)
+    assert {leg.headers.get("cookie") for leg in alices} == {"name=alice"}
+    assert {leg.headers.get("cookie") for leg in bobs} == {None}
+
+
 # choosing engines, retrying
 
 
@@ -196,13 +211,26 @@ def test_a_header_names_the_prefill_and_strangers_are_forbidden(prefill: Foreign
         b'{"temperature": NaN}',
         b"[" * 100_000,
         b'{"n": ' + b"9" * 5000 + b"}",
+        b'{"temperature": 1e999}',
+        b'{"temperature": -' + b"9" * 5000 + b".0}",
     ],
-    ids=["empty", "cut", "array", "string", "bytes", "nan", "deep", "long number"],
+    ids=["empty", "cut", "array", "string", "bytes", "nan", "deep", "long number", "infinite", "long and infinite"],
 )
 def test_a_body_that_is_no_json_object_gets_a_clean_400(content: bytes, client: httpx.Client) -> None:
     answer = client.post("/v1/completions", content=content)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (400, "malformed_json", "invalid_request_error")
+
+
+def test_half_a_character_passes_as_it_came(
+    client: httpx.Client, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    content = rb'{"prompt": "\ud800 \u00e4", "n": 1}'
+    assert client.post("/v1/completions", content=content).status_code == 200
+    for (leg,) in (prefill.seen, decode.seen):
+        assert leg.body["prompt"] == "\ud800 \u00e4"
+        assert leg.headers["content-type"] == "application/json"
+        assert int(leg.headers["content-length"]) == leg.nbytes
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
@@ -353,3 +381,34 @@ def test_params_that_cannot_be_ordered_from_are_a_clean_error(prefill: ForeignEn
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "malformed_kv_transfer_params")
     assert not decode.seen
     assert json.loads(answer.content)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        r'{"remote_request_id": "\ud800"}',
+        r'{"\ud800": 1}',
+        '{"other": NaN}',
+        '{"other": -1e999}',
+        "[" * 800 + "]" * 800,
+    ],
+    ids=["half a character", "in a name", "nan", "infinite", "deep"],
+)
+def test_params_that_decode_cannot_be_sent_are_a_clean_error(
+    params: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    prefill.answer = f'{{"kv_transfer_params": {params}}}'
+    with proxy([prefill], decode) as client:
+        answer = client.post("/v1/completions", json=PROMPT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "malformed_kv_transfer_params")
+    assert not decode.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("a-1/b:2%", "a-1/b:2%"), ("\u4e2d", "%E4%B8%AD"), ("a\r\nx: 1", "a%0D%0Ax:%201")]
+)
+def test_any_name_of_a_lease_is_told_in_a_header(
+    name: str, said: str, client: httpx.Client, prefill: ForeignEngine
+) -> None:
+    prefill.params = {"remote_request_id": name}
+    assert client.post("/v1/completions", json=PROMPT).headers["x-kvferry-request-id"] == said

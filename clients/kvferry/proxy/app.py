@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 from fastapi import FastAPI, Request, Response
@@ -72,6 +73,8 @@ class Proxy:
                 max_connections=options.max_connections, max_keepalive_connections=256, keepalive_expiry=3.0
             ),
             headers={"accept-encoding": "identity"},
+            # Keeps no cookie: an engine gives it to one client. Cookies pass as headers, both ways.
+            cookies=CookieJar(policy=DefaultCookiePolicy(allowed_domains=[])),
             trust_env=False,
         )
         self.daemons = Daemons(self.http, options.prefill + options.decode, token=options.daemon_token)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import string
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from starlette.responses import Response
@@ -145,13 +147,13 @@ class Exchange(Response):
             leaving.cancel()
             # Cancelled first, so that decode's connection is closed before the daemons abort.
             await asyncio.wait({serving, leaving})
-            self._finish(answer)
+            self._finish(answer, left=serving.cancelled())
         if not serving.cancelled():
             serving.result()
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: Answer, *, left: bool) -> None:
         """Log the request, and free what the exchange holds. Called once the client has its answer or has left."""
-        outcome = "complete" if answer.complete else "broken" if self._error else "client_left"
+        outcome = "complete" if answer.complete else "client_left" if left and not self._error else "broken"
         log.info(
             "request %s as %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
             self._asked.request_id, self._lease, self._asked.path, outcome, answer.status, answer.nbytes,
@@ -184,7 +186,7 @@ class Exchange(Response):
         `published` raise.
         """
         endpoints = self._prefills[: self._options.prefill_attempts]
-        body = legs.prefill_body(self._asked.body)
+        body = legs.encode(legs.prefill_body(self._asked.body))
         async with leg("prefill", endpoints[0], self._options.prefill_timeout_s):
             for endpoint in endpoints:
                 last = endpoint is endpoints[-1]
@@ -202,12 +204,12 @@ class Exchange(Response):
             self._params = legs.published(response)
             return None
 
-    def _request(self, endpoint: Endpoint, body: legs.JsonObject) -> dict[str, Any]:
-        return {"url": endpoint.url + self._asked.path, "json": body, "headers": self._asked.headers}
+    def _request(self, endpoint: Endpoint, body: bytes) -> dict[str, Any]:
+        return {"url": endpoint.url + self._asked.path, "content": body, "headers": self._asked.headers}
 
     async def _decode(self, answer: Answer) -> None:
         ordered = self._params is not None and self._options.order == "router"
-        body = legs.decode_body(self._asked.body, self._params, ordered=ordered)
+        body = legs.encode(legs.decode_body(self._asked.body, self._params, ordered=ordered))
         if ordered:
             assert self._params is not None
             order, headers = legs.order(self._params), self._asked.headers
@@ -230,7 +232,7 @@ class Exchange(Response):
         # An order that was not taken by the end of a good answer was not needed, and must not outlive it.
         self._settled = self._params is None or (answered and (self._ordering is None or _succeeded(self._ordering)))
 
-    async def _relay(self, body: legs.JsonObject, answer: Answer) -> bool:
+    async def _relay(self, body: bytes, answer: Answer) -> bool:
         """Pass decode's answer on, byte for byte. False when it is a refusal."""
         self._decode_asked = True
         async with (
@@ -241,7 +243,8 @@ class Exchange(Response):
                 self._error = PeerFailed("decode_refused", f"decode answered {response.status_code}")
                 await answer.whole(await whole(response))
                 return False
-            headers = [*passed_on(response), ("x-kvferry-request-id", self._lease)]
+            # An engine may name a lease with characters that no header has: those are written as in a URL.
+            headers = [*passed_on(response), ("x-kvferry-request-id", quote(self._lease, safe=string.punctuation))]
             async for chunk in response.aiter_raw():
                 if not answer.status:
                     self._mark("first_byte")

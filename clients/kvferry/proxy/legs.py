@@ -7,6 +7,7 @@ cannot bring its own: its coordinates would be dialled.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -27,13 +28,21 @@ ASK_TO_PUBLISH: JsonObject = {
 def read_body(content: bytes) -> JsonObject:
     """The client's JSON object. Raises KvferryError `malformed_json`."""
     try:
-        body = json.loads(content, parse_constant=_no_constant)
+        body = json.loads(content, parse_constant=_no_constant, parse_float=_finite)
         if not isinstance(body, dict):
             raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
-        remedy = 'send an object such as {"model": "m", "prompt": "Once"}'
-        raise Malformed("malformed_json", f"the body is no JSON object: {error}", remedy=remedy) from None
+        raise _no_object(error) from None
     return body
+
+
+def encode(leg: JsonObject) -> bytes:
+    """What an engine is sent: ASCII, as half a character is legal JSON and no UTF-8. Raises KvferryError
+    `malformed_json` where a client's body is nested too deeply."""
+    try:
+        return json.dumps(leg, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise _no_object(error) from None
 
 
 def prefill_body(body: JsonObject) -> dict[str, object]:
@@ -81,8 +90,14 @@ def published(response: httpx.Response) -> JsonObject | None:
             field="prefill", value=str(response.url), remedy="is this an OpenAI-compatible engine?",
         ) from None  # fmt: skip
     params = answer.get(PARAMS) if isinstance(answer, Mapping) else None
-    if params is not None and not isinstance(params, Mapping):
-        raise _bad_params(PARAMS, params)
+    if params is None:
+        return None
+    try:
+        if not isinstance(params, Mapping):
+            raise ValueError("it is not an object")
+        json.dumps(params, allow_nan=False, ensure_ascii=False).encode()  # or no engine and no daemon can be sent them
+    except (ValueError, RecursionError) as error:
+        raise _bad_params(PARAMS, params, str(error)) from None
     return params
 
 
@@ -97,7 +112,7 @@ def order(params: JsonObject) -> OrderBody:
     handoff = Handoff.parse(params)
     source = handoff.source()
     if source is None:
-        raise _bad_params(f"{PARAMS}.order", handoff.order)
+        raise _bad_params(f"{PARAMS}.order", handoff.order, "it names no source")
     return OrderBody(request_id=lease_name(params), source=source)
 
 
@@ -105,7 +120,19 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _bad_params(field: str, value: object) -> KvferryError:
-    what = f"prefill answered with a {field} that cannot be used"
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is more than a number can be")
+    return number
+
+
+def _no_object(error: Exception) -> KvferryError:
+    remedy = 'send an object such as {"model": "m", "prompt": "Once"}'
+    return Malformed("malformed_json", f"the body is no JSON object: {error}", remedy=remedy)
+
+
+def _bad_params(field: str, value: object, why: str) -> KvferryError:
+    what = f"prefill answered with a {field} that cannot be used: {why}"
     remedy = "does the prefill engine run a kvferry plug-in that is attached to a daemon?"
-    return Malformed(MALFORMED, what, field=field, value=value, remedy=remedy)
+    return PeerFailed(MALFORMED, what, field=field, value=value, remedy=remedy)

@@ -6,12 +6,10 @@ import json
 import logging
 import threading
 from collections import defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-import httpx
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -20,6 +18,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
 from kvferry.handoff import Attempts, Remembered
 from kvferry.schemas import SourceBody
+from kvferry.sglang.bootstrap import ASK_S, PATH, Sources
 from kvferry.sglang.rank import this_rank, unsupported
 
 if TYPE_CHECKING:
@@ -29,14 +28,6 @@ if TYPE_CHECKING:
     from kvferry.sglang.sender import Sender
 
 log = logging.getLogger(__name__)
-PATH = "/kvferry"
-"""The HTTP path at which a prefill engine answers with its engine id and its daemon's address."""
-ASK_S = 2.0
-"""How long a prefill engine may take to say so."""
-GLANCE_S = 0.05
-"""How long decode's scheduler waits for it. SGLang asks again a second later."""
-
-
 PREFILL = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None, kv_cache_dtype=None,
     follow_bootstrap_room=True,
@@ -64,9 +55,7 @@ class Manager(BaseKVManager):
         """How long decode waits for a request's KV."""
         self.prefill_info_table: Remembered[PrefillServerInfo] = Remembered()
         """By bootstrap address."""
-        self.sources: Remembered[SourceBody] = Remembered()
-        self._asking: dict[str, Future[SourceBody | None]] = {}
-        self._askers = ThreadPoolExecutor(8, "kvferry-bootstrap")
+        self.sources = Sources()
         self._draining: defaultdict[int, list[Receiver]] = defaultdict(list)
         """Receivers that have failed, by room: SGLang keeps their blocks until they are quiet."""
         if mode is DisaggregationMode.PREFILL and self.rank.number == 0:
@@ -83,24 +72,14 @@ class Manager(BaseKVManager):
     def try_ensure_parallel_info(self, address: str) -> bool:
         """Whether it is known which engine prefills at a bootstrap address. Called by decode's scheduler, which must
         not wait for an engine that is gone."""
-        if address in self.sources:
-            return True
-        if address not in self._asking:
-            self._asking[address] = self._askers.submit(_ask, address)
-        try:
-            source = self._asking[address].result(GLANCE_S)
-        except TimeoutError:
+        if not self.sources.ensure(address):
             return False
-        del self._asking[address]
-        if source is None:
-            return False
-        self.sources[address] = source
         self.prefill_info_table[address] = PREFILL
         return True
 
     def forget(self, address: str) -> None:
         """A receive from there has failed: another engine may be there by now."""
-        self.sources.pop(address, None)
+        self.sources.forget(address)
         self.prefill_info_table.pop(address, None)
 
     def submit_prefill_recompute(self, receiver: Receiver, payload: dict[str, Any]) -> None:
@@ -144,16 +123,6 @@ def _check(args: KVArgs, arguments: ServerArgs) -> None:
     for what, asked in refused.items():
         if asked:
             raise unsupported(what)
-
-
-def _ask(address: str) -> SourceBody | None:
-    """The engine that prefills at a bootstrap address; None where it does not say."""
-    try:
-        said = httpx.get(f"http://{address}{PATH}", timeout=ASK_S, trust_env=False).raise_for_status().json()
-        return SourceBody.model_validate(said)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        log.warning("no prefill engine answers at bootstrap address %s: %s", address, error)
-        return None
 
 
 def _answer(host: str, port: int) -> None:

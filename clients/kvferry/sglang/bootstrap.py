@@ -1,0 +1,74 @@
+"""Which engine prefills at a bootstrap address: decode asks it there, beside SGLang's scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import httpx
+
+from kvferry.handoff import Remembered
+from kvferry.schemas import SourceBody
+
+log = logging.getLogger(__name__)
+PATH = "/kvferry"
+"""The HTTP path at which a prefill engine answers with its engine id and its daemon's address."""
+ASK_S = 2.0
+"""How long a prefill engine may take to say so."""
+GLANCE_S = 0.05
+"""How long decode's scheduler waits for it, once in ASK_S. SGLang asks again a second later."""
+ASKS = 64
+"""Addresses that are asked at once. Requests name them, so that anybody may name one that is silent."""
+
+
+class Sources:
+    """The prefill engines that have said who they are, by bootstrap address. One thread uses it: the scheduler's."""
+
+    def __init__(self) -> None:
+        self._known: Remembered[SourceBody] = Remembered()
+        self._lock = threading.Lock()
+        """Held to change what is known: a thread for each address that is asked adds to it."""
+        self._asking: set[str] = set()
+        self._askers = ThreadPoolExecutor(ASKS, "kvferry-bootstrap")
+        self._glance_at = 0.0
+        """When the scheduler may wait again."""
+
+    def get(self, address: str) -> SourceBody | None:
+        return self._known.get(address)
+
+    def ensure(self, address: str) -> bool:
+        """Whether it is known who prefills there. If not it is asked, and known later."""
+        if address not in self._known and address not in self._asking and len(self._asking) < ASKS:
+            self._asking.add(address)
+            asked = self._askers.submit(self._ask, address)
+            if (now := time.monotonic()) >= self._glance_at:
+                self._glance_at = now + ASK_S
+                wait([asked], GLANCE_S)
+        return address in self._known
+
+    def forget(self, address: str) -> None:
+        """Another engine may be there by now."""
+        with self._lock:
+            self._known.pop(address, None)
+
+    def _ask(self, address: str) -> None:
+        try:
+            source = SourceBody.model_validate_json(asyncio.run(_said_at(address)))
+            with self._lock:
+                self._known[address] = source
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            log.warning("no prefill engine answers at bootstrap address %s: %s", address, why)
+        finally:
+            self._asking.discard(address)
+
+
+async def _said_at(address: str) -> bytes:
+    """What is answered there within ASK_S, however slowly it comes. Raises TimeoutError and what httpx raises."""
+    none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx's own takes 20 ms to read all authorities; this is no https
+    async with asyncio.timeout(ASK_S), httpx.AsyncClient(timeout=ASK_S, trust_env=False, verify=none) as http:
+        return (await http.get(f"http://{address}{PATH}")).raise_for_status().content
