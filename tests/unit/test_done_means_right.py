@@ -939,7 +939,7 @@ def test_a_reservation_after_an_order_with_a_number_of_its_own_is_the_next_attem
         request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=False, fresh=False, way="", attempt=0,
         deadline_s=None,
     )  # fmt: skip
-    model.order(request_id="r", attempt=3, fresh=False, way="", rank=None, counted=False, deadline_s=None)
+    model.order(request_id="r", attempt=3, fresh=False, way="", handed_on="", counted=False, deadline_s=None)
     model.publish(
         request_id="r", prompt=b"hello", blocks=1, odd=False, signed=False, more=False, fenced=False, readers=1
     )  # fmt: skip
