@@ -188,6 +188,39 @@ async def test_a_peer_that_gets_no_cpu_is_tried_for_as_long_as_the_caller_says(m
         await screen.close()
 
 
+async def test_a_screening_process_that_died_before_it_was_asked_says_nothing_of_a_peer(source: Source) -> None:
+    """It may have been killed at the very moment of the question."""
+    for ended in (False, True):
+        screen = Screen()
+        try:
+            await screen.prepare()
+            process = screen._process
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+            if ended:
+                await process.wait()
+            await screen.check(source.peer, [source.span], WAIT_S)
+        finally:
+            await screen.close()
+
+
+async def test_screening_processes_that_die_before_they_are_asked_are_not_started_for_ever(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, start = Screen(), Screen._start
+
+    async def dies(screen: Screen) -> asyncio.subprocess.Process:
+        process = await start(screen)
+        process.kill()
+        await process.wait()
+        return process
+
+    monkeypatch.setattr(Screen, "_start", dies)
+    with pytest.raises(TransportError) as caught:
+        await asyncio.wait_for(screen.check(source.peer, [source.span], WAIT_S), WAIT_S)
+    assert caught.value.code == "transport_failed"
+
+
 async def test_a_word_of_a_peer_that_is_gone_fails(source: Source, reader: Reader) -> None:
     for index in range(1, 10):
         assert await reader.agent.peek(source.name, source.word(index)) == index

@@ -13,7 +13,7 @@ import pytest
 from caches import HND, attention, cache, table
 from test_arena import Memory
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, PeerFailed
 from kvferry.schemas import LeaseState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.api.answer import first_of
@@ -152,7 +152,7 @@ async def test_an_announced_lease_is_packed_without_being_told_again(pair: Pair)
     await carried(pair.stream(view))
     assert await ended(lease) is LeaseState.RELEASED
     assert not view.announced, "the source has agreed"
-    assert view._updates.empty()
+    assert view._update is None
     await all_slots_are_back(pair.arena)
 
 
@@ -243,6 +243,21 @@ async def test_a_reading_that_the_source_has_ended_is_packed_no_more(pair: Pair)
     with pytest.raises(KvferryError) as caught:
         pair.stream(view)
     assert caught.value.code == "lease_ended"
+
+
+async def test_of_many_updates_the_newest_is_kept_and_what_ended_the_reading_comes_after_it(pair: Pair) -> None:
+    """A source may send more of them than a long read takes."""
+    view = await pair.opened("first")
+    for tokens in range(1000):
+        view.on_reply(peer_pb2.ReadReply(update=peer_pb2.LeaseUpdate(num_tokens=tokens, more=True)))
+    view.on_lost(PeerFailed("peer_lost", "for a test"))
+    async with asyncio.timeout(60):
+        await view.advance()
+        assert view.lease.num_tokens == 999
+        for _ in range(2):
+            with pytest.raises(KvferryError) as caught:
+                await view.advance()
+            assert caught.value.code == "peer_lost"
 
 
 async def lost(pair: Pair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvferry.v1 import peer_pb2
 from kvferryd import aio
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
-from kvferryd.leases.gather import Gather, Gatherer
+from kvferryd.leases.gather import UNREAD, Gather, Gatherer
 from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.plan import PlanRefused
@@ -106,8 +107,8 @@ def pool() -> np.ndarray:
 
 
 @pytest.fixture
-async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Callable[[Arena], Reader]:
-    """Of the lease, all of it; whose packing has not begun."""
+async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Readers:
+    """Of the lease, all of it; whose packing has not begun. What is named is changed in what they say."""
     said = b"a plan"
     pairings = Pairings()
     opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
@@ -121,10 +122,17 @@ async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Callab
             last=True,
         )
     )
-    return lambda arena: Reader(Gatherer(SOURCE, {0: pool.ctypes.data}, arena, pairings), opening)
+
+    def made(arena: Arena, **change: Any) -> Reader:
+        said_instead = peer_pb2.PackOpen()
+        said_instead.MergeFrom(opening)
+        said_instead.MergeFrom(peer_pb2.PackOpen(**change))
+        return Reader(Gatherer(SOURCE, {0: pool.ctypes.data}, arena, pairings), said_instead)
+
+    return made
 
 
-Readers = Callable[[Arena], Reader]
+Readers = Callable[..., Reader]
 
 
 @pytest.fixture
@@ -154,6 +162,29 @@ async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
     reader.gather.begin(lease)
     await reader.has(2)
     assert [packed.chunk for packed in reader.packed] == [0, 1]
+
+
+async def test_wants_that_are_not_read_are_bounded_whatever_the_reader_says_that_there_is(
+    arena: Arena, readers: Readers, lease: Lease
+) -> None:
+    """Its request may never be published: until then nobody knows how many chunks there are."""
+    within, beyond = readers(arena, chunks=(1 << 32) - 1), readers(arena, chunks=(1 << 32) - 1)
+    within.says(want=range(UNREAD))
+    beyond.says(want=range(UNREAD + 1))
+    assert await beyond.refused() == "malformed_pack"
+    within.gather.begin(lease)
+    assert await within.refused() == "cut_differs", "what is wanted within the bound waits for the lease"
+
+
+async def test_chunks_that_were_read_do_not_count_as_wanted(
+    reader: Reader, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "UNREAD", 1)
+    for index in range(len(chunks)):
+        reader.says(want=[index])
+        await reader.has(index + 1)
+        reader.says(read=[index])
+    assert not reader.problem
 
 
 async def test_a_large_table_is_bound_beside_the_loop(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import threading
 from typing import Any
 
@@ -12,7 +14,10 @@ from test_arena import Memory
 from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
+from kvferryd.config import Config
+from kvferryd.engine.registration import _made_arena
 from kvferryd.engine.session import Rank, Session
+from kvferryd.memory.host import HostProvider
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import HostCopies
 from kvferryd.transport.agent import Agent
@@ -42,6 +47,37 @@ async def test_a_region_that_is_made_while_its_session_is_retired_is_closed() ->
     with pytest.raises(KvferryError, match="ended"):
         await adding
     assert memory.closed and not session.regions
+
+
+async def test_an_arena_for_which_there_was_nothing_left_is_made_when_it_is_needed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shortage of descriptors passes."""
+    engine, words = first_of(), np.zeros(8, dtype=np.uint64)
+    agent = engine.agent = Agent("short")
+    await agent.start()
+    await agent.register(Span(words.ctypes.data, words.nbytes, "host"))
+    engine.make_arena = functools.partial(_made_arena, Config(arena_mb=16), HostProvider(), None, "")
+
+    def short(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for where in ("os.memfd_create", "kvferryd.memory.host._available"):
+        with monkeypatch.context() as shortage:
+            shortage.setattr(where, short)
+            for _ in range(2):
+                await asyncio.gather(engine.need_arena(), engine.need_arena())
+        assert engine.arena is None
+        (note,) = engine.notes
+        assert "no staged transfers" in note and "Too many open files" in note
+    await engine.need_arena()
+    assert engine.arena is not None and not engine.notes
+    assert await agent.register() == engine.agent_metadata, "peers are told of it"
+    made = engine.arena
+    await engine.need_arena()
+    assert engine.arena is made
+    await agent.close()
+    await made.close()
 
 
 async def test_an_arena_of_which_peers_cannot_be_told_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ from kvferryd.staging.share import Pairings, prepare_gather, prepare_scatter
 from kvferryd.transport.agent import Agent
 
 log = logs.get(__name__)
+NO_ARENA = "no staged transfers"
+"""How the note begins that says why there is no arena."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -110,23 +112,24 @@ class Engine:
 
     async def need_arena(self) -> None:
         """Make the staging arena if there may be one: runs between this engine and a peer are too short to be read one
-        by one. Without room for it the engine goes on without, with a note."""
+        by one. Without room for it the engine goes on without, with a note, until it is needed again."""
         if self.make_arena is not None:
-            self._arena_task = asyncio.create_task(self._have_arena(self.make_arena()))
-            self.make_arena = None
-        if self._arena_task is not None:
+            if self._arena_task is None:
+                self._arena_task = asyncio.create_task(self._have_arena(self.make_arena))
             await asyncio.shield(self._arena_task)
 
-    async def _have_arena(self, making: Coroutine[None, None, Arena]) -> None:
-        arena = None
+    async def _have_arena(self, make: MakeArena) -> None:
+        arena, notes = None, tuple(note for note in self.notes if not note.startswith(NO_ARENA))
         try:
-            arena = await making
+            arena = await make()
             self.agent_metadata = await self.agent.register(arena.span)
-            self.arena = arena
+            self.arena, self.make_arena = arena, None
         except KvferryError as error:
-            self.notes += (f"no staged transfers: {error}",)
+            notes += (f"{NO_ARENA}: {error}",)
             if arena is not None:
                 await arena.close()
+        finally:
+            self.notes, self._arena_task = notes, None
 
     async def close(self) -> bool:
         """Whether the agent has stopped: until it has, memory may still be written."""
@@ -202,7 +205,7 @@ async def make(
             except KvferryError as error:
                 if must_stage:
                     raise
-                notes.append(f"no staged transfers: {error}")
+                notes.append(f"{NO_ARENA}: {error}")
         session.check_open()  # else the regions below may be gone
         spans = [leases.words.span] if arena is None else [leases.words.span, arena.span]
         for region in manifest.regions if not config.strict else ():

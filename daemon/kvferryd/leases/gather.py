@@ -35,6 +35,9 @@ this time of its request need not ask whether they were replaced (a round trip: 
 GATHERS = 2
 """Gathers of one reading at once: the next is launched while one is reported. The first runs alone, since launching
 another would delay its report."""
+UNREAD = 64
+"""Chunks of one gather that may be wanted and not yet read: each is to have a slot of the reader's, and a transfer of
+ours has 8 slots. How many chunks there are in all only the reader says, until the lease is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ class Gather:
             return
         try:
             for chunk in said.want:
-                if chunk in self._begun or chunk >= self._opening.chunks:
+                if chunk in self._begun or chunk >= self._opening.chunks or self._count_unread() >= UNREAD:
                     raise self._malformed("want", chunk)
                 self._begun.add(chunk)
                 self._wanted.append(chunk)
@@ -246,6 +249,10 @@ class Gather:
         # After the report: launching takes a while, and another gather is under way.
         asyncio.get_running_loop().call_soon(self._advance if self._left else self._on_packed)
 
+    def _count_unread(self) -> int:
+        """Of the chunks that were wanted."""
+        return len(self._begun) - (self._opening.chunks - self._unread)
+
     def _check_held(self) -> None:
         """Nothing is gathered, or reported as packed, unless the lease holds and the reader is there."""
         assert self._lease is not None
@@ -278,5 +285,6 @@ class Gather:
         self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
-        remedy = f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed"
+        wants = f"want each of the {self._opening.chunks} chunks once, at most {UNREAD} that are not read yet"
+        remedy = f"{wants}, and say read of those that were packed"
         return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)

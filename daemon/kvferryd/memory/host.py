@@ -25,19 +25,12 @@ class HostProvider:
 
     def allocate(self, nbytes: int, *, kept: bool = False) -> Region:
         """A new zeroed region; its engine keeps it. Raises KvferryError (`out_of_memory`)."""
-        # Linux ends a process that takes more than there is, this daemon first, instead of refusing.
-        room = min(_available(), _left_in_group())
-        if nbytes > room:
-            message = f"there is no room for {nbytes} bytes: {room} are left"
-            remedy = "raise the memory limit of the daemon's container or make the cache smaller"
-            raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy)
-        file = sealed_file(NAME, nbytes)
         try:
-            shared = open_region(file, nbytes)
-        finally:
-            os.close(file)
-        shared.populate()
-        return _region(shared, engine_pb2.Memory(nbytes=nbytes, handed=engine_pb2.HandedFile()), owned=True)
+            return _made(nbytes)
+        except OSError as error:  # of descriptors too, which pass
+            message = f"there is no room for {nbytes} bytes of shared memory: {error}"
+            remedy = "raise the limit that it names, or try again when less is open"
+            raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy) from None
 
     def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
         """Map a file that the engine handed over. Raises KvferryError."""
@@ -48,6 +41,23 @@ class HostProvider:
             raise Malformed("wrong_memory_kind", message, field="memory.kind", value=kind, remedy=remedy)
         shared = open_region(files[0], memory.nbytes, memory.region, memory.handed.offset)
         return _region(shared, memory, owned=memory.again)
+
+
+def _made(nbytes: int) -> Region:
+    """Raises KvferryError, OSError."""
+    # Linux ends a process that takes more than there is, this daemon first, instead of refusing.
+    room = min(_available(), _left_in_group())
+    if nbytes > room:
+        message = f"there is no room for {nbytes} bytes: {room} are left"
+        remedy = "raise the memory limit of the daemon's container or make the cache smaller"
+        raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy)
+    file = sealed_file(NAME, nbytes)
+    try:
+        shared = open_region(file, nbytes)
+    finally:
+        os.close(file)
+    shared.populate()
+    return _region(shared, engine_pb2.Memory(nbytes=nbytes, handed=engine_pb2.HandedFile()), owned=True)
 
 
 def _region(shared: SharedRegion, told: engine_pb2.Memory, *, owned: bool) -> Region:

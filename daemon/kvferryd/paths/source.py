@@ -51,9 +51,12 @@ class SourceReader:
         """It goes by an announcement, which the source has not confirmed."""
         self.number = 0
         """Of this reading on its stream."""
-        self._updates: asyncio.Queue[peer_pb2.LeaseUpdate | KvferryError] = asyncio.Queue()
+        self._update: peer_pb2.LeaseUpdate | None = None
+        """The newest that is not taken yet: each says all that the ones before it did."""
         self._problem: KvferryError | None = None
         """Why the reading is over; None while the source may still send updates."""
+        self._told = asyncio.Event()
+        """One of the two has been set."""
         self._stream: ReaderStream | None = None
         self._opening: asyncio.TimerHandle | None = None
         """The lease goes by an announcement and is not open yet."""
@@ -86,7 +89,7 @@ class SourceReader:
         """Go by the source's own answer instead of an announcement. The caller bounds the wait."""
         if self.announced:
             self.announced = False
-            if self._updates.empty():
+            if self._update is None and self._problem is None:
                 self.close(complete=False)
                 self.lease = peer_pb2.LeaseUpdate(more=True)
                 self._open()
@@ -113,9 +116,11 @@ class SourceReader:
             self._opening = None
 
     async def _next(self) -> peer_pb2.LeaseUpdate:
-        update = await self._updates.get()
-        if isinstance(update, KvferryError):
-            raise update
+        while self._update is None:
+            self.check()
+            self._told.clear()
+            await self._told.wait()
+        update, self._update = self._update, None
         return update
 
     def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
@@ -142,7 +147,8 @@ class SourceReader:
 
     def on_reply(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("update"):
-            self._updates.put_nowait(reply.update)
+            self._update = reply.update
+            self._told.set()
         elif reply.HasField("problem"):
             self._fail(of_peer(problem_from_proto(reply.problem)))
         elif reply.HasField("unpublished"):
@@ -158,7 +164,7 @@ class SourceReader:
 
     def _fail(self, why: KvferryError) -> None:
         self._problem = why
-        self._updates.put_nowait(why)
+        self._told.set()
         if self._chunks is not None:
             self._chunks.fail(why)
 

@@ -200,21 +200,36 @@ class Screen:
         """What the process says of each; nothing where it has died, or said nothing in time of several."""
         answers: list[str] = []
         try:
-            process = self._process or await self._start()
+            question = json.dumps([READING * timeout_s, [each.question for each in together]]).encode() + b"\n"
+            answering = await self._heard(question, timeout_s)
             self._loads += len(together)
-            assert process.stdin is not None and process.stdout is not None
-            asked = json.dumps([READING * timeout_s, [each.question for each in together]]).encode() + b"\n"
             async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionError, ValueError):  # it has died
-                    process.stdin.write(asked)
-                    await process.stdin.drain()
-                    answers = json.loads(await process.stdout.readline())
+                with contextlib.suppress(ValueError):  # it has died
+                    answers = json.loads(await answering.readline())
         except TimeoutError:
             answers = [LATE] if len(together) == 1 else []
         finally:
             if not answers or set(answers) != {FINE} or self._loads >= LOADS:
                 await self.close()  # a failed load may have left anything behind in it
         return answers or [""] * len(together)
+
+    async def _heard(self, question: bytes, timeout_s: float) -> asyncio.StreamReader:
+        """Where the process answers, once it has the question: from then on it may die of it. One that died while
+        nobody asked says nothing of a peer, and another is started.
+
+        Raises TransportError, TimeoutError.
+        """
+        for _ in range(2):
+            process = self._process or await self._start()
+            assert process.stdin is not None and process.stdout is not None
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(ConnectionError):
+                    process.stdin.write(question)
+                    await process.stdin.drain()
+                    if await process.stdout.readline():
+                        return process.stdout
+            await self.close()
+        raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = process = await asyncio.create_subprocess_exec(

@@ -12,14 +12,14 @@ import signal
 import sys
 from typing import Any
 
-READY, FINE, LATE = "ready", "fine", "late"
+READY, ASKED, FINE, LATE = "ready", "asked", "fine", "late"
 SAID = 400
 """Characters of what NIXL says."""
 
 
 def main() -> None:
-    """The process. A line of stdin names peers to try; a line of what stdout was says what came of each. Ends with
-    stdin."""
+    """The process. A line of stdin names peers to try; of what stdout was, one line says that they will be tried, and
+    the next what came of each. Ends with stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its daemon's terminal is its own
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -35,6 +35,7 @@ def main() -> None:
     rehearse(agent, own)
     answers.write(f"{READY}\n")
     for line in sys.stdin:
+        answers.write(f"{ASKED}\n")
         wait_s, peers = json.loads(line)
         blobs = {alias: blob for alias, blob, _ in peers}  # two engines here may meet the same peer
         said = {alias: _load(agent, alias, blob) for alias, blob in blobs.items()}
