@@ -52,8 +52,8 @@ class Transfer:
     """One attempt at a request: its KV on its way into this rank, and how far the engine's other ranks are with theirs.
 
     All ranks have one deadline, which counts from the order. Until it comes, and where only the engine gave one, it
-    counts from the reservation. Only the transfer's task holds the engine: an ended transfer is kept for its record, and
-    no engine is kept for that.
+    counts from the reservation. Only the transfer's task holds the engine: an ended transfer is kept for its record,
+    and no engine is kept for that.
     """
 
     def __init__(
