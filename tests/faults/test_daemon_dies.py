@@ -308,6 +308,74 @@ def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
     engine.client.close()
 
 
+@pytest.fixture
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What daemons are started with: a link, so that a test can take it away, as one who rebuilds a virtual environment
+    does, and put another thing in its place."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
+    (venv / "lib").symlink_to(Path(sys.prefix) / "lib")
+    python = venv / "bin" / "python"
+    python.symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setattr(sys, "executable", str(python))
+    return python
+
+
+def test_a_daemon_that_cannot_be_started_is_tried_again_and_those_that_live_stay(
+    own_fleet: Fleet, interpreter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded(monkeypatch, {"kvferryd.process.keeper.STANDBYS_APART_S": 0.5})
+    daemon = own_fleet.daemon("rebuilt", kept=True)
+    eventually(lambda: stands_by(daemon), "another daemon stands by")
+    current, real = serving(daemon), interpreter.readlink()
+    (standby,) = children(daemon) - {current}
+
+    def says(what: str) -> None:
+        eventually(lambda: daemon.process.poll() is not None or what in daemon.log.read_text(), f"it says: {what}")
+        assert daemon.process.poll() is None and what in daemon.log.read_text()
+
+    interpreter.unlink()
+    daemon.signal(signal.SIGHUP)
+    says("the one that serves stays")
+    assert children(daemon) == {current, standby}
+
+    os.kill(standby, signal.SIGKILL)
+    says("another one that stands by is tried again in 0.5 s")
+    assert children(daemon) == {current}
+
+    os.kill(current, signal.SIGKILL)
+    says("nobody serves")
+    interpreter.symlink_to(real)
+    eventually(lambda: serving(daemon) != current, "another daemon serves")
+    eventually(lambda: stands_by(daemon), "and yet another stands by")
+
+
+@pytest.mark.slow
+def test_a_daemon_that_hangs_before_it_stands_by_is_killed(
+    own_fleet: Fleet, interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or every further upgrade would wait for it, and nobody would follow the one that serves."""
+    bounded(monkeypatch, {"kvferryd.process.keeper.STANDBYS_APART_S": 0.5, "kvferryd.process.keeper.LOADS_S": 5.0})
+    daemon = own_fleet.daemon("hangs", kept=True)
+    eventually(lambda: stands_by(daemon), "another daemon stands by")
+    current, real = serving(daemon), interpreter.readlink()
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 3600\n")
+    hangs.chmod(0o755)
+    interpreter.unlink()
+    interpreter.symlink_to(hangs)
+    daemon.signal(signal.SIGHUP)
+    eventually(lambda: "the one that serves stays" in daemon.log.read_text(), "the keeper gives it up")
+    assert serving(daemon) == current
+    assert "has not loaded within 5 s" in daemon.log.read_text()
+    os.kill(current, signal.SIGKILL)
+    eventually(lambda: daemon.log.read_text().count("has not loaded within 5 s") > 1, "nor does one that follows serve")
+    interpreter.unlink()
+    interpreter.symlink_to(real)
+    eventually(lambda: serving(daemon) != current, "another daemon serves")
+
+
 @pytest.mark.parametrize(
     "times",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=[pytest.mark.long, pytest.mark.timeout(900)])],

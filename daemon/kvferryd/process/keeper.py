@@ -32,6 +32,9 @@ PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
 """Before the next daemon's turn, by how many in a row have died before LASTED_S."""
 STANDBYS_APART_S = 10.0
 """Between the starts of two that stand by, where the first has died: one that does not load must not take a core."""
+LOADS_S = 120.0
+"""The longest that a daemon may take to load, once one has served: torch and Triton from a cold disk take a minute.
+Nobody would follow the one that serves, or replace it, while another hangs."""
 HELP = """\
 usage: kvferry keep [the flags of `kvferry serve`]
 
@@ -50,12 +53,14 @@ examples:
 
 @dataclasses.dataclass(eq=False)
 class Daemon:
-    """One start of it. `since`: when engines could attach; None before and after. Times: of the monotonic clock."""
+    """One start of it. `since`: when engines could attach; None before and after. `loading`: it has not said that it is
+    loaded, and may still. Times: of the monotonic clock."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
     started: float
     since: float | None = None
+    loading: bool = True
 
     def signal(self, number: int) -> None:
         """Not through Popen, which would reap it behind our back. Until we reap it the number is its own."""
@@ -86,7 +91,7 @@ class Keeper:
         self._standby: Daemon | None = None
         self._next_standby: float | None = None
         """When another one is started, since the last one has died."""
-        self._current = self._start()
+        self._current = self._started()
         self._turn(self._current, "")
 
     def run(self) -> int:
@@ -108,20 +113,37 @@ class Keeper:
                 self._follow()
             if self._next_standby is not None and self._next_standby <= now:
                 self._stand_by()
+            for daemon in self._hanging():
+                if daemon.started + LOADS_S <= now:
+                    self._report(f"a daemon has not loaded within {LOADS_S:g} s: it is killed")
+                    daemon.loading = False
+                    daemon.signal(signal.SIGKILL)
         return self._status
 
-    def _start(self) -> Daemon:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = ["-P", "-m", "kvferryd", "serve", f"--keeper={theirs.fileno()}", *self._arguments]
-            process = subprocess.Popen(  # noqa: S603  # ourselves
-                [sys.executable, *command],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # a terminal's Ctrl-C is ours to hand on
-            )
-        daemon = Daemon(process, ours, time.monotonic())
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard(daemon))
+    def _start(self, so: str) -> Daemon | None:
+        """Another daemon; None where none can be started now, as is reported. so: what follows from that."""
+        try:
+            return self._started()
+        except OSError as error:  # no process, no descriptor, or no interpreter while it is replaced
+            self._report(f"no daemon can be started now ({error}): {so}")
+            return None
+
+    def _started(self) -> Daemon:
+        """Raises OSError. A daemon whose channel is closed ends by itself."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(ours.close)
+            with theirs:
+                command = ["-P", "-m", "kvferryd", "serve", f"--keeper={theirs.fileno()}", *self._arguments]
+                process = subprocess.Popen(  # noqa: S603  # ourselves
+                    [sys.executable, *command],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # a terminal's Ctrl-C is ours to hand on
+                )
+            daemon = Daemon(process, ours, time.monotonic())
+            self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard(daemon))
+            undo.pop_all()
         return daemon
 
     def _turn(self, daemon: Daemon, why: str) -> None:
@@ -142,6 +164,7 @@ class Keeper:
             case {"log_format": form}:
                 self._json = form == "json"
             case "loaded":
+                daemon.loading = False
                 if self._upgrading and daemon is self._standby:
                     self._current.signal(signal.SIGTERM)
             case "serving":
@@ -154,21 +177,23 @@ class Keeper:
         """The answer brings a descriptor: the memory is freed when nobody has it open any more."""
         try:
             gpu = self._gpu(device)
-            address = gpu.alloc(nbytes)
-            try:
+            with contextlib.ExitStack() as undo:
+                address = gpu.alloc(nbytes)
+                free = functools.partial(gpu.free, address)
+                undo.callback(free)
                 exported = gpu.export(address)
-            except KvferryError:
-                gpu.free(address)
-                raise
+                held, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.callback(held.close)
+                with given:
+                    self._selector.register(held, selectors.EVENT_READ, lambda: self._let_go(held, free))
+                    undo.pop_all()
+                    told = dataclasses.asdict(exported) | {"handle": exported.handle.hex()}
+                    self._say(daemon, told, given.fileno())
         except KvferryError as error:
             self._say(daemon, {"code": error.code, "message": error.message})
-            return
-        held, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        free = functools.partial(gpu.free, address)
-        self._selector.register(held, selectors.EVENT_READ, lambda: self._let_go(held, free))
-        with given:
-            told = dataclasses.asdict(exported) | {"handle": exported.handle.hex()}
-            self._say(daemon, told, given.fileno())
+        except OSError as error:
+            message = f"the keeper has no descriptor left to hold {nbytes} bytes with: {error}"
+            self._say(daemon, {"code": "out_of_memory", "message": message})
 
     def _say(self, daemon: Daemon, said: object, *files: int) -> None:
         with contextlib.suppress(OSError):
@@ -196,12 +221,17 @@ class Keeper:
 
     def _upgrade(self) -> None:
         if not self._stopping and not self._upgrading and (self._next_turn or self._current.since is not None):
-            self._upgrading = self._next_turn is None
-            self._end_standby()
-            self._standby = self._start()
+            new = self._start("the one that serves stays" if self._next_turn is None else "the next one's turn comes")
+            if new is not None:
+                self._upgrading = self._next_turn is None
+                self._end_standby()
+                self._standby = new
 
     def _stand_by(self) -> None:
-        self._standby, self._next_standby = self._standby or self._start(), None
+        again = f"another one that stands by is tried again in {STANDBYS_APART_S:g} s"
+        self._standby, self._next_standby = self._standby or self._start(again), None
+        if self._standby is None:
+            self._next_standby = time.monotonic() + STANDBYS_APART_S
 
     def _end_standby(self) -> None:
         self._next_standby = None
@@ -239,18 +269,28 @@ class Keeper:
         elif pause_s := self._deaths.pause_s(0.0 if self._current.since is None else now - self._current.since):
             times = f"{self._deaths.in_a_row} daemons in a row have not lasted {LASTED_S:g} s"
             self._report(f"{times}; of the last one: {why}. The next one's turn is in {pause_s:g} s")
-        self._upgrading, self._current.since = False, None
+        self._upgrading, self._current.since, self._current.loading = False, None, False
         self._next_turn = now + pause_s, why
 
+    def _hanging(self) -> list[Daemon]:
+        """Those that may hang while they load. The first of all is its supervisor's matter."""
+        return [each for each in (self._current, self._standby) if self._served and each is not None and each.loading]
+
     def _left_s(self) -> float | None:
-        """Until something is to be started; None when nothing is."""
+        """Until something is to be started, or killed; None when nothing is."""
         times = [*(self._next_turn or ())[:1], *filter(None, [self._next_standby])]
+        times += [daemon.started + LOADS_S for daemon in self._hanging()]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _follow(self) -> None:
         assert self._next_turn is not None
+        pause_s = PAUSES_S[-1]
+        new = self._standby or self._start(f"nobody serves; it is tried again in {pause_s:g} s")
+        if new is None:
+            self._next_turn = time.monotonic() + pause_s, self._next_turn[1]
+            return
         why, self._next_turn = self._next_turn[1], None
-        self._current, self._standby, self._next_standby = self._standby or self._start(), None, None
+        self._current, self._standby, self._next_standby = new, None, None
         self._turn(self._current, why)
 
     def _ended(self, status: int) -> None:
