@@ -1,0 +1,45 @@
+"""What a vLLM worker orders from a real daemon, without an engine around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import PYTHON, Engines, leases_at
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, Any]]:
+    """By session_order.py; with `leases`, the blocks of those that are left at the end."""
+    if not PYTHON.exists():
+        pytest.skip("there is no vLLM here: make engines-venv installs one")
+    fleet = Engines()
+    try:
+        daemon = fleet.daemon("p-0")
+        asyncio.run(fleet.ready(daemon, timeout_s=60))
+        script = Path(__file__).with_name("session_order.py")
+        command = [PYTHON, script, str(daemon.socket)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout and process.stdin
+            said = next((line for line in process.stdout if line.startswith("{")), "")
+            leases = [lease.request_id for lease in leases_at(daemon)]
+            process.stdin.close()
+        assert said, "the script has failed: its error is above"
+        yield json.loads(said) | {"leases": leases}
+    finally:
+        fleet.close()
+
+
+def test_what_is_revoked_is_not_published_however_late_the_loop_comes_to_it(told: dict[str, Any]) -> None:
+    """The blocks are another request's in that very step."""
+    assert not {"at once", "in two parts"} & {name.partition("/")[0] for name in told["leases"]}, told
+    assert "again" in told["leases"]
+    assert told["waits for what was published again"]
