@@ -168,6 +168,28 @@ async def test_a_receive_after_an_abort_waits_for_the_end_of_the_one_before(both
     assert (await second).transfer_id == "t1"
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+async def test_a_receive_after_an_abort_begins_however_soon_it_waited(both: Both, turns: int) -> None:
+    """It may wait for the end of the one before already when that one does not yet."""
+    daemon, client = both
+    daemon.answers.clear()
+    first = asyncio.create_task(client.receive("R", TABLES))
+    await asyncio.sleep(0)
+    aborting = asyncio.create_task(client.abort("R"))
+    second = asyncio.create_task(client.receive("R", OTHERS))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    daemon.answers.set()
+    await aborting
+    daemon.end("t0", "aborted")
+    with pytest.raises(TransferFailed):
+        await first
+    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
+    daemon.end("t1")
+    assert (await second).transfer_id == "t1"
+    assert not client._receives
+
+
 async def test_an_end_may_come_before_the_reply_that_names_the_transfer(both: Both) -> None:
     daemon, client = both
     daemon.answers.clear()
