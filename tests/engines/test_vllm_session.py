@@ -1,4 +1,4 @@
-"""What a vLLM worker orders from a real daemon, without an engine around it."""
+"""The connector's two sides, without an engine around them: a worker's at a daemon, a scheduler's with requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engines import PYTHON, Engines, leases_at
+from engines import PYTHON, START_S, Engines, leases_at
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -43,3 +43,23 @@ def test_what_is_revoked_is_not_published_however_late_the_loop_comes_to_it(told
     assert not {"at once", "in two parts"} & {name.partition("/")[0] for name in told["leases"]}, told
     assert "again" in told["leases"]
     assert told["waits for what was published again"]
+
+
+@pytest.fixture(scope="module")
+def odd() -> dict[str, Any]:
+    """By odd_requests.py, which stops where the scheduler's side raises."""
+    if not PYTHON.exists():
+        pytest.skip("there is no vLLM here: make engines-venv installs one")
+    script = Path(__file__).with_name("odd_requests.py")
+    done = subprocess.run([PYTHON, script], timeout=START_S, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("prompt", ["tokens", "embeddings", "both"])
+def test_any_prompt_is_prefilled_up_to_its_last_token_where_the_model_has_a_state(
+    odd: dict[str, Any], prompt: str
+) -> None:
+    to = {"lengths": [31], "prompt": 31, "told": 31}
+    assert odd[prompt] == {"kept": True, "names what was computed": True} | to

@@ -107,11 +107,7 @@ class SchedulerSide:
         except KvferryError as error:
             exchange.problem = error
         if self._behind and exchange.handoff.do_remote_decode and request.num_prompt_tokens > 1:
-            # As vLLM's own connectors do: it has no other way to stop a prefill before the prompt's end.
-            for tokens in (request.prompt_token_ids, request._all_token_ids):
-                del tokens[-self._behind :]
-            request.num_prompt_tokens -= self._behind
-            request.max_tokens = 1
+            _shorten(request, self._behind)
 
     def _origin(self, handoff: Handoff, request: Request) -> Origin | None:
         """Where to read a first part of the request's KV from. Raises KvferryError."""
@@ -303,6 +299,18 @@ class SchedulerSide:
             return 0
         wanted = request.num_prompt_tokens - self._behind
         return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)
+
+
+def _shorten(request: Request, count: int) -> None:
+    """As vLLM's own connectors do: it has no other way to stop a prefill before the prompt's end. A prompt is of token
+    ids, of embeddings, or of both with a mask that tells which; what there is of it stays equally long."""
+    for tokens in (request.prompt_token_ids, request.prompt_is_token_ids, request._all_token_ids):
+        if tokens is not None:
+            del tokens[-count:]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-count]
+    request.num_prompt_tokens -= count
+    request.max_tokens = 1
 
 
 def _prompt_of(request_id: str) -> str:
