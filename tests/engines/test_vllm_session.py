@@ -63,3 +63,9 @@ def test_any_prompt_is_prefilled_up_to_its_last_token_where_the_model_has_a_stat
 ) -> None:
     to = {"lengths": [31], "prompt": 31, "told": 31}
     assert odd[prompt] == {"kept": True, "names what was computed": True} | to
+
+
+def test_a_load_that_fails_is_counted_when_vllm_ends_its_request_before_it_says_so(odd: dict[str, Any]) -> None:
+    """As it does unless told to recompute. A request that is ended for another reason has its load cancelled."""
+    assert odd["its load has failed"] == {"missed": {"failed": 1}, "cancel": []}
+    assert odd["its load is under way"] == {"missed": {}, "cancel": ["a"]}
