@@ -1,6 +1,6 @@
 """Print how calls of a vLLM worker's session at a real daemon end. Run by the Python that vLLM is installed for.
 
-.venv-engines/bin/python tests/engines/session_order.py SOCKET
+.venv-engines/bin/python tests/engines/session_order.py SOCKET URL
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+
+import httpx
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.manifest import ManifestBuilder, ModelInfo, Shard
@@ -30,6 +32,10 @@ def engine(socket: str) -> BlockingEngineClient:
     builder.component("0", layer=0, name="k", array=rows, axes=("block", "slot", "head", "dim"), shard=heads)
     client.register(builder.build())
     return client
+
+
+def leases(url: str) -> list[str]:
+    return [lease["request_id"] for lease in httpx.get(f"{url}/v1/leases", trust_env=False).json()["leases"]]
 
 
 def publish(request_id: str, blocks: list[int], *, last: bool = True) -> Publish:
@@ -70,6 +76,7 @@ def main() -> None:
     session.publish(publish("refused", [7, 8]))
     session.hold("refused")
     told["refused"] = sorted(ends(session, 2))
+    told["left then"] = [name for name in leases(sys.argv[2]) if name == "refused"]
     print(json.dumps(told), flush=True)
     sys.stdin.read()
     client.close()

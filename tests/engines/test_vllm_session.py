@@ -26,7 +26,7 @@ def told() -> Iterator[dict[str, Any]]:
         daemon = fleet.daemon("p-0")
         asyncio.run(fleet.ready(daemon, timeout_s=60))
         script = Path(__file__).with_name("session_order.py")
-        command = [PYTHON, script, str(daemon.socket)]
+        command = [PYTHON, script, str(daemon.socket), daemon.url]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout and process.stdin
             said = next((line for line in process.stdout if line.startswith("{")), "")
@@ -43,6 +43,13 @@ def test_what_is_revoked_is_not_published_however_late_the_loop_comes_to_it(told
     assert not {"at once", "in two parts"} & {name.partition("/")[0] for name in told["leases"]}, told
     assert "again" in told["leases"]
     assert told["waits for what was published again"]
+
+
+def test_a_last_publish_that_is_refused_ends_what_was_published_before_it(told: dict[str, Any]) -> None:
+    """Before its blocks are reported as free."""
+    assert told["refused"] == [["refused", "SENT"], ["refused", "UNPUBLISHED"]]
+    assert told["left then"] == []
+    assert "refused" not in told["leases"]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import Unsettled
+from kvferry.engine import Lease, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.handoff import lease_name
 from kvferry.memory.fences import Fence
@@ -30,9 +30,11 @@ GONE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A request that is published. order: of its publishes. over: set when the lease of the last one has ended."""
+    """A request that is published. order: of its publishes. begun: a part of it is published, or may be. over: set when
+    the lease of the last one has ended."""
 
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -170,10 +172,7 @@ class Session:
             async with kept.order:
                 if self._kept.get(publish.request_id) is not kept:
                     return  # revoked meanwhile
-                lease = await self._daemon.client.publish(
-                    lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
-                    metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
-                )  # fmt: skip
+                lease = await self._publish_next(publish, after, kept)
             if publish.last:
                 await lease.ended()
         except KvferryError as error:
@@ -185,6 +184,31 @@ class Session:
         finally:
             if publish.last:
                 kept.over.set()
+
+    async def _publish_next(self, publish: Publish, after: Fence | None, kept: Kept) -> Lease:
+        """Where the last one is refused, what was published before it ends with it."""
+        name = lease_name(publish.request_id)
+        try:
+            lease = await self._daemon.client.publish(
+                name, publish.tables, publish.num_tokens, digest=publish.digest, metadata=publish.metadata,
+                more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
+            )  # fmt: skip
+        except Unsettled:  # it is withdrawn already, and all before it
+            kept.begun = True
+            raise
+        except KvferryError:
+            if publish.last and kept.begun:
+                await self._end_lease(name)
+            raise
+        kept.begun = True
+        return lease
+
+    async def _end_lease(self, name: str) -> None:
+        """Wait until no read of it can succeed any more."""
+        try:
+            await self._daemon.client.abort(name)
+        except Unsettled as error:
+            await error.quiesced()
 
     async def _hold(self, request_id: str, kept: Kept) -> None:
         await kept.over.wait()
@@ -198,9 +222,8 @@ class Session:
 
     async def _revoke(self, request_id: str, kept: Kept) -> None:
         async with kept.order:
-            client = self._daemon.client
             try:
-                await client.abort(lease_name(request_id))
+                await self._daemon.client.abort(lease_name(request_id))
             except Unsettled as error:  # a daemon that is gone serves no reader, one that is silent may
                 await asyncio.wait_for(error.quiesced(), GONE_S)
 
