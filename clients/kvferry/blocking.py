@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F")
 END_S = 5.0
 """How long `close` waits until every call that was under way has failed with `session_closed`."""
 AGAIN_S = 5.0
@@ -114,6 +115,8 @@ class BlockingEngineClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry-client", daemon=True)
         self._thread.start()
+        self._giving, self._closing = threading.Lock(), False
+        """Once it is closing nothing is given to the loop any more; the lock is held for both."""
         self._client: EngineClient | None = None
         self._staying: asyncio.Task[None] | None = None
         self._leases: dict[str, BlockingLease] = {}
@@ -281,22 +284,20 @@ class BlockingEngineClient:
 
         Cancelling it aborts the transfer; another receive of the request begins when that one's blocks are safe.
         """
-        receive = self.client.receive(*args, **named)
-        try:
-            return Receipt(self._loop, receive)
-        except RuntimeError:  # another thread has closed the client
-            receive.close()
-            raise session_closed() from None
+        return self._give(self.client.receive(*args, **named), lambda receive: Receipt(self._loop, receive))
 
     def abort(self, request_id: str) -> None:
         self.call(self.client.abort(request_id))
 
     def close(self) -> None:
         """End the session and the thread. Idempotent. What still waits fails with KvferryError (`session_closed`)."""
-        if self._loop.is_closed():
+        with self._giving:
+            before, self._closing = self._closing, True
+        if before:
+            self._thread.join()
             return
         try:
-            self.call(self._end())
+            self._result(asyncio.run_coroutine_threadsafe(self._end(), self._loop), 2 * CALL_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CALL_S)
@@ -310,9 +311,10 @@ class BlockingEngineClient:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=END_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                while others := asyncio.all_tasks() - {asyncio.current_task()}:  # they may have begun others
+                    await asyncio.wait(others)
 
     def __enter__(self) -> BlockingEngineClient:
         return self
@@ -322,16 +324,21 @@ class BlockingEngineClient:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop, where `client` may be used. Those begun first run first."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # another thread has closed the client
-            work.close()
-            raise session_closed() from None
+        return self._give(work, lambda work: asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _give(self, work: Coroutine[Any, Any, T], give: Callable[[Coroutine[Any, Any, T]], F]) -> F:
+        with self._giving:
+            if not self._closing:
+                return give(work)
+        work.close()
+        raise session_closed()
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = 2 * CALL_S) -> T:
         """The same, and wait for its result. timeout_s: None for work that has a deadline of its own. Raises
         KvferryError: `deadline`, `session_closed`."""
-        future = self.start(work)
+        return self._result(self.start(work), timeout_s)
+
+    def _result(self, future: Future[T], timeout_s: float | None) -> T:
         try:
             return future.result(timeout_s)
         except CancelledError:

@@ -326,9 +326,9 @@ class EngineClient:
             self._give_up(request_id, receiving, said)
             raise TransferFailed(error, "failed", receiving.quiet) from None
         except BaseException:  # refused: nothing was done
-            del self._receives[request_id]
+            self._leave(request_id)
             raise
-        del self._receives[request_id]
+        self._leave(request_id)
         if not receiving.quiet.done():
             self._unquiet[receiving.transfer_id] = receiving
         if event.state != "done":
@@ -337,19 +337,20 @@ class EngineClient:
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
 
     async def _none_before(self, request_id: str) -> None:
-        """Wait, for as long as a call may take, until a receive of the request that was given up is quiet, or one that
-        was aborted has ended."""
+        """Wait, for as long as a call may take, until a receive of the request that was given up or aborted is gone."""
         before = self._receives.get(request_id)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._session.call_timeout_s):
-                if before is not None and before.leaving is not None:
-                    await asyncio.wait([before.leaving])
-                elif before is not None and before.aborted:
-                    await before.ended.wait()
+        if before is not None and (before.leaving or before.aborted):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._session.call_timeout_s):
+                    await before.gone.wait()
         if request_id in self._receives:
             message = f"request {request_id} is being received already, or was and is not quiet"
             remedy = "wait for it, or abort it first"
             raise Conflict("receive_pending", message, field="request_id", value=request_id, remedy=remedy)
+
+    def _leave(self, request_id: str) -> None:
+        """The request may be received again."""
+        self._receives.pop(request_id).gone.set()
 
     async def _end_of(self, receiving: Receiving, deadline_s: float) -> engine_pb2.TransferEnded:
         while receiving.end is None:
@@ -379,7 +380,7 @@ class EngineClient:
             await asyncio.wait([receiving.quiet])
 
         receiving.leaving = asyncio.create_task(left())
-        receiving.leaving.add_done_callback(lambda _: self._receives.pop(request_id))
+        receiving.leaving.add_done_callback(lambda _: self._leave(request_id))
         return receiving.leaving
 
     async def abort(self, request_id: str) -> None:

@@ -107,6 +107,8 @@ class Receiving:
         """The end of a receive that was given up."""
         self.aborted = False
         """The engine has ended it; the daemon's answer is on its way."""
+        self.gone = asyncio.Event()
+        """Set when the request may be received again."""
         self._early: deque[engine_pb2.TransferEnded | engine_pb2.BlocksSafe] = deque(maxlen=EARLY)
 
     def named(self, transfer_id: str) -> None:

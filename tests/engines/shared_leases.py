@@ -21,6 +21,8 @@ from kvferry.vllm.options import Options
 from kvferry.vllm.scheduler import SchedulerSide
 
 TOKENS, BLOCK = list(range(100, 132)), 16
+SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+FULL = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], SPEC)])
 LEASE = Handoff(
     do_remote_prefill=True, remote_engine_id="p", remote_request_id="lease", remote_host="127.0.0.1", remote_port=9,
     remote_num_tokens=len(TOKENS),
@@ -30,37 +32,38 @@ LEASE = Handoff(
 class Scheduler:
     """vLLM's, as far as the connector sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, caches: KVCacheConfig = FULL) -> None:
         kv = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", engine_id="d")
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
-        self._side = SchedulerSide(VllmConfig(kv_transfer_config=kv), caches, Options())
+        self.side = SchedulerSide(VllmConfig(kv_transfer_config=kv), caches, Options())
         self._requests: dict[str, Request] = {}
 
     def comes(self, *names: str) -> None:
         for name in names:
             more = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": LEASE})
             self._requests[name] = Request(name, TOKENS, more, None)
-            self._side.admit(self._requests[name])
+            self.side.admit(self._requests[name])
 
     def schedules(self, name: str, cached: int = 0) -> bool:
         """Whether the request reads; blocks are given to it where it does not have to wait. cached: tokens that are
         in the prefix cache."""
         request = self._requests[name]
-        count, _ = self._side.loadable(request, cached)
+        count, _ = self.side.loadable(request, cached)
         if count is not None:
-            self._side.allocated(request, ([0, 1],), count)
+            self.side.allocated(request, ([0, 1],), count)
         return bool(count)
 
     def arrives(self, name: str, *, well: bool = True) -> None:
-        self._side.ended({name}, set() if well else {name})
+        self.side.ended({name}, set() if well else {name})
 
     def aborts(self, name: str) -> None:
-        self._requests[name].status = RequestStatus.FINISHED_ABORTED
-        self._side.finished(self._requests.pop(name), ([0, 1],))
+        self.ends(name, RequestStatus.FINISHED_ABORTED)
+
+    def ends(self, name: str, status: RequestStatus) -> None:
+        self._requests[name].status = status
+        self.side.finished(self._requests.pop(name), ([0, 1],))
 
     def step(self) -> dict[str, list[str]]:
-        step = self._side.next_step(SchedulerOutput.make_empty(), lambda name: ([0, 1],))
+        step = self.side.next_step(SchedulerOutput.make_empty(), lambda name: ([0, 1],))
         ordered = {"load": [load.request_id for load in step.load], "cancel": step.cancel}
         return ordered | {"release": [load.request_id for load in step.release]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,28 @@ async def test_a_receive_after_an_abort_waits_for_the_end_of_the_one_before(both
     await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
     daemon.end("t1")
     assert (await second).transfer_id == "t1"
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+async def test_a_receive_after_an_abort_begins_however_soon_it_waited(both: Both, turns: int) -> None:
+    """It may wait for the end of the one before already when that one does not yet."""
+    daemon, client = both
+    daemon.answers.clear()
+    first = asyncio.create_task(client.receive("R", TABLES))
+    await asyncio.sleep(0)
+    aborting = asyncio.create_task(client.abort("R"))
+    second = asyncio.create_task(client.receive("R", OTHERS))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    daemon.answers.set()
+    await aborting
+    daemon.end("t0", "aborted")
+    with pytest.raises(TransferFailed):
+        await first
+    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
+    daemon.end("t1")
+    assert (await second).transfer_id == "t1"
+    assert not client._receives
 
 
 async def test_an_end_may_come_before_the_reply_that_names_the_transfer(both: Both) -> None:
@@ -341,3 +363,42 @@ async def test_threads_hear_the_same(tmp_path: Path) -> None:
                 with pytest.raises(KvferryError) as told:
                     await off(call, "R")
                 assert told.value.code == "session_closed"
+
+
+def test_what_a_thread_begins_while_another_closes_ends_or_is_refused() -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+
+    def begin(client: BlockingEngineClient) -> list[Future[None]]:
+        begun = []
+        with pytest.raises(KvferryError, match="the session is closed"):
+            while True:
+                begun.append(client.start(work()))
+        return begun
+
+    with ThreadPoolExecutor() as threads:
+        for _ in range(100):
+            client = BlockingEngineClient("/nowhere", EngineClient.connect)
+            beginning = [threads.submit(begin, client) for _ in range(2)]
+            time.sleep(0.002)
+            client.close()
+            for each in beginning:
+                assert all(future.done() for future in each.result(60))
+
+
+def test_close_waits_for_what_a_task_under_way_begins_at_its_end() -> None:
+    ended = []
+
+    async def last() -> None:
+        await asyncio.sleep(0.05)
+        ended.append("last")
+
+    async def first() -> None:
+        await asyncio.sleep(0.05)
+        ended.append(asyncio.create_task(last(), name="last").get_name())
+
+    client = BlockingEngineClient("/nowhere", EngineClient.connect)
+    client.start(first())
+    client.close()
+    assert ended == ["last", "last"]
+    client.close()

@@ -75,6 +75,8 @@ class SchedulerSide:
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
+        self._left: dict[str, tuple[Request, str]] = {}
+        """Since the last step: requests that vLLM has finished during their load, and the name of what they read."""
         self._attempts = Attempts()
         self._expected: Remembered[bytes] = Remembered()
         """By remote request id: the digest of the last prompt that came with it."""
@@ -107,11 +109,7 @@ class SchedulerSide:
         except KvferryError as error:
             exchange.problem = error
         if self._behind and exchange.handoff.do_remote_decode and request.num_prompt_tokens > 1:
-            # As vLLM's own connectors do: it has no other way to stop a prefill before the prompt's end.
-            for tokens in (request.prompt_token_ids, request._all_token_ids):
-                del tokens[-self._behind :]
-            request.num_prompt_tokens -= self._behind
-            request.max_tokens = 1
+            _shorten(request, self._behind)
 
     def _origin(self, handoff: Handoff, request: Request) -> Origin | None:
         """Where to read a first part of the request's KV from. Raises KvferryError."""
@@ -171,12 +169,20 @@ class SchedulerSide:
             self._release(exchange)
 
     def ended(self, request_ids: Collection[str], failed: Collection[str]) -> None:
-        """Loads that have ended on every rank, well or not."""
+        """Loads that have ended on every rank, well or not. Where vLLM is not to recompute what has failed, it finishes
+        such a request just before: then there is nothing left to be cancelled."""
+        for request_id in self._left.keys() & set(request_ids):
+            request, name = self._left.pop(request_id)
+            if request_id in failed:
+                self._failed(request, name)
         for request_id in self._exchanges.keys() & set(request_ids):
             exchange = self._exchanges[request_id]
             if exchange.loading and request_id in failed:
-                self._missed(exchange.request, "failed", f"request {exchange.loading} of the source was not read")
+                self._failed(exchange.request, exchange.loading)
             self._loaded(exchange, request_id not in failed)
+
+    def _failed(self, request: Request, name: str) -> None:
+        self._missed(request, "failed", f"request {name} of the source was not read")
 
     def _missed(self, request: Request, reason: str, why: str) -> None:
         self.missed.add(reason)
@@ -200,6 +206,8 @@ class SchedulerSide:
             exchange = self._exchanges.get(request_id)
             if exchange is not None and exchange.handoff.do_remote_decode and self._early and not exchange.complete:
                 self._computing(exchange, exchange.request.num_computed_tokens + count, block_ids)
+        self._step.cancel += self._left
+        self._left.clear()
         step, self._step = self._step, Step()
         step.idle = not output.num_scheduled_tokens
         return step
@@ -226,7 +234,7 @@ class SchedulerSide:
         if exchange is None:
             return False, None
         if exchange.loading:
-            self._step.cancel.append(request.request_id)
+            self._left[request.request_id] = request, exchange.loading
             self._loaded(exchange, False)
         self._release(exchange)
         handoff = exchange.handoff
@@ -303,6 +311,18 @@ class SchedulerSide:
             return 0
         wanted = request.num_prompt_tokens - self._behind
         return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)
+
+
+def _shorten(request: Request, count: int) -> None:
+    """As vLLM's own connectors do: it has no other way to stop a prefill before the prompt's end. A prompt is of token
+    ids, of embeddings, or of both with a mask that tells which; what there is of it stays equally long."""
+    for tokens in (request.prompt_token_ids, request.prompt_is_token_ids, request._all_token_ids):
+        if tokens is not None:
+            del tokens[-count:]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-count]
+    request.num_prompt_tokens -= count
+    request.max_tokens = 1
 
 
 def _prompt_of(request_id: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import Unsettled
+from kvferry.engine import Lease, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.handoff import lease_name
 from kvferry.memory.fences import Fence
@@ -30,9 +30,11 @@ GONE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A request that is published. order: of its publishes. over: set when the lease of the last one has ended."""
+    """A request that is published. order: of its publishes. begun: a part of it is published, or may be. over: set when
+    the lease of the last one has ended."""
 
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -57,20 +59,24 @@ class End(enum.Enum):
 
 
 class Session:
-    """Called by the worker's thread; the work is done on the client's event loop."""
+    """Called by the worker's thread; the work is done on the client's event loop.
+
+    Which requests are published or loaded is written by the worker's thread alone, in the order of its calls, whenever
+    the loop comes to the work. Work that finds another entry than its own, or none, has been taken back meanwhile.
+    """
 
     def __init__(self, daemon: BlockingEngineClient, options: Options) -> None:
         self._daemon = daemon
         self._options = options
         self._kept: dict[str, Kept] = {}
-        self._loading: dict[str, str] = {}
+        self._loading: dict[str, Load] = {}
         self._ends: SimpleQueue[tuple[str, End]] = SimpleQueue()
         self._together: list[Coroutine[Any, Any, None]] | None = None
         """The calls that were made inside `together` so far; None outside it."""
 
     @property
     def waiting(self) -> bool:
-        """Whether a load or a lease is still to end."""
+        """Whether the end of a load or of a lease is still to be told by `ended`."""
         return bool(self._loading or self._kept)
 
     def ended(self, wait_s: float) -> dict[End, set[str]]:
@@ -84,6 +90,10 @@ class Session:
                 request_id, end = self._ends.get(timeout=wait_s) if wait_s else self._ends.get_nowait()
                 ended[end].add(request_id)
                 wait_s = 0.0
+                if end is End.SENT:
+                    self._kept.pop(request_id, None)
+                elif end is not End.UNPUBLISHED:
+                    self._loading.pop(request_id, None)
         return ended
 
     @contextmanager
@@ -99,22 +109,24 @@ class Session:
 
     def publish(self, publish: Publish, after: Fence | None = None) -> None:
         """In the order of calls for each request. `after`: when the KV is in memory. Without a daemon it is dropped."""
-        self._start(self._publish(publish, after))
+        kept = self._kept.setdefault(publish.request_id, Kept())
+        self._start(self._publish(publish, after, kept))
 
     def hold(self, request_id: str) -> None:
-        """Report the request as sent when its lease has ended."""
-        self._start(self._hold(request_id))
+        """Report the request, all of which is published, as sent when its lease has ended."""
+        self._start(self._hold(request_id, self._kept[request_id]))
 
     def end_unread(self, request_id: str) -> None:
         """End its lease, which no reader will come for; it is reported as sent like any other that is held."""
-        self._start(self._end_unread(request_id))
+        if (kept := self._kept.get(request_id)) is not None:
+            self._start(self._end_unread(request_id, kept))
 
     def load(self, load: Load, before: Before | None = None) -> None:
         """Report the request as arrived when its KV is there, or when the load has failed and its blocks are safe.
 
         before: reached when no kernel of this engine writes to its blocks any more.
         """
-        self._loading[load.request_id] = load.origin.request_id
+        self._loading[load.request_id] = load
         self._start(self._load(load, before))
 
     def release(self, load: Load) -> None:
@@ -125,12 +137,13 @@ class Session:
 
     def cancel(self, request_id: str) -> None:
         """The load is not needed any more: end it early. It is reported as any other."""
-        if (remote := self._loading.pop(request_id, None)) is not None:
-            self._start(self._daemon.client.abort(remote))
+        if (load := self._loading.pop(request_id, None)) is not None:
+            self._start(self._daemon.client.abort(load.origin.request_id))
 
     def revoke(self, request_id: str) -> None:
         """When this returns, no read of the request's blocks can succeed any more. Raises KvferryError."""
-        self._daemon.call(self._revoke(request_id))
+        if (kept := self._kept.pop(request_id, None)) is not None:
+            self._daemon.call(self._revoke(request_id, kept))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         if self._together is None:
@@ -154,16 +167,12 @@ class Session:
         except Exception:
             log.exception("kvferry's connector failed")
 
-    async def _publish(self, publish: Publish, after: Fence | None) -> None:
-        kept = self._kept.setdefault(publish.request_id, Kept())
+    async def _publish(self, publish: Publish, after: Fence | None, kept: Kept) -> None:
         try:
             async with kept.order:
                 if self._kept.get(publish.request_id) is not kept:
                     return  # revoked meanwhile
-                lease = await self._daemon.client.publish(
-                    lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
-                    metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
-                )  # fmt: skip
+                lease = await self._publish_next(publish, after, kept)
             if publish.last:
                 await lease.ended()
         except KvferryError as error:
@@ -176,26 +185,45 @@ class Session:
             if publish.last:
                 kept.over.set()
 
-    async def _hold(self, request_id: str) -> None:
-        kept = self._kept[request_id]
+    async def _publish_next(self, publish: Publish, after: Fence | None, kept: Kept) -> Lease:
+        """Where the last one is refused, what was published before it ends with it."""
+        name = lease_name(publish.request_id)
+        try:
+            lease = await self._daemon.client.publish(
+                name, publish.tables, publish.num_tokens, digest=publish.digest, metadata=publish.metadata,
+                more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
+            )  # fmt: skip
+        except Unsettled:  # it is withdrawn already, and all before it
+            kept.begun = True
+            raise
+        except KvferryError:
+            if publish.last and kept.begun:
+                await self._end_lease(name)
+            raise
+        kept.begun = True
+        return lease
+
+    async def _end_lease(self, name: str) -> None:
+        """Wait until no read of it can succeed any more."""
+        try:
+            await self._daemon.client.abort(name)
+        except Unsettled as error:
+            await error.quiesced()
+
+    async def _hold(self, request_id: str, kept: Kept) -> None:
         await kept.over.wait()
         if self._kept.get(request_id) is kept:  # not revoked meanwhile
-            del self._kept[request_id]
             self._ends.put((request_id, End.SENT))
 
-    async def _end_unread(self, request_id: str) -> None:
-        if (kept := self._kept.get(request_id)) is not None:
-            async with kept.order:
+    async def _end_unread(self, request_id: str, kept: Kept) -> None:
+        async with kept.order:
+            if not kept.over.is_set():
                 await self._daemon.client.abort(lease_name(request_id))
 
-    async def _revoke(self, request_id: str) -> None:
-        kept = self._kept.pop(request_id, None)
-        if kept is None:
-            return
+    async def _revoke(self, request_id: str, kept: Kept) -> None:
         async with kept.order:
-            client = self._daemon.client
             try:
-                await client.abort(lease_name(request_id))
+                await self._daemon.client.abort(lease_name(request_id))
             except Unsettled as error:  # a daemon that is gone serves no reader, one that is silent may
                 await asyncio.wait_for(error.quiesced(), GONE_S)
 
@@ -204,11 +232,10 @@ class Session:
         try:
             if before is not None:
                 await before.reached()
-            if load.request_id in self._loading:  # not cancelled meanwhile
+            if self._loading.get(load.request_id) is load:  # not cancelled meanwhile
                 await self._receive(load)
                 end = End.ARRIVED
         finally:
-            self._loading.pop(load.request_id, None)
             self._ends.put((load.request_id, end))
 
     async def _receive(self, load: Load) -> None:

@@ -1,0 +1,82 @@
+"""Print what the connector's scheduler side does with requests that are unlike most. Run by the Python that vLLM is
+installed for.
+
+.venv-engines/bin/python tests/engines/odd_requests.py
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from shared_leases import BLOCK, SPEC, TOKENS, Scheduler
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.vllm import register
+from kvferry.vllm.identity import digest_of
+from kvferry.vllm.step import Address
+
+COUNT = len(TOKENS)
+STATE = MambaSpec(block_size=BLOCK, shapes=((2, 8),), dtypes=(torch.float32,))
+HYBRID = KVCacheConfig(8, [], [KVCacheGroupSpec(["full"], SPEC), KVCacheGroupSpec(["state"], STATE)])
+
+
+def request(tokens: list[int] | None, **more: Any) -> Request:
+    asked = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    return Request("r", tokens, asked, None, **more)
+
+
+def prefilled(one: Request) -> dict[str, Any]:
+    """By an engine whose model has a state."""
+    side = Scheduler(HYBRID).side
+    side.reached_at({(0, 0): Address("127.0.0.1:9")})
+    whole = digest_of(one, COUNT - 1).hex()
+    side.admit(one)
+    assert side.loadable(one, 0) == (0, False)
+    side.allocated(one, ([0, 1], [2, 3]), 0)
+    one.append_output_token_ids(7)
+    one.num_computed_tokens, one.status = one.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
+    keeps, params = side.finished(one, ([0, 1], [2, 3]))
+    published = side._step.finished
+    parts = one.prompt_token_ids, one.prompt_embeds, one.prompt_is_token_ids
+    named = [each.digest.hex() for each in published] == [whole]
+    lengths = {len(part) for part in parts if part is not None}
+    return {
+        "kept": keeps, "told": (params or {}).get("remote_num_tokens"), "lengths": sorted(lengths),
+        "prompt": one.num_prompt_tokens, "names what was computed": named,
+    }  # fmt: skip
+
+
+def ended_by_vllm(*, fails: bool) -> dict[str, Any]:
+    """A load under way whose request vLLM ends with an error: since it failed, or for another reason."""
+    scheduler = Scheduler()
+    scheduler.comes("a")
+    scheduler.schedules("a")
+    scheduler.step()
+    scheduler.ends("a", RequestStatus.FINISHED_ERROR)
+    if fails:
+        scheduler.arrives("a", well=False)
+    cancelled = scheduler.step()["cancel"]
+    if not fails:
+        scheduler.arrives("a", well=False)
+    return {"missed": scheduler.side.missed.data, "cancel": cancelled}
+
+
+def main() -> None:
+    register()
+    rows = torch.arange(COUNT * 8, dtype=torch.bfloat16).view(COUNT, 8)
+    told = {
+        "tokens": prefilled(request(list(TOKENS))),
+        "embeddings": prefilled(request(None, prompt_embeds=rows)),
+        "both": prefilled(request(list(TOKENS), prompt_embeds=rows, prompt_is_token_ids=[i < 9 for i in range(COUNT)])),
+        "its load has failed": ended_by_vllm(fails=True),
+        "its load is under way": ended_by_vllm(fails=False),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

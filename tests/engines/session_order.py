@@ -1,0 +1,86 @@
+"""Print how calls of a vLLM worker's session at a real daemon end. Run by the Python that vLLM is installed for.
+
+.venv-engines/bin/python tests/engines/session_order.py SOCKET URL
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import httpx
+
+from kvferry.blocking import BlockingEngineClient
+from kvferry.manifest import ManifestBuilder, ModelInfo, Shard
+from kvferry.tables import BlockTable
+from kvferry.vllm.options import Options
+from kvferry.vllm.session import End, Session
+from kvferry.vllm.step import Publish
+
+BLOCK, BLOCKS, WITHIN_S = 16, 16, 20.0
+
+
+def engine(socket: str) -> BlockingEngineClient:
+    client = BlockingEngineClient.connect(socket, engine_id="p", epoch="1")
+    region = client.allocate(BLOCKS * BLOCK * 64)
+    rows = region.array().reshape(BLOCKS, BLOCK, 2, 32)
+    builder = ManifestBuilder("p", "1", ModelInfo(name="m", fingerprint="f"))
+    builder.region(0, "host", nbytes=region.nbytes, address=region.address)
+    builder.group("0", block_size=BLOCK, num_blocks=BLOCKS)
+    heads = Shard(axis="head", start=0, total=2)
+    builder.component("0", layer=0, name="k", array=rows, axes=("block", "slot", "head", "dim"), shard=heads)
+    client.register(builder.build())
+    return client
+
+
+def leases(url: str) -> list[str]:
+    return [lease["request_id"] for lease in httpx.get(f"{url}/v1/leases", trust_env=False).json()["leases"]]
+
+
+def publish(request_id: str, blocks: list[int], *, last: bool = True) -> Publish:
+    return Publish(request_id, {"0": BlockTable.of(blocks)}, BLOCK * len(blocks), last, b"digest")
+
+
+def ends(session: Session, count: int) -> list[tuple[str, str]]:
+    """The first `count` of them, or those that came in time."""
+    told: list[tuple[str, str]] = []
+    deadline = time.monotonic() + WITHIN_S
+    while len(told) < count and time.monotonic() < deadline:
+        ended: dict[End, set[str]] = session.ended(0.1)
+        told += [(request_id, end.name) for end, request_ids in ended.items() for request_id in request_ids]
+    return told
+
+
+def main() -> None:
+    client = engine(sys.argv[1])
+    session, told = Session(client, Options()), {}
+
+    def late() -> None:
+        """What is called next comes to the client's event loop in one turn."""
+        client._loop.call_soon_threadsafe(time.sleep, 0.05)
+
+    for name in ("at once", "in two parts"):
+        late()
+        if name == "in two parts":
+            session.publish(publish(name, [1, 2], last=False))
+        session.publish(publish(name, [1, 2, 3]))
+        session.revoke(name)
+    session.publish(publish("again", [1, 2]))
+    late()
+    session.revoke("again")
+    session.publish(publish("again", [3, 4]))
+    told["waits for what was published again"] = session.waiting
+
+    session.publish(publish("refused", [5, 6], last=False))
+    session.publish(publish("refused", [7, 8]))
+    session.hold("refused")
+    told["refused"] = sorted(ends(session, 2))
+    told["left then"] = [name for name in leases(sys.argv[2]) if name == "refused"]
+    print(json.dumps(told), flush=True)
+    sys.stdin.read()
+    client.close()
+
+
+if __name__ == "__main__":
+    main()
