@@ -294,7 +294,7 @@ class BlockingEngineClient:
         with self._giving:
             before, self._closing = self._closing, True
         if before:
-            self._thread.join()
+            self._thread.join(3 * CALL_S)
             return
         try:
             self._result(asyncio.run_coroutine_threadsafe(self._end(), self._loop), 2 * CALL_S)

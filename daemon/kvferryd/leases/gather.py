@@ -285,6 +285,6 @@ class Gather:
         self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
-        wants = f"want each of the {self._opening.chunks} chunks once, at most {UNREAD} that are not read yet"
-        remedy = f"{wants}, and say read of those that were packed"
+        chunks = self._opening.chunks
+        remedy = f"want each of the {chunks} chunks once, {UNREAD} unread at most, and say read of those that were packed"
         return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)
