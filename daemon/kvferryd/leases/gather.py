@@ -286,5 +286,7 @@ class Gather:
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
         chunks = self._opening.chunks
-        remedy = f"want each of the {chunks} chunks once, {UNREAD} unread at most, and say read of those that were packed"
+        remedy = (
+            f"want each of the {chunks} chunks once, {UNREAD} unread at most, and say read of those that were packed"
+        )
         return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)
