@@ -220,6 +220,7 @@ class EngineClient:
         readers: int = 0,
         after: Fence | None = None,
         digest: bytes = b"",
+        withdraw: bool = False,
     ) -> Lease:
         """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
 
@@ -231,8 +232,9 @@ class EngineClient:
         handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest:
         names what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
 
-        Raises KvferryError when the daemon refuses it; Unsettled when the daemon does not answer in time or the session
-        ends first: it may be published, and is withdrawn; `quiesced()` waits until nobody reads it. It is withdrawn too
+        Raises KvferryError when the daemon refuses it: what was published before it stays readable, or with `withdraw`
+        nobody reads it any more. Unsettled when the daemon does not answer in time or the session ends first: it may be
+        published, and is withdrawn; `quiesced()` waits until nobody reads it. It is withdrawn too
         when this call is cancelled.
         """
         request = engine_pb2.PublishRequest(
@@ -240,9 +242,9 @@ class EngineClient:
             metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
             after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
         )  # fmt: skip
-        return await self._publish(request)
+        return await self._publish(request, withdraw=withdraw)
 
-    async def _publish(self, request: engine_pb2.PublishRequest) -> Lease:
+    async def _publish(self, request: engine_pb2.PublishRequest, *, withdraw: bool) -> Lease:
         request_id = request.request_id
         known = self._leases.get(request_id)
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
@@ -269,7 +271,12 @@ class EngineClient:
             forget()
             # The end of the one before was heard while this was on its way.
             if error.code == "lease_ended" and self._leases.get(request_id) is not known:
-                return await self._publish(request)
+                return await self._publish(request, withdraw=withdraw)
+            if withdraw and known is not None and not known.over:
+                try:
+                    await self.abort(request_id)
+                except Unsettled as unsettled:
+                    await unsettled.quiesced()
             raise
         if lease.over:
             return lease

@@ -385,14 +385,8 @@ def test_params_that_cannot_be_ordered_from_are_a_clean_error(prefill: ForeignEn
 
 @pytest.mark.parametrize(
     "params",
-    [
-        r'{"remote_request_id": "\ud800"}',
-        r'{"\ud800": 1}',
-        '{"other": NaN}',
-        '{"other": -1e999}',
-        "[" * 800 + "]" * 800,
-    ],
-    ids=["half a character", "in a name", "nan", "infinite", "deep"],
+    [r'{"remote_request_id": "\ud800"}', r'{"\ud800": 1}', '{"other": NaN}', '{"other": -1e999}'],
+    ids=["half a character", "in a name", "nan", "infinite"],
 )
 def test_params_that_decode_cannot_be_sent_are_a_clean_error(
     params: str, prefill: ForeignEngine, decode: ForeignEngine

@@ -196,6 +196,15 @@ async def test_a_rank_that_closes_early_counts_for_a_name_that_comes_again(lease
     assert publish().state is LeaseState.RELEASED
 
 
+async def test_a_late_close_of_a_lease_that_was_withdrawn_does_not_count_for_the_next(
+    leases: Leases, publish: Publish
+) -> None:
+    publish()
+    leases.revoke("r", "by its engine")
+    leases.finished("r", READER)
+    assert publish().state is LeaseState.PUBLISHED
+
+
 async def test_closing_again_changes_nothing(leases: Leases, publish: Publish) -> None:
     lease = publish(readers=2)
     with lease.reading(READER) as opened:

@@ -7,7 +7,7 @@ import logging
 import ssl
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 import httpx
 
@@ -26,14 +26,18 @@ ASKS = 64
 
 
 class Sources:
-    """The prefill engines that have said who they are, by bootstrap address. One thread uses it: the scheduler's."""
+    """The prefill engines that have said who they are, by bootstrap address. One thread uses it, the scheduler's; a
+    thread of its own asks."""
 
     def __init__(self) -> None:
         self._known: Remembered[SourceBody] = Remembered()
         self._lock = threading.Lock()
-        """Held to change what is known: a thread for each address that is asked adds to it."""
+        """Held to change what is known."""
         self._asking: set[str] = set()
-        self._askers = ThreadPoolExecutor(ASKS, "kvferry-bootstrap")
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="kvferry-bootstrap", daemon=True).start()
+        none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx's own reads all authorities; this is no https
+        self._http = httpx.AsyncClient(timeout=ASK_S, trust_env=False, verify=none)
         self._glance_at = 0.0
         """When the scheduler may wait again."""
 
@@ -44,7 +48,7 @@ class Sources:
         """Whether it is known who prefills there. If not it is asked, and known later."""
         if address not in self._known and address not in self._asking and len(self._asking) < ASKS:
             self._asking.add(address)
-            asked = self._askers.submit(self._ask, address)
+            asked = asyncio.run_coroutine_threadsafe(self._ask(address), self._loop)
             if (now := time.monotonic()) >= self._glance_at:
                 self._glance_at = now + ASK_S
                 wait([asked], GLANCE_S)
@@ -55,9 +59,12 @@ class Sources:
         with self._lock:
             self._known.pop(address, None)
 
-    def _ask(self, address: str) -> None:
+    async def _ask(self, address: str) -> None:
+        """Within ASK_S, however slowly its name is found or its answer comes."""
         try:
-            source = SourceBody.model_validate_json(asyncio.run(_said_at(address)))
+            async with asyncio.timeout(ASK_S):
+                said = (await self._http.get(f"http://{address}{PATH}")).raise_for_status()
+            source = SourceBody.model_validate_json(said.content)
             with self._lock:
                 self._known[address] = source
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
@@ -65,10 +72,3 @@ class Sources:
             log.warning("no prefill engine answers at bootstrap address %s: %s", address, why)
         finally:
             self._asking.discard(address)
-
-
-async def _said_at(address: str) -> bytes:
-    """What is answered there within ASK_S, however slowly it comes. Raises TimeoutError and what httpx raises."""
-    none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx's own takes 20 ms to read all authorities; this is no https
-    async with asyncio.timeout(ASK_S), httpx.AsyncClient(timeout=ASK_S, trust_env=False, verify=none) as http:
-        return (await http.get(f"http://{address}{PATH}")).raise_for_status().content

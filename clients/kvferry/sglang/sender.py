@@ -64,8 +64,6 @@ class Sender(BaseKVSender):
         self._began: float | None = None
         self._order = asyncio.Lock()
         self._lease: Lease | None = None
-        self._begun = False
-        """A part of it is published, or may be."""
         self._end: Future[LeaseState] | None = None
         """Of the lease, once all of it has been sent."""
         self._revoked: Future[None] | None = None
@@ -118,7 +116,10 @@ class Sender(BaseKVSender):
         try:
             async with self._order:
                 if not self._aborted and (self._lease is None or not self._lease.over):
-                    self._lease = await self._publish_next(table, num_tokens, last, metadata, after)
+                    self._lease = await self._daemon.client.publish(
+                        lease_of(self._room), {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
+                        digest=self._prompt.digest, ttl_s=self.kv_mgr.rank.options.lease_ttl_s, withdraw=last,
+                    )  # fmt: skip
             if self._lease is None:
                 return LeaseState.REVOKED
             return await self._lease.ended() if last else LeaseState.PUBLISHING
@@ -128,32 +129,6 @@ class Sender(BaseKVSender):
         finally:
             if last and not self._aborted:
                 self.kv_mgr.senders.pop(self._room, None)
-
-    async def _publish_next(
-        self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, after: Fence | None
-    ) -> Lease:
-        """Where the last one is refused, what was published before it ends with it."""
-        try:
-            lease = await self._daemon.client.publish(
-                lease_of(self._room), {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
-                digest=self._prompt.digest, ttl_s=self.kv_mgr.rank.options.lease_ttl_s,
-            )  # fmt: skip
-        except Unsettled:  # it is withdrawn already, and all before it
-            self._begun = True
-            raise
-        except KvferryError:
-            if last and self._begun and (self._lease is None or not self._lease.over):
-                await self._end_lease()
-            raise
-        self._begun = True
-        return lease
-
-    async def _end_lease(self) -> None:
-        """Wait until no read of it can succeed any more."""
-        try:
-            await self._daemon.client.abort(lease_of(self._room))
-        except Unsettled as error:
-            await error.quiesced()
 
     def poll(self) -> Any:
         told = self._revoked is None or self._revoked.done()
@@ -190,7 +165,9 @@ class Sender(BaseKVSender):
             if self.kv_mgr.senders.get(self._room) is not self:  # its lease has ended: another's may be there
                 return
             try:
-                await self._end_lease()
+                await self._daemon.client.abort(lease_of(self._room))
+            except Unsettled as error:
+                await error.quiesced()
             finally:
                 self.kv_mgr.senders.pop(self._room, None)
 

@@ -1020,7 +1020,7 @@ class OrderRequest(google.protobuf.message.Message):
     ordered_s: builtins.float
     """what deadline_s was when the order came; 0: the same"""
     registered_s: builtins.float
-    """for how long that rank has been registered: it knows of no attempt that began before"""
+    """for how long that rank has been registered: it may count anew since"""
     key: builtins.bytes
     """of the roster: orders come from ranks of the same engine only"""
     @property

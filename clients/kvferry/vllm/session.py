@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import Lease, Unsettled
+from kvferry.engine import Unsettled
 from kvferry.errors import KvferryError
 from kvferry.handoff import lease_name
 from kvferry.memory.fences import Fence
@@ -30,11 +30,9 @@ GONE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A request that is published. order: of its publishes. begun: a part of it is published, or may be. over: set when
-    the lease of the last one has ended."""
+    """A request that is published. order: of its publishes. over: set when the lease of the last one has ended."""
 
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    begun: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -61,8 +59,8 @@ class End(enum.Enum):
 class Session:
     """Called by the worker's thread; the work is done on the client's event loop.
 
-    Which requests are published or loaded is written by the worker's thread alone, in the order of its calls, whenever
-    the loop comes to the work. Work that finds another entry than its own, or none, has been taken back meanwhile.
+    The worker's thread alone writes down which requests are published or loaded, in the order of its calls: the loop
+    may come to the work late. Work that then finds another entry than its own, or none, has been taken back.
     """
 
     def __init__(self, daemon: BlockingEngineClient, options: Options) -> None:
@@ -114,7 +112,11 @@ class Session:
 
     def hold(self, request_id: str) -> None:
         """Report the request, all of which is published, as sent when its lease has ended."""
-        self._start(self._hold(request_id, self._kept[request_id]))
+        if (kept := self._kept.get(request_id)) is not None:
+            self._start(self._hold(request_id, kept))
+        else:
+            log.error("request %s is to be held, and was not published", request_id)
+            self._ends.put((request_id, End.SENT))
 
     def end_unread(self, request_id: str) -> None:
         """End its lease, which no reader will come for; it is reported as sent like any other that is held."""
@@ -172,7 +174,11 @@ class Session:
             async with kept.order:
                 if self._kept.get(publish.request_id) is not kept:
                     return  # revoked meanwhile
-                lease = await self._publish_next(publish, after, kept)
+                lease = await self._daemon.client.publish(
+                    lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
+                    metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
+                    withdraw=publish.last,
+                )  # fmt: skip
             if publish.last:
                 await lease.ended()
         except KvferryError as error:
@@ -184,31 +190,6 @@ class Session:
         finally:
             if publish.last:
                 kept.over.set()
-
-    async def _publish_next(self, publish: Publish, after: Fence | None, kept: Kept) -> Lease:
-        """Where the last one is refused, what was published before it ends with it."""
-        name = lease_name(publish.request_id)
-        try:
-            lease = await self._daemon.client.publish(
-                name, publish.tables, publish.num_tokens, digest=publish.digest, metadata=publish.metadata,
-                more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
-            )  # fmt: skip
-        except Unsettled:  # it is withdrawn already, and all before it
-            kept.begun = True
-            raise
-        except KvferryError:
-            if publish.last and kept.begun:
-                await self._end_lease(name)
-            raise
-        kept.begun = True
-        return lease
-
-    async def _end_lease(self, name: str) -> None:
-        """Wait until no read of it can succeed any more."""
-        try:
-            await self._daemon.client.abort(name)
-        except Unsettled as error:
-            await error.quiesced()
 
     async def _hold(self, request_id: str, kept: Kept) -> None:
         await kept.over.wait()

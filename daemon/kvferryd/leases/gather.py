@@ -147,8 +147,11 @@ class Gather:
             return
         try:
             for chunk in said.want:
-                if chunk in self._begun or chunk >= self._opening.chunks or self._count_unread() >= UNREAD:
+                if chunk in self._begun or chunk >= self._opening.chunks:
                     raise self._malformed("want", chunk)
+                if self._count_unread() >= UNREAD:
+                    why, remedy = f"{UNREAD} chunks are wanted and not read", "say read of those that were packed"
+                    raise Malformed("malformed_pack", why, field="want", value=chunk, remedy=remedy)
                 self._begun.add(chunk)
                 self._wanted.append(chunk)
             for chunk in said.read:
@@ -285,8 +288,5 @@ class Gather:
         self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
-        chunks = self._opening.chunks
-        remedy = (
-            f"want each of the {chunks} chunks once, {UNREAD} unread at most, and say read of those that were packed"
-        )
+        remedy = f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed"
         return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)

@@ -89,6 +89,8 @@ class Keeper:
         self._next_turn: tuple[float, str] | None = None
         """When the next daemon's turn is, and what became of the one before: none serves now."""
         self._standby: Daemon | None = None
+        self._loads_s = LOADS_S
+        """Twice as long after each daemon that was killed for it: disks may be slow."""
         self._next_standby: float | None = None
         """When another one is started, since the last one has died."""
         self._current = self._started()
@@ -114,18 +116,18 @@ class Keeper:
             if self._next_standby is not None and self._next_standby <= now:
                 self._stand_by()
             for daemon in self._hanging():
-                if daemon.started + LOADS_S <= now:
-                    self._report(f"a daemon has not loaded within {LOADS_S:g} s: it is killed")
-                    daemon.loading = False
+                if daemon.started + self._loads_s <= now:
+                    self._report(f"a daemon has not loaded within {self._loads_s:g} s: it is killed")
+                    self._loads_s, daemon.loading = 2 * self._loads_s, False
                     daemon.signal(signal.SIGKILL)
         return self._status
 
-    def _start(self, so: str) -> Daemon | None:
-        """Another daemon; None where none can be started now, as is reported. so: what follows from that."""
+    def _start(self, otherwise: str) -> Daemon | None:
+        """Another daemon; None where none can be started now, which is reported with what happens otherwise."""
         try:
             return self._started()
         except OSError as error:  # no process, no descriptor, or no interpreter while it is replaced
-            self._report(f"no daemon can be started now ({error}): {so}")
+            self._report(f"no daemon can be started now ({error}): {otherwise}")
             return None
 
     def _started(self) -> Daemon:
@@ -164,10 +166,11 @@ class Keeper:
             case {"log_format": form}:
                 self._json = form == "json"
             case "loaded":
-                daemon.loading = False
+                self._loads_s, daemon.loading = LOADS_S, False
                 if self._upgrading and daemon is self._standby:
                     self._current.signal(signal.SIGTERM)
             case "serving":
+                daemon.loading = False
                 daemon.since, self._served = time.monotonic(), True
                 self._stand_by()
             case {"device": str(device), "nbytes": int(nbytes)}:
@@ -279,7 +282,7 @@ class Keeper:
     def _left_s(self) -> float | None:
         """Until something is to be started, or killed; None when nothing is."""
         times = [*(self._next_turn or ())[:1], *filter(None, [self._next_standby])]
-        times += [daemon.started + LOADS_S for daemon in self._hanging()]
+        times += [daemon.started + self._loads_s for daemon in self._hanging()]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _follow(self) -> None:

@@ -45,7 +45,7 @@ class Ranks:
         """This rank has not got its KV: the others need not go on."""
         for rank, share in transfer.ranks.items():
             if not share.state.ended and rank in engine.members:
-                self._tasks.spawn(self._abort(transfer, engine, engine.members[rank]))
+                self._tasks.spawn(self._abort(transfer, engine, rank))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -99,10 +99,11 @@ class Ranks:
     async def _follow(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
         """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing: the other ranks'
         parts go on until they have ended too."""
-        attempt = transfer.attempt
+        request = _request(transfer, engine, rank)
+        transfer.told[rank] = request.attempt
         try:
             async with self._asking(engine, address) as stub:
-                call = stub.Order(_request(transfer, engine, rank))
+                call = stub.Order(request)
                 try:
                     async for reply in call:
                         transfer.set_rank(_rank_transfer(reply, rank, address))
@@ -111,7 +112,7 @@ class Ranks:
         except KvferryError as error:
             ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
             over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
-            if transfer.counted and ahead > attempt and not over:
+            if transfer.counted and ahead > request.attempt and not over:
                 # That rank has seen more attempts than we have; this one is still under way.
                 transfer.attempt = max(ahead, transfer.attempt)
                 await self._follow(transfer, engine, rank, address)
@@ -147,19 +148,19 @@ class Ranks:
             why = PeerFailed("rank_failed", message, field="rank", value=share.rank, remedy=remedy)
         transfer.stop(share.state, why)
 
-    async def _abort(self, transfer: Transfer, engine: Engine, address: str) -> None:
+    async def _abort(self, transfer: Transfer, engine: Engine, rank: int) -> None:
         why = transfer.problem.code if transfer.problem else transfer.state.value
         request = peer_pb2.AbortRequest(
             engine_id=engine.engine_id,
             request_id=transfer.request_id,
             reason=f"rank {engine.rank}: {why}",
             rank=engine.rank,
-            attempt=transfer.attempt,
+            attempt=transfer.told.get(rank, transfer.attempt),
             failed=transfer.state is TransferState.FAILED,
             key=engine.roster_key,
         )
         with contextlib.suppress(KvferryError):  # best effort: the other rank has the same deadline
-            async with self._asking(engine, address) as stub:
+            async with self._asking(engine, engine.members[rank]) as stub:
                 await stub.Abort(request, timeout=self._config.connect_timeout_s)
 
 

@@ -81,6 +81,8 @@ class Transfer:
         self.machine: Machine[TransferState] = Machine(TRANSFER, TransferState.WAITING)
         self.ranks: dict[int, RankTransfer] = {}
         """The other ranks' parts, on a rank that hands the order on."""
+        self.told: dict[int, int] = {}
+        """Which attempt it is for each of them. Ranks count apart."""
         self.created_at = time.time()
         self.over_at: float | None = None
         self.over_number = 0
@@ -114,7 +116,7 @@ class Transfer:
         """The record as JSON, and what it was made of."""
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
-        self._engines_s = deadline_s
+        self._given_s = deadline_s
         self.set_deadline(deadline_s or around.config.deadline_s)
         self._task = asyncio.create_task(self._run(engine), name=f"transfer-{request_id}")
 
@@ -129,7 +131,7 @@ class Transfer:
 
     def take_order(self, order: Order, reader: peer_pb2.Reader) -> None:
         self.order, self.reader = order, reader
-        if order.deadline_s is not None or not self._engines_s:
+        if order.deadline_s is not None or not self._given_s:
             self.set_deadline(order.deadline_s or self._around.config.deadline_s, order.ordered_s)
         if self.reservation is not None:
             self._matched.set()

@@ -225,9 +225,9 @@ class Transfers:
         A transfer under way whose number was counted takes over the number of an order that it has waited for, and a
         higher one that was counted elsewhere.
 
-        What has ended answers no rank that means another attempt: one that was registered `since` and counts anew, or
-        that counted an order where this one never had any. It is told which number is free. Raises KvferryError
-        (`stale_attempt`, `aborted`).
+        A rank that counted the number may mean another attempt than the one that ended here with it: it was registered
+        only `since`, and counts anew, or it has an order and this one never had any. It is told which number is free.
+        Raises KvferryError (`stale_attempt`, `aborted`).
         """
         current = self._current.get(key)
         dead, died_at = self._dead.get(key, (0, 0.0))
@@ -236,7 +236,7 @@ class Transfers:
                 raise _over(key, attempt, dead + 1)
             raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
         ended = current is not None and current.ended.is_set() and attempt <= current.attempt
-        if current and ended and since is not None and (current.began < since or (counted and current.order is None)):
+        if current and ended and counted and since is not None and (current.began < since or current.order is None):
             raise _over(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
             return current
@@ -324,8 +324,8 @@ class Transfers:
         attempt: of another rank, which has ended there; a later one is left alone. failed: it did not abort but fail.
         """
         key = _key(engine, request_id)
-        if attempt:
-            self._dead[key] = max(attempt, self._dead.get(key, (0, 0.0))[0]), time.monotonic()
+        if attempt > self._dead.get(key, (0, 0.0))[0]:
+            self._dead[key] = attempt, time.monotonic()
         transfer = self._current.get(key)
         if transfer is None or (attempt and transfer.attempt > attempt):
             return False
@@ -387,7 +387,7 @@ def _key(engine: Engine | Rank, request_id: str) -> Key:
 
 
 def _over(key: Key, attempt: int, free: int) -> Conflict:
-    why = f"an attempt {attempt} of request {key[2]} has ended here, and it was another one"
+    why = f"attempt {attempt} of request {key[2]} that has ended on this rank is not the one that is ordered now"
     return Conflict(STALE_ATTEMPT, why, field="attempt", value=free, remedy=HIGHER)
 
 

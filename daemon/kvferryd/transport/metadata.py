@@ -201,7 +201,7 @@ class Screen:
         answers: list[str] = []
         try:
             question = json.dumps([READING * timeout_s, [each.question for each in together]]).encode() + b"\n"
-            answering = await self._heard(question, timeout_s)
+            answering = await self._ask_it(question, timeout_s)
             self._loads += len(together)
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(ValueError):  # it has died
@@ -213,23 +213,24 @@ class Screen:
                 await self.close()  # a failed load may have left anything behind in it
         return answers or [""] * len(together)
 
-    async def _heard(self, question: bytes, timeout_s: float) -> asyncio.StreamReader:
-        """Where the process answers, once it has the question: from then on it may die of it. One that died while
-        nobody asked says nothing of a peer, and another is started.
+    async def _ask_it(self, question: bytes, timeout_s: float) -> asyncio.StreamReader:
+        """Where its answers will come, once the process has said that it has the question: what it does from then on
+        tells of the peers. One that has died before, or is silent, tells nothing of them, and another is started.
 
-        Raises TransportError, TimeoutError.
+        Raises TransportError.
         """
         for _ in range(2):
             process = self._process or await self._start()
             assert process.stdin is not None and process.stdout is not None
-            async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(timeout_s):
                     process.stdin.write(question)
                     await process.stdin.drain()
                     if await process.stdout.readline():
                         return process.stdout
             await self.close()
-        raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
+        why = "the process that tries peers' metadata dies, or does not answer, before it tries any"
+        raise TransportError("transport_failed", why)
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = process = await asyncio.create_subprocess_exec(
