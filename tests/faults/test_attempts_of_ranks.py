@@ -37,18 +37,17 @@ class Scene:
         await self.source.publish(request_id, blocks, TOKENS)
         return kv
 
-    async def restart_rank_0(self) -> None:
+    async def restart(self, rank: int) -> None:
         """Its daemon is killed, and its engine attaches to the next one in the same epoch, with new memory."""
-        before = self.daemons[0]
+        before, reader = self.daemons[rank], self.reader
         before.signal(signal.SIGKILL)
         await asyncio.to_thread(before.process.wait, TIMEOUT_S)
-        await self.reader.ranks[0].client.close()
-        self.daemons[0] = daemon = self.again(before)
-        reader = self.reader
+        await reader.ranks[rank].client.close()
+        self.daemons[rank] = daemon = self.again(before)
         async with AsyncExitStack() as stack:
             routers = [await stack.enter_async_context(RouterClient(each.url)) for each in self.daemons]
-            await until(routers[0].healthy, "it serves")
-            reader.ranks[0] = await start_rank(reader.engine_id, daemon.socket, THREE, 0, reader.epoch)
+            await until(routers[rank].healthy, "it serves")
+            reader.ranks[rank] = await start_rank(reader.engine_id, daemon.socket, THREE, rank, reader.epoch)
             for router in routers:
                 await until(lambda router=router: is_ready(router), "all ranks have joined")
 
@@ -78,7 +77,7 @@ async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_b
     order = OrderBody(request_id=request_id, source=scene.source.source(), destination=destination)
     for again in (False, True):
         if again:
-            await scene.restart_rank_0()
+            await scene.restart(0)
         kv, expected = await scene.published(request_id), reader.snapshot()
         reader.write_into(expected, kv, blocks)
         async with RouterClient(scene.daemons[0].url) as router:
@@ -89,6 +88,33 @@ async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_b
                 assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
             record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
         assert record.state is TransferState.DONE, record
+        assert reader.differences(expected) == ""
+
+
+async def test_ranks_that_count_one_attempt_differently_do_not_answer_for_another(
+    scene: Scene, request_id: str
+) -> None:
+    """Two count from 1 again, and the third does not; the first of them is the first with the next attempt."""
+    reader, blocks, source = scene.reader, scene.reader.take(TOKENS), scene.source.source()
+
+    async def receive(rank: int) -> None:
+        await reader.ranks[rank].client.receive(request_id, blocks.tables(), source=source)
+
+    for first in (0, 0, 2):
+        if first == 0 and reader.ranks[1].memory.any():
+            await scene.restart(0)
+            await scene.restart(2)
+        kv, expected = await scene.published(request_id), reader.snapshot()
+        reader.write_into(expected, kv, blocks)
+        async with RouterClient(scene.daemons[(first + 1) % 3].url) as other:
+            before = len(await other.transfers(request_id))
+            ahead = asyncio.create_task(receive(first))
+
+            async def handed_on(other: RouterClient = other, before: int = before) -> bool:
+                return len(await other.transfers(request_id)) > before
+
+            await until(handed_on, "it is handed on")
+            await asyncio.gather(ahead, *(receive(rank) for rank in range(3) if rank != first))
         assert reader.differences(expected) == ""
 
 

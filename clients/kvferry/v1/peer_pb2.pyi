@@ -999,7 +999,7 @@ class OrderRequest(google.protobuf.message.Message):
     COUNTED_FIELD_NUMBER: builtins.int
     X_REQUEST_ID_FIELD_NUMBER: builtins.int
     ORDERED_S_FIELD_NUMBER: builtins.int
-    REGISTERED_S_FIELD_NUMBER: builtins.int
+    BEGAN_S_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
@@ -1019,8 +1019,8 @@ class OrderRequest(google.protobuf.message.Message):
     x_request_id: builtins.str
     ordered_s: builtins.float
     """what deadline_s was when the order came; 0: the same"""
-    registered_s: builtins.float
-    """for how long that rank has been registered: it may count anew since"""
+    began_s: builtins.float
+    """for how long that rank's part has been there: what ended before is another attempt's"""
     key: builtins.bytes
     """of the roster: orders come from ranks of the same engine only"""
     @property
@@ -1048,11 +1048,11 @@ class OrderRequest(google.protobuf.message.Message):
         counted: builtins.bool = ...,
         x_request_id: builtins.str = ...,
         ordered_s: builtins.float = ...,
-        registered_s: builtins.float = ...,
+        began_s: builtins.float = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "priority", b"priority", "rank", b"rank", "registered_s", b"registered_s", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "began_s", b"began_s", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 

@@ -169,7 +169,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         transfer, _ = ferry.jobs.order(
             engine, request.request_id, order, brought,
             attempt=request.attempt, counted=request.counted,
-            since=time.monotonic() - (request.registered_s or math.inf),
+            since=time.monotonic() - (request.began_s or math.inf),
         )  # fmt: skip
         await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
         while not transfer.ended.is_set():

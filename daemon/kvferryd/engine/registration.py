@@ -7,7 +7,6 @@ import functools
 import hashlib
 import hmac
 import secrets
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -66,7 +65,6 @@ class Engine:
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
     _alone: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """In place of the roster's key where there is no roster."""
-    registered_at: float = field(default_factory=time.monotonic)
     unseeded: str = ""
     """Why the seed of its roster does not answer; empty while it does."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)

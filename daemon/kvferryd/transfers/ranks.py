@@ -175,7 +175,7 @@ def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderReq
         source=engine_pb2.Source(engine_id=order.engine_id, address=order.address, epoch=order.epoch),
         deadline_s=max(1e-3, left_s),
         ordered_s=transfer.ordered_s,
-        registered_s=time.monotonic() - engine.registered_at,
+        began_s=time.monotonic() - transfer.began,
         traceparent=order.trace.traceparent,
         x_request_id=order.trace.x_request_id,
         rank=engine.rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import defaultdict
@@ -85,6 +86,8 @@ class Transfer:
         """Which attempt it is for each of them. Ranks count apart."""
         self.created_at = time.time()
         self.over_at: float | None = None
+        self.over_since = math.inf
+        """The same, on the monotonic clock."""
         self.over_number = 0
         """Which one it was of all that were over, from 1; 0 while it is not."""
         self.nbytes = self.descriptors = 0

@@ -113,8 +113,8 @@ class Transfers:
     ) -> tuple[Transfer, bool]:
         """Take an order; (its transfer, whether the order is new).
 
-        brought: reservations that came with it, by rank. since: when the rank that handed it on was registered, by the
-        monotonic clock here; None for an order that is handed on from here. counted: the number was counted by that
+        brought: reservations that came with it, by rank. since: when the part of the rank that handed it on began, by
+        the monotonic clock here; None for an order that is handed on from here. counted: the number was counted by that
         rank's daemon. Raises KvferryError:
         `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `tables_not_allowed`,
         `full`, `draining`.
@@ -225,9 +225,9 @@ class Transfers:
         A transfer under way whose number was counted takes over the number of an order that it has waited for, and a
         higher one that was counted elsewhere.
 
-        A rank that counted the number may mean another attempt than the one that ended here with it: it was registered
-        only `since`, and counts anew, or it has an order and this one never had any. It is told which number is free.
-        Raises KvferryError (`stale_attempt`, `aborted`).
+        Where daemons count, equal numbers may be of different attempts: one that was started anew counts from 1. What
+        was over before the part of the rank that asks began (`since`) is another attempt's, and the rank is told which
+        number is free. Raises KvferryError (`stale_attempt`, `aborted`).
         """
         current = self._current.get(key)
         dead, died_at = self._dead.get(key, (0, 0.0))
@@ -235,8 +235,7 @@ class Transfers:
             if counted and since is not None and died_at < since:
                 raise _over(key, attempt, dead + 1)
             raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
-        ended = current is not None and current.ended.is_set() and attempt <= current.attempt
-        if current and ended and counted and since is not None and (current.began < since or current.order is None):
+        if counted and since is not None and current and attempt <= current.attempt and current.over_since < since:
             raise _over(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
             return current
@@ -302,7 +301,7 @@ class Transfers:
     def _on_over(self, transfer: Transfer) -> None:
         if transfer.over and not transfer.over_number:
             self._overs += 1
-            transfer.over_number, transfer.over_at = self._overs, time.time()
+            transfer.over_number, transfer.over_at, transfer.over_since = self._overs, time.time(), time.monotonic()
             del self._under_way[transfer]
             transfer.wake()
 
