@@ -215,22 +215,21 @@ class Screen:
 
     async def _ask_it(self, question: bytes, timeout_s: float) -> asyncio.StreamReader:
         """Where its answers will come, once the process has said that it has the question: what it does from then on
-        tells of the peers. One that has died before, or is silent, tells nothing of them, and another is started.
+        tells of the peers. One that has died before tells nothing of them, and another is started.
 
-        Raises TransportError.
+        Raises TransportError, TimeoutError.
         """
         for _ in range(2):
             process = self._process or await self._start()
             assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(ConnectionError):
                     process.stdin.write(question)
                     await process.stdin.drain()
                     if await process.stdout.readline():
                         return process.stdout
             await self.close()
-        why = "the process that tries peers' metadata dies, or does not answer, before it tries any"
-        raise TransportError("transport_failed", why)
+        raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._process = process = await asyncio.create_subprocess_exec(
