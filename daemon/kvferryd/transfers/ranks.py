@@ -45,7 +45,7 @@ class Ranks:
         """This rank has not got its KV: the others need not go on."""
         for rank, share in transfer.ranks.items():
             if not share.state.ended and rank in engine.members:
-                self._tasks.spawn(self._abort(transfer, engine, rank))
+                self._tasks.spawn(self._abort(transfer, engine, rank, engine.members[rank]))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -148,7 +148,7 @@ class Ranks:
             why = PeerFailed("rank_failed", message, field="rank", value=share.rank, remedy=remedy)
         transfer.stop(share.state, why)
 
-    async def _abort(self, transfer: Transfer, engine: Engine, rank: int) -> None:
+    async def _abort(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
         why = transfer.problem.code if transfer.problem else transfer.state.value
         request = peer_pb2.AbortRequest(
             engine_id=engine.engine_id,
@@ -160,7 +160,7 @@ class Ranks:
             key=engine.roster_key,
         )
         with contextlib.suppress(KvferryError):  # best effort: the other rank has the same deadline
-            async with self._asking(engine, engine.members[rank]) as stub:
+            async with self._asking(engine, address) as stub:
                 await stub.Abort(request, timeout=self._config.connect_timeout_s)
 
 
