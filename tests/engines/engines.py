@@ -237,6 +237,18 @@ def kv_rows(engine: Service, tokens: int) -> set[Row]:
 
 
 @contextmanager
+def lone_daemon() -> Iterator[DaemonService]:
+    """A daemon that serves, with no engine."""
+    fleet = Engines()
+    try:
+        daemon = fleet.daemon("p-0")
+        asyncio.run(fleet.ready(daemon, timeout_s=60))
+        yield daemon
+    finally:
+        fleet.close()
+
+
+@contextmanager
 def several(
     model: ModelConfig | Callable[[Path], None],
     sides: Mapping[str, dict[str, Any]],

@@ -10,28 +10,14 @@ import sys
 import time
 
 import httpx
+from small_engine import BLOCK, attached
 
-from kvferry.blocking import BlockingEngineClient
-from kvferry.manifest import ManifestBuilder, ModelInfo, Shard
 from kvferry.tables import BlockTable
 from kvferry.vllm.options import Options
 from kvferry.vllm.session import End, Session
 from kvferry.vllm.step import Publish
 
-BLOCK, BLOCKS, WITHIN_S = 16, 16, 20.0
-
-
-def engine(socket: str) -> BlockingEngineClient:
-    client = BlockingEngineClient.connect(socket, engine_id="p", epoch="1")
-    region = client.allocate(BLOCKS * BLOCK * 64)
-    rows = region.array().reshape(BLOCKS, BLOCK, 2, 32)
-    builder = ManifestBuilder("p", "1", ModelInfo(name="m", fingerprint="f"))
-    builder.region(0, "host", nbytes=region.nbytes, address=region.address)
-    builder.group("0", block_size=BLOCK, num_blocks=BLOCKS)
-    heads = Shard(axis="head", start=0, total=2)
-    builder.component("0", layer=0, name="k", array=rows, axes=("block", "slot", "head", "dim"), shard=heads)
-    client.register(builder.build())
-    return client
+WITHIN_S = 20.0
 
 
 def leases(url: str) -> list[str]:
@@ -53,7 +39,7 @@ def ends(session: Session, count: int) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    client = engine(sys.argv[1])
+    client = attached(sys.argv[1], "0")
     session, told = Session(client, Options()), {}
 
     def late() -> None:

@@ -17,36 +17,22 @@ import httpx
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
+from small_engine import BLOCK, attached
 
-from kvferry.blocking import BlockingEngineClient
-from kvferry.manifest import ManifestBuilder, ModelInfo, Shard
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
 from kvferry.sglang.sender import Sender
 
-PAGE, PAGES, WITHIN_S = 16, 16, 20.0
+WITHIN_S = 20.0
 METADATA = ctypes.create_string_buffer(100 << 10)
 """More than a daemon takes."""
 
 
-def engine(socket: str) -> BlockingEngineClient:
-    client = BlockingEngineClient.connect(socket, engine_id="p", epoch="1")
-    region = client.allocate(PAGES * PAGE * 64)
-    rows = region.array().reshape(PAGES, PAGE, 2, 32)
-    builder = ManifestBuilder("p", "1", ModelInfo(name="m", fingerprint="f"))
-    builder.region(0, "host", nbytes=region.nbytes, address=region.address)
-    builder.group(GROUP, block_size=PAGE, num_blocks=PAGES)
-    heads = Shard(axis="head", start=0, total=2)
-    builder.component(GROUP, layer=0, name="k", array=rows, axes=("block", "slot", "head", "dim"), shard=heads)
-    client.register(builder.build())
-    return client
-
-
 def main() -> None:
-    client = engine(sys.argv[1])
+    client = attached(sys.argv[1], GROUP)
     idle, options = SimpleNamespace(wake_after=lambda end: None), SimpleNamespace(lease_ttl_s=60.0)
     manager = SimpleNamespace(
-        senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=PAGE),
+        senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK),
         aux_rows=lambda index: [(ctypes.addressof(METADATA), len(METADATA))],
         rank=SimpleNamespace(daemon=client, written=lambda: None, options=options, idle=idle),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from sglang_engines import PYTHON, START_S
 
-from engines import Engines
+from engines import lone_daemon
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -19,16 +18,11 @@ def test_a_last_publish_that_is_refused_ends_what_was_published_before_it() -> N
     """Before the request has failed: its pages are SGLang's again then."""
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
-    fleet = Engines()
-    try:
-        daemon = fleet.daemon("p-0")
-        asyncio.run(fleet.ready(daemon, timeout_s=60))
+    with lone_daemon() as daemon:
         command = [PYTHON, Path(__file__).with_name("sglang_refused.py"), str(daemon.socket), daemon.url]
         done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout.splitlines()[-1])
-    finally:
-        fleet.close()
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
     assert told["failed"]
     assert "metadata" in told["why"]
     assert told["left"] == []

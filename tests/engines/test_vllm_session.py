@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines import PYTHON, START_S, Engines, leases_at
+from engines import PYTHON, START_S, leases_at, lone_daemon
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -21,10 +20,7 @@ def told() -> Iterator[dict[str, Any]]:
     """By session_order.py; with `leases`, the blocks of those that are left at the end."""
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: make engines-venv installs one")
-    fleet = Engines()
-    try:
-        daemon = fleet.daemon("p-0")
-        asyncio.run(fleet.ready(daemon, timeout_s=60))
+    with lone_daemon() as daemon:
         script = Path(__file__).with_name("session_order.py")
         command = [PYTHON, script, str(daemon.socket), daemon.url]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -34,8 +30,6 @@ def told() -> Iterator[dict[str, Any]]:
             process.stdin.close()
         assert said, "the script has failed: its error is above"
         yield json.loads(said) | {"leases": leases}
-    finally:
-        fleet.close()
 
 
 def test_what_is_revoked_is_not_published_however_late_the_loop_comes_to_it(told: dict[str, Any]) -> None:

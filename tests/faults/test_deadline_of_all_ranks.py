@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from stopping import stopped
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, PeerRequest, TransferRecord, TransferState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 TOKENS, DEADLINE_MS, ENDS_S = 40, 1000, 15.0
@@ -34,6 +35,16 @@ async def source_of(stack: AsyncExitStack, daemons: Daemons, name: str, request_
     engine.write(Kv.random(TOKENS), blocks)
     await engine.publish(request_id, blocks, TOKENS)
     return engine
+
+
+async def reader_of_two(
+    stack: AsyncExitStack, daemons: Daemons, name: str
+) -> tuple[Sequence[DaemonService], TestEngine, list[RouterClient]]:
+    """An engine with two ranks: (their daemons, the engine, a client of each daemon)."""
+    ours = await daemons.start(name, 2)
+    reader = await TestEngine.start(name, ours, TWO)
+    stack.push_async_callback(reader.close)
+    return ours, reader, [await stack.enter_async_context(RouterClient(daemon.url)) for daemon in ours]
 
 
 async def outcome(router: RouterClient, source: TestEngine, request_id: str) -> TransferRecord:
@@ -53,10 +64,7 @@ def fails_at_rank_1(record: TransferRecord) -> None:
 
 async def test_a_rank_whose_daemon_is_stopped(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
     source = await source_of(stack, daemons, "stopped-source", request_id)
-    ours = await daemons.start("stopped-reader", 2)
-    reader = await TestEngine.start("stopped-reader", ours, TWO)
-    stack.push_async_callback(reader.close)
-    router = await stack.enter_async_context(RouterClient(ours[0].url))
+    ours, reader, (router, _) = await reader_of_two(stack, daemons, "stopped-reader")
     await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
     receiving = asyncio.create_task(reader.ranks[0].client.receive(request_id, reader.take(TOKENS).tables()))
     with stopped(ours[1].process.pid):
@@ -70,10 +78,7 @@ async def test_a_rank_that_was_handed_an_order_names_the_deadline_that_was_order
 ) -> None:
     """And not what was left of it."""
     source = await source_of(stack, daemons, "handed-source", request_id)
-    ours = await daemons.start("handed-reader", 2)
-    reader = await TestEngine.start("handed-reader", ours, TWO)
-    stack.push_async_callback(reader.close)
-    first, second = [await stack.enter_async_context(RouterClient(daemon.url)) for daemon in ours]
+    ours, _, (first, second) = await reader_of_two(stack, daemons, "handed-reader")
     await first.order(OrderBody(request_id=request_id, source=source.source(), deadline_ms=5 * DEADLINE_MS))
     await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
     with stopped(ours[0].process.pid):
@@ -87,10 +92,7 @@ async def test_an_attempt_that_is_deleted_late_leaves_the_next_one_alone(
 ) -> None:
     """The first goes on at a rank whose daemon is stopped, so it is not over."""
     source = await source_of(stack, daemons, "late-source", request_id)
-    ours = await daemons.start("late-reader", 2)
-    reader = await TestEngine.start("late-reader", ours, TWO)
-    stack.push_async_callback(reader.close)
-    first, second = [await stack.enter_async_context(RouterClient(daemon.url)) for daemon in ours]
+    ours, _, (first, second) = await reader_of_two(stack, daemons, "late-reader")
     body = OrderBody(request_id=request_id, source=source.source(), attempt=1)
     before = await first.order(body)
     await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
