@@ -26,13 +26,13 @@ ASKS = 64
 
 
 class Sources:
-    """The prefill engines that have said who they are, by bootstrap address. One thread uses it, the scheduler's; a
-    thread of its own asks."""
+    """The prefill engines that are known, by bootstrap address. SGLang's scheduler calls it; another thread sends the
+    HTTP requests."""
 
     def __init__(self) -> None:
         self._known: Remembered[SourceBody] = Remembered()
         self._lock = threading.Lock()
-        """Held to change what is known."""
+        """Guards changes of `_known`."""
         self._asking: set[str] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="kvferry-bootstrap", daemon=True).start()

@@ -1020,7 +1020,7 @@ class OrderRequest(google.protobuf.message.Message):
     ordered_s: builtins.float
     """what deadline_s was when the order came; 0: the same"""
     began_s: builtins.float
-    """for how long that rank's part has been there: what ended before is another attempt's"""
+    """for how long that rank's part has been there: what was over before belongs to another attempt"""
     key: builtins.bytes
     """of the roster: orders come from ranks of the same engine only"""
     @property

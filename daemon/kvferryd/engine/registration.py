@@ -31,7 +31,7 @@ from kvferryd.transport.agent import Agent
 
 log = logs.get(__name__)
 NO_ARENA = "no staged transfers"
-"""How the note begins that says why there is no arena."""
+"""The first words of the note about a missing arena."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -36,8 +36,8 @@ GATHERS = 2
 """Gathers of one reading at once: the next is launched while one is reported. The first runs alone, since launching
 another would delay its report."""
 UNREAD = 64
-"""Chunks of one gather that may be wanted and not yet read: each is to have a slot of the reader's, and a transfer of
-ours has 8 slots. How many chunks there are in all only the reader says, until the lease is found."""
+"""The most chunks of one gather that may be wanted and not yet read. Each takes one of the reader's slots, and our own
+readers use 8. Until the request is published nothing else bounds them: only the reader says how many there are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,14 +175,14 @@ class Leases:
         lease = self._live.get(request_id)
         if lease is not None:
             lease.finished(who, nbytes)
-        elif not self._closed and self._is_over_read(request_id):
+        elif not self._closed and self._nobody_is_late(request_id):
             early = self._early.get(request_id, frozenset()) | {who}
             if len(early) <= TOMBSTONES:
                 self._early[request_id] = early
 
-    def _is_over_read(self, request_id: str) -> bool:
-        """Whether nobody can still finish the lease that was: each of its readers has, or there was none. Where it
-        ended in another way they are late, and do not count for the next one."""
+    def _nobody_is_late(self, request_id: str) -> bool:
+        """Whether every reader of the lease that ended last has finished, or there was none. Those of a lease that
+        expired or was revoked may still say so, and do not count for the next one."""
         before = self._ended.get(request_id)
         return before is None or before.state is LeaseState.RELEASED
 

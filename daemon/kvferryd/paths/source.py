@@ -52,7 +52,7 @@ class SourceReader:
         self.number = 0
         """Of this reading on its stream."""
         self._update: peer_pb2.LeaseUpdate | None = None
-        """The newest that is not taken yet: each says all that the ones before it did."""
+        """The newest one that `_next` has not returned. An update includes all earlier ones."""
         self._problem: KvferryError | None = None
         """Why the reading is over; None while the source may still send updates."""
         self._told = asyncio.Event()

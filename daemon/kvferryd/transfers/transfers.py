@@ -233,10 +233,10 @@ class Transfers:
         dead, died_at = self._dead.get(key, (0, 0.0))
         if attempt and attempt <= dead:
             if counted and since is not None and died_at < since:
-                raise _over(key, attempt, dead + 1)
+                raise _another_attempt(key, attempt, dead + 1)
             raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
         if counted and since is not None and current and attempt <= current.attempt and current.over_since < since:
-            raise _over(key, attempt, current.attempt + 1)
+            raise _another_attempt(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
             return current
         if current.counted and not current.ended.is_set():
@@ -385,7 +385,7 @@ def _key(engine: Engine | Rank, request_id: str) -> Key:
     return engine.engine_id, engine.epoch, request_id
 
 
-def _over(key: Key, attempt: int, free: int) -> Conflict:
+def _another_attempt(key: Key, attempt: int, free: int) -> Conflict:
     why = f"attempt {attempt} of request {key[2]} that has ended on this rank is not the one that is ordered now"
     return Conflict(STALE_ATTEMPT, why, field="attempt", value=free, remedy=HIGHER)
 
