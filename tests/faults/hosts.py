@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
-from fleet import TIMEOUT_S, Daemons
+from fleet import TCP_ALONE, TIMEOUT_S, Daemons
 
 from kvferryd.demo.fleet import DaemonService
 
@@ -160,7 +160,7 @@ def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) ->
     secret = daemons.fleet.directory / "peer-secret"
     if not secret.exists():
         secret.write_text(secrets.token_hex(32))
-    apart = ("--peer-secret-file", str(secret), "--ucx", "TLS=tcp")
+    apart = ("--peer-secret-file", str(secret), "--ucx", f"TLS={TCP_ALONE}")
     before = os.environ.pop("UCX_NET_DEVICES", None)  # of the tests that stay on loopback
     try:
         started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])

@@ -73,4 +73,5 @@ def before_this(folder: Path) -> Path:
 
 
 def path_of(code: Path) -> str:
-    return os.pathsep.join([str(code / "clients"), str(code / "daemon")])
+    """PYTHONPATH: what it has is kept, as the packages that the code needs may be found by it."""
+    return os.pathsep.join(filter(None, [str(code / "clients"), str(code / "daemon"), os.environ.get("PYTHONPATH")]))

@@ -470,7 +470,7 @@ async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read
     """Many are read, chunk by chunk in turn: the one that was ordered, and published, last is done first."""
     bounded(monkeypatch, {"kvferryd.transport.read.CHUNK_DESCRIPTORS": 1})
     (there,), (here,) = await daemons.start("hurry-s"), await daemons.start("hurry-r")
-    tokens, shape = 2048, Shape.tp(1, num_blocks=1024)
+    tokens, shape = 8192, Shape.tp(1, num_blocks=4096)
     source, _ = await engine_on(stack, "hurry-s", there, shape)
     reader, router = await engine_on(stack, "hurry-r", here, shape)
     kv, prompts, done = Kv.random(tokens), {}, []

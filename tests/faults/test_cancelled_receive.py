@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from fleet import TIMEOUT_S, Daemons
 from ranks import describe
-from wire import TOKENS, TcpPair, tcp_pair
+from wire import TCP, TOKENS, TcpPair, tcp_pair
 
 from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
@@ -62,7 +62,7 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
     daemons: Daemons, stack: AsyncExitStack, pair: TcpPair, request_id: str
 ) -> None:
     shape, name = pair.reader.shape, "blocking-reader"
-    (daemon,) = await daemons.start(name, 1, "--ucx", "TLS=tcp NET_DEVICES=lo")
+    (daemon,) = await daemons.start(name, 1, *TCP)
 
     def start() -> BlockingEngineClient:
         client = BlockingEngineClient.connect(str(daemon.socket), engine_id=name, epoch="1")

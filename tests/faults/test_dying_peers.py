@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
-from fleet import Daemons, ended, peer_stub, screens
+from fleet import TCP_ALONE, Daemons, ended, peer_stub, screens
 from lives import engine_on, published, receives
 from test_hostile_metadata import impostor, inner
 
@@ -70,7 +70,7 @@ class Watched(Screen):
 async def test_peers_that_wait_are_tried_together_and_one_of_them_harms_no_other(
     monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
     words, screen = np.zeros(8, dtype=np.uint64), Watched()
     stack.push_async_callback(screen.close)
     span, peers = Span(words.ctypes.data, words.nbytes, "host"), list[Metadata]()

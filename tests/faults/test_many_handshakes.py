@@ -11,13 +11,13 @@ from bounded import bounded
 from fleet import Daemons, until
 from lives import TP1, engine_on, published, receives
 from ranks import TestEngine
+from wire import TCP
 
 from kvferry.schemas import PeerRequest, PeerState
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 LOADS = 16
-TCP = ("--ucx", "TLS=tcp NET_DEVICES=lo")
 
 
 def files_of_children(daemon: DaemonService) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import signal
 
 import pytest
+from fleet import TCP_ALONE
 from test_agent import WAIT_S, Reader, Source, a_reader, a_source
 
 from kvferryd.transport.read import Read, TransportError
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
 
 
 async def stopped_while_read(source: Source, reader: Reader) -> Read:

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, peer_stub
+from fleet import TCP_ALONE, TIMEOUT_S, Daemons, peer_stub
 from lives import engine_on, published, receives
 from ranks import TestEngine
 from test_strict import pool
@@ -22,7 +22,7 @@ from kvferryd.transport.read import Span
 pytestmark = pytest.mark.anyio
 ATTACKER = Path(__file__).with_name("attacker.py")
 STRICT, OPEN = ("--strict", "--arena-mb", "4"), ("--way", "direct")
-TRANSPORTS = {"within a host": "all", "tcp": "tcp"}
+TRANSPORTS = {"within a host": "all", "tcp": TCP_ALONE}
 
 
 class Scene:
@@ -92,7 +92,7 @@ async def test_with_what_it_was_given_it_reads_staging_slots_and_nothing_of_the_
 async def test_of_a_daemon_that_is_not_strict_the_same_program_gets_the_cache(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
-    loose = await scene(daemons, stack, OPEN, "tcp", tmp_path)
+    loose = await scene(daemons, stack, OPEN, TCP_ALONE, tmp_path)
     _, reached, loot = await loose.attack()
     assert reached[loose.cache.address]
     assert all(mark in loot for mark in loose.marks)
@@ -104,7 +104,7 @@ async def test_what_is_not_held_over_tcp_ucx_checks_no_key(
 ) -> None:
     """docs/security.md says so. An RDMA device checks the range of a key; UCX's own emulation copies from any address.
     When this fails UCX has learnt to, and the document is to be changed."""
-    strict = await scene(daemons, stack, STRICT, "tcp", tmp_path)
+    strict = await scene(daemons, stack, STRICT, TCP_ALONE, tmp_path)
     _, reached, loot = await strict.attack(forge=True)
     assert reached[strict.cache.address]
     assert all(mark in loot for mark in strict.marks)

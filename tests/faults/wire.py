@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
-from fleet import TIMEOUT_S, Daemons, under_way
+from fleet import TCP_ALONE, TIMEOUT_S, Daemons, under_way
 from pair import is_in
 from ranks import TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 from slots import gauge
@@ -32,7 +32,7 @@ from kvferry.schemas import TransferState
 from kvferryd.demo.fleet import DaemonService
 
 T = TypeVar("T")
-TCP = ("--ucx", "TLS=tcp NET_DEVICES=lo")
+TCP = ("--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo")
 """A daemon's flags: no CMA and no shared memory. Both sides need them."""
 BIG = Shape.tp(1, block_size=1024, num_blocks=128)
 """75 MB of KV in 768 runs of 98 kB."""

@@ -102,6 +102,8 @@ async def pair(fleet: Fleet, near: DaemonService, request: pytest.FixtureRequest
 
 async def test_the_race_is_real(pair: Pair) -> None:
     """The control: published without waiting in any way, the reader gets what lay in the blocks before."""
+    if FAR == 0 and pair.way == "direct":
+        pytest.skip("needs two GPUs: on one, UCX's copies may wait until the kernel that spins has ended")
     request_id = uuid.uuid4().hex
     old, new, given, taken = (
         Kv.random(TOKENS),

@@ -25,6 +25,8 @@ from kvferryd.memory.host import NAME
 T = TypeVar("T")
 TIMEOUT_S = 60.0
 """The longest wait of a test for anything. Nothing comes near it on a machine that has no other work."""
+TCP_ALONE = "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"
+"""UCX_TLS where no CMA and no shared memory are wanted: beside a GPU, NIXL does not start without cuda_copy."""
 
 
 class Daemons:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fleet import TCP_ALONE
 
 from kvferryd.transport.agent import Agent
 from kvferryd.transport.metadata import Metadata, Screen, parse
@@ -161,7 +162,7 @@ async def test_a_read_is_quiet_by_the_time_that_it_is_done(source: Source, reade
 async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken(
     monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # over TCP no word arrives inside the post
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)  # over TCP no word arrives inside the post
     with a_source() as source:
         async with asyncio.timeout(WAIT_S), a_reader(source) as reader:
             with held_up():
@@ -174,7 +175,7 @@ async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken(
 
 
 async def test_a_peer_that_gets_no_cpu_is_tried_for_as_long_as_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # the source's process has to answer
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)  # the source's process has to answer
     screen = Screen()
     try:
         with a_source() as source:

@@ -1,0 +1,126 @@
+"""Daemons die under living vLLM engines whose caches lie in GPU memory that a keeper owns: no byte of KV is wrong.
+
+`ENGINES_VENV=... pytest -s -m gpu tests/engines/test_vllm_daemon_dies_gpu.py`, with vLLM for CUDA there; on one GPU
+both engines share it. What decode has is compared with what prefill computed, bit for bit, whenever half of a cache is
+used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("gpu", "faults")]
+
+from needs import GPUS
+
+# isort: split
+from bench_gpu import MODEL, SAME_TOKENS, VOCABULARY, GpuEngines
+from keepers import children, kill, serving
+from under_load import Requests, replaced
+
+from engines import PYTHON, Pair, at_rest, cache_usage, eventually, kv_rows
+from kvferryd.demo.fleet import ServiceError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(1200)]
+KILLS = 50
+TOKENS = 8
+"""Decoded of each request."""
+SMALL = MODEL | {
+    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
+}  # fmt: skip
+"""32 KiB of KV a token."""
+CACHE_TOKENS = 1 << 20
+START_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Pair]:
+    if not PYTHON.exists():
+        pytest.skip("there is no vLLM here: ENGINES_VENV names an environment that has it")
+    fleet = GpuEngines()
+    try:
+        gpus = {"p": GPUS[0].index, "d": GPUS[-1].index}
+        daemons = {
+            name: fleet.daemon(f"{name}-0", kept=True, flags=["--device", f"cuda:{gpu}"]) for name, gpu in gpus.items()
+        }
+        asyncio.run(fleet.ready(*daemons.values(), timeout_s=60))
+        folder = fleet.directory / "small"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SMALL))
+        flags = ["--kv-cache-memory-bytes", str(CACHE_TOKENS << 15), "--enforce-eager"]
+        both = [
+            fleet.vllm(
+                name, folder, [daemons[name]], block_size=SAME_TOKENS, flags=flags,
+                environment={"CUDA_VISIBLE_DEVICES": str(gpu)},
+            )
+            for name, gpu in gpus.items()
+        ]  # fmt: skip
+        asyncio.run(fleet.ready(*both, timeout_s=START_S))
+        yield Pair(fleet, *both, [daemons["p"]], [daemons["d"]])
+    except ServiceError as error:  # its log goes with the fleet
+        error.add_note(error.service.tail(40))
+        raise
+    finally:
+        fleet.close()
+
+
+class Compared:
+    """Requests under load, and the rows of both caches from before."""
+
+    def __init__(self, engines: Pair, seed: int) -> None:
+        self._sides = (engines.prefill, engines.decode)
+        self._known = [kv_rows(side, SAME_TOKENS) for side in self._sides]
+        self.requests = Requests(engines, seed, tokens=TOKENS, vocabulary=VOCABULARY)
+
+    @property
+    def full(self) -> bool:
+        asked = self.requests.right, self.requests.failed
+        return len(asked[0]) * 320 + asked[1] * 320 > CACHE_TOKENS // 2
+
+    def equal(self) -> int:
+        """Assert that decode has every whole row of what it was handed as prefill computed it; how many rows."""
+        computed, moved = (
+            kv_rows(side, SAME_TOKENS) - known for side, known in zip(self._sides, self._known, strict=True)
+        )
+        rows = sum((len(tokens) - 1) // SAME_TOKENS for tokens, _ in self.requests.right)
+        both = len(computed & moved)
+        assert both >= rows, f"{rows - both} of {rows} rows of {len(self.requests.right)} requests are not prefill's"
+        return rows
+
+
+def test_daemons_are_killed_under_load(engines: Pair) -> None:
+    both = [*engines.prefill_daemons, *engines.decode_daemons]
+    before = [engine.process.pid for engine in (engines.prefill, engines.decode)]
+    rng, deaths = random.Random(1), itertools.cycle([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+    done = failed = rows = killed = 0
+    for seed in itertools.count(1):
+        compared = Compared(engines, seed)
+        with compared.requests as requests:
+            requests.more(3)
+            while killed < KILLS and not compared.full:
+                gone = [(daemon, kill(daemon, next(deaths))) for daemon in (both, both[:1], both[1:])[killed % 3]]
+                killed += 1
+                for daemon, pid in gone:
+                    replaced(daemon, pid)
+                requests.more(rng.randrange(1, 30))
+        done, failed, rows = done + len(requests.right), failed + requests.failed, rows + compared.equal()
+        print(f"{killed} kills: {done} requests handed over, {failed} failed, {rows} rows are equal", flush=True)
+        if killed == KILLS:
+            break
+    assert failed, "no death met a request"
+    for pid in before:
+        os.kill(pid, 0)
+    assert eventually(lambda: cache_usage(engines.prefill) == 0 == cache_usage(engines.decode))
+    assert eventually(lambda: all(at_rest(daemon) for daemon in both))
+    assert not engines.leases()
+    assert all(len(children(daemon)) <= 2 and serving(daemon) in children(daemon) for daemon in both)
