@@ -18,13 +18,15 @@ from authority import Authority, replace
 from bounded import bounded
 from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal, resident_mb, screens, until
 from lives import engine_on, published, receives
+from pair import is_in
 from ranks import Kv, Shape
-from stopping import stopped
+from stopping import stepped, stopped
 from test_peer_secret import secret_file
+from wire import TCP
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
-from kvferry.schemas import OrderBody, PeerRequest, SourceBody
+from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferState
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto
 from kvferryd.api.callers import MAX_FROM_ONE, MAX_WAITING
@@ -469,8 +471,8 @@ async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read
 ) -> None:
     """Many are read, chunk by chunk in turn: the one that was ordered, and published, last is done first."""
     bounded(monkeypatch, {"kvferryd.transport.read.CHUNK_DESCRIPTORS": 1})
-    (there,), (here,) = await daemons.start("hurry-s"), await daemons.start("hurry-r")
-    tokens, shape = 8192, Shape.tp(1, num_blocks=4096)
+    (there,), (here,) = await daemons.start("hurry-s", 1, *TCP), await daemons.start("hurry-r", 1, *TCP)
+    tokens, shape = 2048, Shape.tp(1, num_blocks=1024)
     source, _ = await engine_on(stack, "hurry-s", there, shape)
     reader, router = await engine_on(stack, "hurry-r", here, shape)
     kv, prompts, done = Kv.random(tokens), {}, []
@@ -486,6 +488,11 @@ async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read
             )
         with stopped(here.process.pid):  # then it gets all announcements at once
             await asyncio.gather(*(source.publish(each, blocks, tokens) for each, blocks in prompts.items()))
+        with stepped(there.process.pid) as step:  # until all are being read, over TCP: none is over before that
+            async with asyncio.timeout(TIMEOUT_S):
+                while not all([await is_in(router, each, TransferState.READING) for each in prompts]):
+                    assert not done, f"over before all were being read: {done}"
+                    step()
     assert done[0] == "urgent", done
 
 
