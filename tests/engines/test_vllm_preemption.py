@@ -49,6 +49,17 @@ def test_what_the_other_connector_may_have_kept_is_read_all_the_same(engines: Pa
     assert engines.transfers()[-1].tokens == (0, 640)
 
 
+def test_what_the_other_connector_has_kept_is_loaded_again(engines: Pair) -> None:
+    """Of KV that was read from the other engine, and left the cache since: asked for without kv_transfer_params."""
+    tokens = prompt(320, seed=90)
+    alone = engines.handover(tokens)
+    pushed_out(engines.decode, seed=91)
+    loaded, moved = metric(engines.decode, "external_prefix_cache_hits_total"), len(engines.transfers())
+    assert tokens_of(complete(engines.decode, tokens)) == alone == engines.alone(tokens)
+    assert metric(engines.decode, "external_prefix_cache_hits_total") - loaded >= 288, "whole blocks but the last"
+    assert len(engines.transfers()) == moved
+
+
 def test_a_request_that_is_refused_fails_alone(engines: Pair) -> None:
     tokens = prompt(300, seed=80)
     assert complete(engines.decode, tokens, kv_transfer_params={"do_remote_prefill": True}).status_code >= 400
