@@ -74,6 +74,8 @@ def tables_from_json(data: Any, field: str = "tables") -> dict[str, BlockTable]:
         raise _malformed(field, data, 'an object such as {"full": {"block_ids": [4, 7], "first_token": 0}}')
     tables = {}
     for name, entry in data.items():
+        if not str(name).isprintable():
+            raise _malformed(field, ascii(name), "groups by the names that the manifest has")
         where = f"{field}.{name}"
         if not isinstance(entry, Mapping) or not isinstance(entry.get("block_ids"), list):
             raise _malformed(where, entry, 'an object such as {"block_ids": [4, 7], "first_token": 0}')

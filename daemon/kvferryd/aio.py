@@ -112,6 +112,24 @@ async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def unless(work: Coroutine[None, None, None], watches: Iterable[Coroutine[None, None, None]]) -> None:
+    """The work, unless one of the watches fails first: that ends it, and is raised. Watches that go on are ended."""
+    every = [work, *watches]
+    if len(every) == 1:
+        await work
+        return
+    tasks = [asyncio.create_task(each) for each in every]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in reversed(tasks):
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def to_the_end(steps: Iterable[Coroutine[None, None, None]]) -> None:
     """All at once, and all of them to their end, for what must not be cut off; then the first failure is raised."""
     for failed in await asyncio.gather(*steps, return_exceptions=True):

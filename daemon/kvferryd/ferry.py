@@ -118,7 +118,7 @@ class Ferry:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not (transfers := self.jobs.of_request(request_id)):
-                    await self.jobs.wait_new()
+                    await self.jobs.wait_new(request_id)
                 await asyncio.gather(*(self.jobs.wait(transfer, _over, wait_s) for transfer in transfers))
 
     async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:

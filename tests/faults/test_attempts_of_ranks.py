@@ -14,6 +14,7 @@ from pair import is_in
 from ranks import Kv, Shape, TestEngine, start_rank
 
 from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import DestinationBody, OrderBody, TransferState
 from kvferryd.demo.fleet import DaemonService
@@ -89,6 +90,59 @@ async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_b
             record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
         assert record.state is TransferState.DONE, record
         assert reader.differences(expected) == ""
+
+
+async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(scene: Scene, request_id: str) -> None:
+    """Rank 1 waits for the rest of a publish when rank 0, which handed the order on, dies and counts from 1 again."""
+    reader, source, blocks = scene.reader, scene.source, scene.reader.take(TOKENS)
+    order = OrderBody(
+        request_id=request_id,
+        source=source.source(),
+        destination=DestinationBody(tables=blocks.json()),
+        deadline_ms=4e3 * TIMEOUT_S,
+    )
+    given = source.take(TOKENS)
+    source.write(Kv.random(TOKENS), given)
+    await source.publish(request_id, given, 16, more=True)
+    async with RouterClient(scene.daemons[0].url) as router, RouterClient(scene.daemons[1].url) as other:
+        await router.order(order)
+        await until(lambda: is_in(other, request_id, TransferState.READING), "rank 1 reads")
+        await scene.restart(0)
+        await until(lambda: is_in(other, request_id, TransferState.FAILED), "rank 1 knows that rank 0 is gone")
+    await source.publish(request_id, given, TOKENS)
+    await source.ranks[0].client.abort(request_id)
+    kv, expected = await scene.published(request_id), reader.snapshot()
+    reader.write_into(expected, kv, blocks)
+    async with RouterClient(scene.daemons[0].url) as router:
+        ordered = await router.order(order)
+        record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
+    assert record.state is TransferState.DONE, record
+    assert reader.differences(expected) == ""
+
+
+async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservation(
+    scene: Scene, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    """The router numbers its attempts; the engine's reservation for the next one is counted by its daemon."""
+    source, name = scene.source, f"alone-{request_id[-8:]}"
+    reader = await TestEngine.start(name, await daemons.start(name), ONE)
+    stack.push_async_callback(reader.close)
+    blocks = reader.take(TOKENS)
+    await scene.published(request_id)
+    async with RouterClient(reader.daemons[0].url) as router:
+        first = OrderBody(request_id=request_id, source=source.source(), attempt=1)
+        ordered = await router.order(first)
+        await router.abort_transfer(ordered.transfer_id)
+        receiving = asyncio.create_task(reader.receive(request_id, blocks))
+        await until(lambda: is_in(router, request_id, TransferState.WAITING), "the engine has reserved")
+        with pytest.raises(KvferryError, match="in attempt 2 by now"):
+            await router.order(first)
+        await source.ranks[0].client.abort(request_id)
+        kv, expected = await scene.published(request_id), reader.snapshot()
+        reader.write_into(expected, kv, blocks)
+        await router.order(OrderBody(request_id=request_id, source=source.source(), attempt=2))
+        await asyncio.wait_for(receiving, TIMEOUT_S)
+    assert reader.differences(expected) == ""
 
 
 async def test_ranks_that_count_one_attempt_differently_do_not_answer_for_another(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -269,3 +270,16 @@ async def test_nothing_is_written_once_the_agent_is_closed(source: Source, reade
         source.process.stdin.close()
         await asyncio.to_thread(source.process.wait, WAIT_S)
     assert (reader.memory == 7).all()
+
+
+async def test_no_descriptors_for_the_process_that_tries_metadata_is_told_as_such(source: Source) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    screen = Screen()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    try:
+        with pytest.raises(TransportError, match="cannot be started"):
+            await screen.check(source.peer, [], WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert await screen.check(source.peer, [], WAIT_S) is None
+    await screen.close()

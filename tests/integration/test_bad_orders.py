@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from typing import Any
 
@@ -66,6 +67,14 @@ ORDERS: dict[str, tuple[Any, int, str]] = {
     "a negative token": (wants(table(1), (-1, 3)), 422, "malformed_request"),
     "tables of some ranks": (wants({"1": table(1)}), 422, "malformed_tables"),
 }
+
+
+async def test_a_group_that_no_text_can_name_is_refused(victim: Victim) -> None:
+    body = wants(table(1) | {"\ud800": {"block_ids": []}})
+    answer = await victim.http.post(
+        "/v1/transfers", content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+    assert (answer.status_code, answer.json()["code"]) == (422, "malformed_tables"), answer.text
 
 
 @pytest.mark.parametrize(("body", "status", "code"), ORDERS.values(), ids=ORDERS.keys())

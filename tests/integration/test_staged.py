@@ -293,9 +293,11 @@ async def test_who_asks_for_what_there_is_not_is_refused(
 async def test_a_lease_that_has_ended_is_not_packed_and_the_stream_goes_on(staged: Pair, request_id: str) -> None:
     async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
         await staged.prefill_routers[0].revoke_lease(request_id)
-        assert (await other.refused(open=other.opening, want=[0])).code == "lease_ended"
+        told = await other.by_hand.heard()
+        assert (told.reading, told.problem.code) == (READING, "lease_ended")
+        await other.pack(open=other.opening, want=[0])  # of a reading that is over: there is no answer
         gone = await other.by_hand.open(request_id, 2)
-        assert gone.problem.code == "lease_ended"
+        assert (gone.reading, gone.problem.code) == (2, "lease_ended")
 
 
 async def test_a_packing_ends_those_before_it_and_a_closed_reading_its_own(staged: Pair, request_id: str) -> None:

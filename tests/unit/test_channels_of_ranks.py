@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import grpc
 import pytest
 from caches import attention, cache
 
+from kvferry.errors import Conflict, KvferryError
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.schemas import TransferState
+from kvferry.tables import BlockTable
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.aio import Notes
 from kvferryd.config import Config
@@ -20,8 +23,10 @@ from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
+from kvferryd.peers import channels
 from kvferryd.peers.peers import Peers
-from kvferryd.transfers.order import Order
+from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.ranks import Ranks
 from kvferryd.transfers.transfers import Transfers
 from kvferryd.transport.agent import Agent
 
@@ -108,3 +113,108 @@ async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_no
     assert transfer.ranks[1].error is not None and transfer.ranks[1].error.code == "internal"
     await jobs.close()
     await asyncio.gather(peers.close(), *(server.stop(0) for server in servers))
+
+
+def jobs_of(metrics: Metrics) -> Transfers:
+    config = Config(connect_timeout_s=0.2)
+    return Transfers(config, Peers(config, metrics), metrics, Notes(lambda: False))
+
+
+def reserved(engine: Engine) -> Reservation:
+    return Reservation({group.name: BlockTable.of([0]) for group in engine.manifest.groups}, None)
+
+
+ORDER = Order("p", "127.0.0.1:9", deadline_s=0.5)
+
+
+async def test_an_order_that_cannot_be_handed_on_ends_by_its_deadline() -> None:
+    """Nothing that is in it may leave a part of which nobody hears."""
+    jobs = jobs_of(Metrics())
+    async with asyncio.timeout(60):
+        transfer, _ = jobs.order(first_of("127.0.0.1:9"), "r", ORDER, attempt=1 << 32)  # more than the field can hold
+        while not transfer.over:
+            await transfer.changed.wait()
+    assert transfer.ranks[1].error is not None and transfer.ranks[1].error.code == "internal"
+    await jobs.close()
+
+
+async def test_a_part_that_was_ordered_by_another_part_of_the_same_rank_is_of_another_attempt() -> None:
+    """Whenever it ended: by the clock alone it may be of this one."""
+    jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9")
+    before = time.monotonic()
+    first, new = jobs.order(engine, "r", ORDER, attempt=1, counted=True, since=before, parts={1: "a"})
+    assert new and first.parts == {0: first.transfer_id, 1: "a"}
+    assert jobs.order(engine, "r", ORDER, attempt=1, counted=True, since=before, parts={1: "a"}) == (first, False)
+    first.stop(TransferState.ABORTED, Conflict("aborted", "by the test"))
+    await first.ended.wait()
+    assert jobs.order(engine, "r", ORDER, attempt=1, counted=True, since=before, parts={1: "a"}) == (first, False)
+    with pytest.raises(Conflict) as stale:
+        jobs.order(engine, "r", ORDER, attempt=1, counted=True, since=before, parts={1: "b"})
+    assert (stale.value.code, stale.value.value) == ("stale_attempt", "2")
+    second, new = jobs.order(engine, "r", ORDER, attempt=2, counted=True, since=before, parts={1: "b"})
+    assert new and second is not first
+    await jobs.close()
+
+
+async def test_what_ended_elsewhere_refuses_one_reservation_and_no_more() -> None:
+    jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9")
+    jobs.abort(engine, "r", "rank 1: failed", attempt=7)
+    with pytest.raises(Conflict, match="attempt 1 of request r has ended on another rank"):
+        jobs.receive(engine, "r", reserved(engine), None, 5.0)
+    assert jobs.receive(engine, "r", reserved(engine), None, 5.0).attempt == 8
+    jobs.abort(engine, "q", "rank 1: aborted", attempt=1)
+    ordered, _ = jobs.order(engine, "q", ORDER)
+    assert ordered.attempt == 2
+    await jobs.close()
+
+
+async def test_who_waits_for_a_request_is_not_woken_by_another() -> None:
+    jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9")
+    waiting = [asyncio.create_task(jobs.wait_new(request)) for request in ("r", "q")]
+    await asyncio.sleep(0)
+    transfer, _ = jobs.order(engine, "r", ORDER)
+    async with asyncio.timeout(60):
+        await waiting[0]
+    assert not waiting[1].done() and jobs.of_request("r") == [transfer] and jobs.of_request("q") == []
+    waiting[1].cancel()
+    await jobs.close()
+
+
+async def test_a_rank_that_was_away_is_dialled_once_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    dials, dial = [], channels._dial
+    monkeypatch.setattr(channels, "_dial", lambda *of: dials.append(of) or dial(*of))
+
+    async def serve(port: int = 0) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        peer_pb2_grpc.add_PeerServicer_to_server(Rank2(), server)
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        return server, port
+
+    async def told() -> bool:
+        try:
+            async with ranks._asking(engine, address) as stub:
+                await stub.Abort(peer_pb2.AbortRequest(), timeout=30)
+        except KvferryError:
+            return False
+        return True
+
+    ours = channels.Channels(Config())
+    ranks, (server, port) = Ranks(Config(), ours), await serve()
+    address = f"127.0.0.1:{port}"
+    engine = first_of(address)
+    assert await told()
+    await server.stop(0)
+    while len(dials) < 2:  # gRPC waits before it dials again: another channel has tried meanwhile
+        assert not await told()
+    server, _ = await serve(port)
+    held = ranks._open[engine][address]
+    async with asyncio.timeout(60):
+        while held._shared.waits:  # noqa: ASYNC110  gRPC dials again by itself
+            await asyncio.sleep(0.02)
+    before = len(dials)
+    assert all([await told() for _ in range(5)])
+    assert len(dials) == before and len(ours) == 1
+    await ranks.close()
+    await ours.close()
+    await server.stop(0)

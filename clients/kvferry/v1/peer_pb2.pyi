@@ -985,6 +985,22 @@ Global___SumReply: typing_extensions.TypeAlias = SumReply
 class OrderRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class PartsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
@@ -1000,6 +1016,7 @@ class OrderRequest(google.protobuf.message.Message):
     X_REQUEST_ID_FIELD_NUMBER: builtins.int
     ORDERED_S_FIELD_NUMBER: builtins.int
     BEGAN_S_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
@@ -1031,6 +1048,10 @@ class OrderRequest(google.protobuf.message.Message):
 
     @property
     def tokens(self) -> kvferry.v1.layout_pb2.TokenRange: ...
+    @property
+    def parts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
+        """transfer_ids of this attempt by rank, as far as that rank knows them; its own, too"""
+
     def __init__(
         self,
         *,
@@ -1049,10 +1070,11 @@ class OrderRequest(google.protobuf.message.Message):
         x_request_id: builtins.str = ...,
         ordered_s: builtins.float = ...,
         began_s: builtins.float = ...,
+        parts: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "began_s", b"began_s", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "began_s", b"began_s", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "parts", b"parts", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 
@@ -1087,6 +1109,7 @@ class RankTransfer(google.protobuf.message.Message):
     TRANSFER_STATE_FIELD_NUMBER: builtins.int
     PATH_TAKEN_FIELD_NUMBER: builtins.int
     WAITS_FOR_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
     rank: builtins.int
     state: builtins.str
     nbytes: builtins.int
@@ -1097,6 +1120,7 @@ class RankTransfer(google.protobuf.message.Message):
     path_taken: kvferry.v1.layout_pb2.Path.ValueType
     waits_for: builtins.str
     """see Awaited in clients/kvferry/schemas.py; empty: for nothing"""
+    transfer_id: builtins.str
     @property
     def phases_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
@@ -1115,9 +1139,10 @@ class RankTransfer(google.protobuf.message.Message):
         transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
         path_taken: kvferry.v1.layout_pb2.Path.ValueType = ...,
         waits_for: builtins.str = ...,
+        transfer_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_state", b"transfer_state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_id", b"transfer_id", "transfer_state", b"transfer_state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
 
 Global___RankTransfer: typing_extensions.TypeAlias = RankTransfer
 

@@ -29,7 +29,7 @@ from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import prepare_gather
-from kvferryd.transfers.order import order_from_proto, reservation_from_proto
+from kvferryd.transfers.order import order_from_proto, parts_from_proto, reservation_from_proto
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
@@ -169,14 +169,15 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         transfer, _ = ferry.jobs.order(
             engine, request.request_id, order, brought,
             attempt=request.attempt, counted=request.counted,
-            since=time.monotonic() - (request.began_s or math.inf),
+            since=time.monotonic() - (request.began_s or math.inf), parts=parts_from_proto(request, engine.world_size),
         )  # fmt: skip
-        await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
-        while not transfer.ended.is_set():
-            changed = transfer.changed
+        with transfer.followed(request.rank):
+            await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
+            while not transfer.ended.is_set():
+                changed = transfer.changed
+                yield _share(transfer)
+                await changed.wait()
             yield _share(transfer)
-            await changed.wait()
-        yield _share(transfer)
 
     @unary
     async def Abort(self, request: peer_pb2.AbortRequest, context: Context) -> peer_pb2.AbortReply:
@@ -260,5 +261,5 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
         transport=share.transport, phases_ms=share.phases_ms, waits_for=share.waits_for or "",
         transfer_state=TRANSFER_STATES[share.state], path_taken=PATHS[share.path or "unspecified"],
-        problem=problem_to_proto(transfer.problem) if transfer.problem else None,
+        problem=problem_to_proto(transfer.problem) if transfer.problem else None, transfer_id=transfer.transfer_id,
     )  # fmt: skip

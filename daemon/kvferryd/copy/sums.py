@@ -125,7 +125,7 @@ class Sums:
         return self._made(chunks(), pack)
 
     async def close(self) -> None:
-        """Nothing of it is left, also while somebody still holds this: ended transfers hold their engine."""
+        """Nothing of it is left, also while somebody still holds this."""
         self._thread.submit(self._unmake)
         await asyncio.to_thread(self._thread.shutdown)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from kvferry.errors import Conflict, Full, KvferryError, Malformed
 from kvferry.outbox import SEVERAL, Outbox
-from kvferry.schemas import InboundRecord
+from kvferry.schemas import InboundRecord, LeaseState
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto, tables_to_proto
 from kvferryd.check import check_request_id
@@ -71,6 +71,8 @@ class _Reading:
                     if self._gather is not None and not self._gather.begun:
                         self._begin(self._gather, lease)
                 await lease.ended()
+                if self._gather is None and lease.state in (LeaseState.EXPIRED, LeaseState.REVOKED):
+                    raise lease.over()  # what was gathered stays as good as it was
         except KvferryError as error:
             self._fail(error)
             self._queue()

@@ -85,6 +85,13 @@ class SourceReader:
         if self._problem is not None:
             raise self._problem.kept()
 
+    async def over(self) -> None:
+        """Waits until the reading is over, and raises why. The caller ends the wait."""
+        while True:
+            self.check()
+            self._told.clear()
+            await self._told.wait()
+
     async def ask_again(self) -> None:
         """Go by the source's own answer instead of an announcement. The caller bounds the wait."""
         if self.announced:

@@ -75,8 +75,15 @@ class Channels:
 
     def _closed(self, shared: _Shared) -> None:
         self._open.discard(shared)
-        if self._newest.get((shared.address, shared.identity)) is shared:
-            del self._newest[shared.address, shared.identity]
+        where = shared.address, shared.identity
+        if self._newest.get(where) is shared:
+            del self._newest[where]
+            for (
+                other
+            ) in self._open:  # an older one, which may have come back: whoever comes next dials only if it waits
+                if (other.address, other.identity) == where:
+                    self._newest[where] = other
+                    break
 
     def contact(self, address: str) -> Contact:
         """What is known of the daemon there."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
-from kvferry.errors import Malformed, first_breach
+from kvferry.errors import Conflict, Malformed, first_breach
 from kvferry.manifest import Manifest
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody
 from kvferry.tables import Tables, tables_from_json
@@ -17,6 +17,9 @@ from kvferry.wire import tables_from_proto
 from kvferryd.check import check_destination, check_seconds, check_way
 from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers import allow
+
+MAX_ID = 64
+"""Characters of a transfer_id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +121,12 @@ def reservation_from_proto(
     reserved = Reservation(tables_from_proto(request.tables), wanted, digest)
     check_destination(manifest, reserved.tables, reserved.tokens)
     return reserved
+
+
+def parts_from_proto(request: peer_pb2.OrderRequest, world_size: int) -> dict[int, str]:
+    """This attempt's transfers by rank, as the rank that hands the order on knows them. Raises KvferryError."""
+    for rank, part in request.parts.items():
+        if rank >= world_size or len(part) > MAX_ID:
+            why, remedy = f"the part of rank {rank} is none of this engine's", "give transfer_ids of its ranks"
+            raise Conflict("protocol", why, field="parts", value=part[:MAX_ID], remedy=remedy)
+    return dict(request.parts)

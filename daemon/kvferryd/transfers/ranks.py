@@ -95,24 +95,32 @@ class Ranks:
         except Unavailable as why_not:  # of ranks that have not joined
             for rank in list(transfer.ranks):
                 self._failed(transfer, rank, why_not)
+        except Exception as error:
+            log.exception("handing an order on broke", request_id=transfer.request_id)
+            for rank, share in list(transfer.ranks.items()):
+                if not share.state.ended:
+                    why = f"the daemon failed while it handed the order on: {type(error).__name__}"
+                    self._failed(transfer, rank, Internal("internal", why))
 
     async def _follow(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
         """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing: the other ranks'
         parts go on until they have ended too."""
-        request = _request(transfer, engine, rank)
-        transfer.told[rank] = request.attempt
+        transfer.told[rank] = asked = transfer.attempt
         try:
+            request = _request(transfer, engine, rank)
             async with self._asking(engine, address) as stub:
                 call = stub.Order(request)
                 try:
                     async for reply in call:
                         transfer.set_rank(_rank_transfer(reply, rank, address))
+                        if reply.transfer_id:
+                            transfer.parts[rank] = reply.transfer_id
                 finally:
                     call.cancel()
         except KvferryError as error:
             ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
             over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
-            if transfer.counted and ahead > request.attempt and not over:
+            if transfer.counted and ahead > asked and not over:
                 # That rank has seen more attempts than we have; this one is still under way.
                 transfer.attempt = max(ahead, transfer.attempt)
                 await self._follow(transfer, engine, rank, address)
@@ -181,6 +189,7 @@ def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderReq
         rank=engine.rank,
         attempt=transfer.attempt,
         counted=transfer.counted,
+        parts=transfer.parts,
         way=order.way,
         key=engine.roster_key,
     )

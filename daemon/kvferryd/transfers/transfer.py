@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvferry.errors import Conflict, Deadline, Internal, KvferryError
+from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
 from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import paths
-from kvferryd.aio import all_over, together
+from kvferryd.aio import all_over, together, unless
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
@@ -84,6 +85,10 @@ class Transfer:
         """The other ranks' parts, on a rank that hands the order on."""
         self.told: dict[int, int] = {}
         """Which attempt it is for each of them. Ranks count apart."""
+        self.parts = {engine.rank: self.transfer_id}
+        """This attempt's transfers by rank, as far as they are known here."""
+        self._followers = 0
+        """Calls by which the rank that handed the order on follows this part."""
         self.created_at = time.time()
         self.over_at: float | None = None
         self.over_since = math.inf
@@ -145,6 +150,29 @@ class Transfer:
         if self.order is not None:
             self._last_half = Awaited.RESERVATION
             self._matched.set()
+
+    def same_attempt(self, parts: Mapping[int, str]) -> bool | None:
+        """Whether these parts are of this attempt; None where no rank's part is known to both."""
+        known = [part == self.parts[rank] for rank, part in parts.items() if rank in self.parts]
+        return all(known) if known else None
+
+    def learn(self, parts: Mapping[int, str]) -> None:
+        """Parts of this attempt that another rank knows."""
+        self.parts |= {rank: part for rank, part in parts.items() if rank != self.own.rank}
+
+    @contextlib.contextmanager
+    def followed(self, rank: int) -> Iterator[None]:
+        """The rank that handed the order on follows this part inside. When it lets go before the end it is lost, and
+        its attempt with it: KV is of use only if all ranks have it."""
+        self._followers += 1
+        try:
+            yield
+        finally:
+            self._followers -= 1
+            if not self._followers and self.handed_on:
+                why = f"rank {rank} of the same engine, which handed the order on, is gone"
+                remedy = "see whether that rank's daemon is alive"
+                self.stop(TransferState.FAILED, PeerFailed("rank_failed", why, field="rank", value=rank, remedy=remedy))
 
     def stop(self, state: TransferState, why: KvferryError) -> None:
         """End it as failed or aborted, unless it has ended. Idempotent."""
@@ -503,8 +531,10 @@ class Transfer:
                 break
             self._unpublished_since = time.monotonic()
             unfinished = [reader for reader in readers if reader.lease.more]
-            behind = [reader for reader in unfinished if reader.lease.num_tokens <= published]
-            await together(reader.advance() for reader in behind or unfinished)
+            behind = [reader for reader in unfinished if reader.lease.num_tokens <= published] or unfinished
+            # The others have nothing to say but that their reading is over.
+            more = together(reader.advance() for reader in behind)
+            await unless(more, (reader.over() for reader in readers if reader not in behind))
             self._was_published()
         self.tokens = (first, at)
         self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")

@@ -11,7 +11,8 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from types import MappingProxyType
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from cachetools import LRUCache
 
@@ -55,6 +56,7 @@ class Transfers:
         self._around = Surroundings(config, peers, self._on_end, self._on_over, self._after.spawn)
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
+        self._by_request: dict[str, list[Transfer]] = {}
         self._current: dict[Key, Transfer] = {}
         self._under_way: dict[Transfer, Engine] = {}
         """Transfers that are not over: the part of some rank has not ended."""
@@ -62,12 +64,16 @@ class Transfers:
         """Transfers whose part on this rank has ended, the oldest first."""
         self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt whose record is forgotten, or that was begun by a reservation."""
+        self._given: LRUCache[Key, int] = LRUCache(ATTEMPTS)
+        """The last attempt whose number did not come from a daemon. What is counted after it never takes such a number
+        again: an order that comes late would find the blocks of another attempt."""
         self._dead: LRUCache[Key, tuple[int, float]] = LRUCache(ATTEMPTS)
         """The last attempt that ended on another rank, and when: its order may still be on its way here."""
         self.draining = False
         self._cursor, self._overs = uuid.uuid4().hex[:8], 0
         """Names this process in cursors; how many transfers were over so far."""
-        self._appeared = asyncio.Event()
+        self._awaited: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        """Set when the request has a transfer more; kept by those that wait for it."""
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(list(self._by_id.values()))
@@ -86,7 +92,8 @@ class Transfers:
         return transfer
 
     def of_request(self, request_id: str) -> list[Transfer]:
-        return [transfer for transfer in self if transfer.request_id == request_id]
+        """The oldest first."""
+        return list(self._by_request.get(request_id, ()))
 
     def listed(self, since: str, limit: int, wanted: Callable[[Transfer], bool]) -> tuple[list[Transfer], str, bool]:
         """(the newest `limit` that are wanted and may have changed since, a cursor for the next call, whether all count
@@ -110,18 +117,21 @@ class Transfers:
         attempt: int = 0,
         counted: bool = False,
         since: float | None = None,
+        parts: Mapping[int, str] = MappingProxyType({}),
     ) -> tuple[Transfer, bool]:
         """Take an order; (its transfer, whether the order is new).
 
         brought: reservations that came with it, by rank. since: when the part of the rank that handed it on began, by
         the monotonic clock here; None for an order that is handed on from here. counted: the number was counted by that
-        rank's daemon. Raises KvferryError:
+        rank's daemon. parts: of the same attempt by rank, as that rank knows them. Raises KvferryError:
         `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `tables_not_allowed`,
         `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
         reservation = brought.get(engine.rank)
-        current = self._transfer_of(key, attempt, counted=counted, since=since)
+        current = self._transfer_of(key, attempt, counted=counted, since=since, parts=parts)
+        if current is not None:
+            current.learn(parts)
         if not self._config.order_tables and reservation not in (None, current and current.reservation):
             why = "this daemon writes only blocks that the engine itself has reserved"
             remedy = "leave the tables to the engine, or set order_tables = true"
@@ -134,6 +144,7 @@ class Transfers:
         if current is not None and current.ended.is_set():
             raise _conflict(request_id, "has ended already")
         transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted or not attempt)
+        transfer.learn(parts)
         if since is None:
             transfer.brought = brought
             self._ranks.hand_on(transfer, engine)
@@ -159,7 +170,8 @@ class Transfers:
         current = self._current.get(key)
         if counted:
             attempt = current.attempt if current and not current.ended.is_set() else self._next(key)
-        self._attempts[key] = max(attempt, self._attempts.get(key, 0))
+        seen = max(attempt, self._attempts.get(key, 0))
+        self._attempts[key] = max(seen, self._dead.get(key, (0, 0.0))[0]) if counted else seen
         current = self._transfer_of(key, attempt, counted=counted)
         if current is not None and current.ended.is_set():
             why = _conflict(request_id, f"has ended already in attempt {attempt}")
@@ -193,16 +205,18 @@ class Transfers:
         if reservation is not None and (transfer is None or transfer.reservation is None):
             claim = self._claim(engine, key[2], reservation)
         if transfer is None:
-            attempt = attempt or self._next(key)
+            attempt = attempt or max(self._next(key), self._dead.get(key, (0, 0.0))[0] + 1)
             before = self._current.get(key)
             if before is not None:
                 why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
                 before.stop(TransferState.ABORTED, why)
             transfer = Transfer(engine, key[2], attempt, self._around, deadline_s, counted=counted)
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
+            self._by_request.setdefault(key[2], []).append(transfer)
             self._under_way[transfer] = engine
-            self._appeared.set()
-            self._appeared = asyncio.Event()
+            self._was_given(key, transfer)
+            if (appeared := self._awaited.pop(key[2], None)) is not None:
+                appeared.set()
         if order is not None:
             transfer.take_order(order, reader_of(engine, order.engine_id))
         if reservation is not None and claim is not None:
@@ -218,31 +232,53 @@ class Transfers:
         current = self._current.get(key)  # its number may have been raised since it began
         return max(self._attempts.get(key, 0), current.attempt if current else 0) + 1
 
-    def _transfer_of(self, key: Key, attempt: int, *, counted: bool, since: float | None = None) -> Transfer | None:
+    def _was_given(self, key: Key, transfer: Transfer) -> None:
+        if not transfer.counted:
+            self._given[key] = max(transfer.attempt, self._given.get(key, 0))
+
+    def _transfer_of(
+        self,
+        key: Key,
+        attempt: int,
+        *,
+        counted: bool,
+        since: float | None = None,
+        parts: Mapping[int, str] = MappingProxyType({}),
+    ) -> Transfer | None:
         """The current transfer, if this attempt is its own; None for a newer attempt, which takes its place.
 
         attempt: 0 for whichever is current. counted: by a daemon; daemons may have seen different numbers of attempts.
         A transfer under way whose number was counted takes over the number of an order that it has waited for, and a
         higher one that was counted elsewhere.
 
-        Where daemons count, equal numbers may be of different attempts: one that was started anew counts from 1. What
-        was over before the part of the rank that asks began (`since`) is another attempt's, and the rank is told which
-        number is free. Raises KvferryError (`stale_attempt`, `aborted`).
+        Where daemons count, equal numbers may be of different attempts: one that was started anew counts from 1. Then
+        the ids of the parts tell, as far as both sides know them. Where they know none of the same rank, what was over
+        before the part of the rank that asks began (`since`) is another attempt's. The rank is told which number is
+        free. Raises KvferryError (`stale_attempt`, `aborted`).
         """
         current = self._current.get(key)
+        same = current.same_attempt(parts) if current is not None else None
+        if current is not None and same and counted == current.counted:
+            if counted:
+                current.attempt = max(attempt, current.attempt)
+            return current
         dead, died_at = self._dead.get(key, (0, 0.0))
         if attempt and attempt <= dead:
             if counted and since is not None and died_at < since:
                 raise _another_attempt(key, attempt, dead + 1)
             raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
-        if counted and since is not None and current and attempt <= current.attempt and current.over_since < since:
+        other = same is False or (since is not None and current is not None and current.over_since < since)
+        if counted and current is not None and other and attempt <= current.attempt:
             raise _another_attempt(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
+            if attempt and not counted:
+                self._given[key] = max(attempt, self._given.get(key, 0))
             return current
-        if current.counted and not current.ended.is_set():
-            waited_for = current.order is None and not counted
+        if current.counted and not current.ended.is_set() and not other:
+            waited_for = current.order is None and not counted and attempt > self._given.get(key, 0)
             if waited_for or (attempt > current.attempt and (counted or current.order is None)):
                 current.attempt, current.counted = attempt, counted
+                self._was_given(key, current)
                 return current
         if attempt < current.attempt:
             why = f"request {key[2]} is in attempt {current.attempt} by now"
@@ -312,6 +348,10 @@ class Transfers:
             if transfer.over and transfer.quiet.is_set():
                 del self._finished[transfer.transfer_id]
                 del self._by_id[transfer.transfer_id]
+                of_request = self._by_request[transfer.request_id]
+                of_request.remove(transfer)
+                if not of_request:
+                    del self._by_request[transfer.request_id]
                 key = _key(transfer.own, transfer.request_id)
                 if self._current.get(key) is transfer:
                     self._attempts[key] = self._next(key) - 1
@@ -358,9 +398,9 @@ class Transfers:
         """The engine is retired: close the channels to its other ranks."""
         await self._ranks.leave(engine)
 
-    async def wait_new(self) -> None:
-        """Wait until there is one more transfer. The caller bounds the wait."""
-        await self._appeared.wait()
+    async def wait_new(self, request_id: str) -> None:
+        """Wait until the request has a transfer more. The caller bounds the wait."""
+        await self._awaited.setdefault(request_id, asyncio.Event()).wait()
 
     async def wait(self, transfer: Transfer, until: Callable[[Transfer], bool], wait_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -232,11 +232,16 @@ class Screen:
         raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
 
     async def _start(self) -> asyncio.subprocess.Process:
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", screening.__name__,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
-        )  # fmt: skip
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", screening.__name__,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
+            )  # fmt: skip
+        except OSError as error:
+            why = f"the process that tries peers' metadata cannot be started: {error}"
+            remedy = "raise the daemon's limits (descriptors, memory, processes)"
+            raise TransportError("transport_failed", why, remedy=remedy) from None
         assert process.stdout is not None
         said = b""
         with contextlib.suppress(TimeoutError):

@@ -1,0 +1,57 @@
+"""A reader waits for more of one source rank while another one's daemon dies, or its lease ends: it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, until
+from ranks import Kv, Shape, TestEngine
+
+from kvferry.engine import TransferFailed
+from kvferry.router import RouterClient
+from kvferry.schemas import Awaited, TransferState
+
+pytestmark = pytest.mark.anyio
+TOKENS, SOME, MORE = 40, 16, 32
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["which has more to come", "which is whole"])
+@pytest.mark.parametrize("dies", [True, False], ids=["its daemon dies", "its lease is revoked"])
+async def test_a_source_rank_that_ends_is_noticed_while_another_is_waited_for(
+    daemons: Daemons, stack: AsyncExitStack, request_id: str, dies: bool, whole: bool
+) -> None:
+    name = request_id[-8:]
+    theirs, (ours,) = await asyncio.gather(daemons.start(f"{name}-p", 2), daemons.start(f"{name}-d"))
+    source = await TestEngine.start(f"{name}-p", theirs, Shape.tp(2, num_blocks=16))
+    reader = await TestEngine.start(f"{name}-d", [ours], Shape.tp(1, num_blocks=16))
+    stack.push_async_callback(reader.close)
+    behind, ahead = (rank.client for rank in source.ranks)
+    stack.push_async_callback(behind.close)
+    if not dies:
+        stack.push_async_callback(ahead.close)
+    blocks, given = reader.take(TOKENS), source.take(TOKENS)
+    source.write(Kv.random(TOKENS), given)
+    await behind.publish(request_id, given.tables(), SOME, more=True)
+    await ahead.publish(request_id, given.tables(), TOKENS if whole else MORE, more=not whole)
+    receiving = asyncio.create_task(
+        reader.ranks[0].client.receive(request_id, blocks.tables(), source=source.source(), deadline_s=4 * TIMEOUT_S)
+    )
+    async with RouterClient(ours.url) as router:
+
+        async def waits() -> bool:
+            found = await router.transfers(request_id)
+            return any(each.state is TransferState.READING and each.waits_for is Awaited.PUBLISH for each in found)
+
+        await until(waits, "it waits for the rank that is behind")
+    if dies:
+        theirs[1].signal(signal.SIGKILL)
+    else:
+        await ahead.abort(request_id)
+    with pytest.raises(TransferFailed) as failed:
+        await asyncio.wait_for(receiving, TIMEOUT_S)
+    assert failed.value.code == ("peer_unreachable" if dies else "lease_ended")
+    if dies:
+        await ahead.close()
