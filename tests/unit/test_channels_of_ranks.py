@@ -11,7 +11,7 @@ import grpc
 import pytest
 from caches import attention, cache
 
-from kvferry.errors import Conflict, KvferryError
+from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
@@ -156,12 +156,62 @@ async def test_a_part_that_was_ordered_by_another_part_of_the_same_rank_is_of_an
     await jobs.close()
 
 
+async def test_a_part_of_the_attempt_before_joins_no_other_that_one_of_its_siblings_leads() -> None:
+    """Neither has heard of the other's parts; what tells them apart is what the leader's part took the place of."""
+    jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9", "127.0.0.1:9")
+    first, _ = jobs.order(engine, "r", ORDER, attempt=1, counted=True, since=0.0, parts={2: "a"})
+    second, new = jobs.order(engine, "r", ORDER, attempt=2, counted=True, since=0.0, parts={1: "b"}, earlier=["c", "a"])
+    assert new and second is not first
+    await first.ended.wait()
+    assert first.problem is not None and first.problem.code == "superseded"
+    await jobs.close()
+
+
+async def test_an_abort_means_the_attempt_of_the_part_that_it_names() -> None:
+    """Another rank has given it a higher number since."""
+    jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9", "127.0.0.1:9")
+    part, _ = jobs.order(engine, "r", ORDER, attempt=1, counted=True, since=0.0, parts={2: "a"})
+    assert jobs.order(engine, "r", ORDER, attempt=3, counted=True, since=0.0, parts={1: "b"}) == (part, False)
+    assert not jobs.abort(engine, "r", "rank 2: failed", attempt=1, parts={2: "z"}, failed=True)
+    assert jobs.abort(engine, "r", "rank 2: failed", attempt=1, parts={2: "a"}, failed=True)
+    await part.ended.wait()
+    await jobs.close()
+
+
+async def test_a_part_ends_when_one_of_those_that_handed_it_on_lets_go() -> None:
+    jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9", "127.0.0.1:9")
+    part, _ = jobs.order(engine, "r", ORDER, attempt=1, counted=True, since=0.0, parts={2: "a"})
+    with part.followed(1):
+        with part.followed(2), part.followed(2):
+            pass
+        await part.ended.wait()
+    assert part.problem is not None and (part.problem.code, part.problem.value) == ("rank_failed", "2")
+    await jobs.close()
+
+
+async def test_a_refused_order_leaves_its_number_free() -> None:
+    jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9")
+    jobs.draining = True
+    with pytest.raises(Unavailable):
+        jobs.order(engine, "r", ORDER, attempt=1)
+    with pytest.raises(Unavailable):
+        jobs.receive(engine, "r", reserved(engine), None, 5.0)
+    jobs.draining = False
+    waiting = jobs.receive(engine, "r", reserved(engine), None, 5.0)
+    assert jobs.order(engine, "r", ORDER, attempt=1) == (waiting, True)
+    await jobs.close()
+
+
 async def test_what_ended_elsewhere_refuses_one_reservation_and_no_more() -> None:
     jobs, engine = jobs_of(Metrics()), first_of("127.0.0.1:9")
     jobs.abort(engine, "r", "rank 1: failed", attempt=7)
     with pytest.raises(Conflict, match="attempt 1 of request r has ended on another rank"):
         jobs.receive(engine, "r", reserved(engine), None, 5.0)
-    assert jobs.receive(engine, "r", reserved(engine), None, 5.0).attempt == 8
+    waiting = jobs.receive(engine, "r", reserved(engine), None, 5.0)
+    assert waiting.attempt == 8
+    jobs.abort(engine, "r", "rank 1: failed", attempt=11)
+    await waiting.ended.wait()
+    assert jobs.receive(engine, "r", reserved(engine), None, 5.0).attempt == 12
     jobs.abort(engine, "q", "rank 1: aborted", attempt=1)
     ordered, _ = jobs.order(engine, "q", ORDER)
     assert ordered.attempt == 2

@@ -1017,6 +1017,7 @@ class OrderRequest(google.protobuf.message.Message):
     ORDERED_S_FIELD_NUMBER: builtins.int
     BEGAN_S_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    EARLIER_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
@@ -1052,6 +1053,10 @@ class OrderRequest(google.protobuf.message.Message):
     def parts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
         """transfer_ids of this attempt by rank, as far as that rank knows them; its own, too"""
 
+    @property
+    def earlier(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """transfer_ids of the attempt that this one took the place of"""
+
     def __init__(
         self,
         *,
@@ -1071,10 +1076,11 @@ class OrderRequest(google.protobuf.message.Message):
         ordered_s: builtins.float = ...,
         began_s: builtins.float = ...,
         parts: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
+        earlier: collections.abc.Iterable[builtins.str] | None = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "began_s", b"began_s", "counted", b"counted", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "parts", b"parts", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "began_s", b"began_s", "counted", b"counted", "deadline_s", b"deadline_s", "earlier", b"earlier", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "parts", b"parts", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 
@@ -1159,6 +1165,7 @@ class AbortRequest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     READER_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
     fan_out: builtins.bool
@@ -1171,6 +1178,8 @@ class AbortRequest(google.protobuf.message.Message):
     """end this attempt only, also if its order comes later; 0: whatever is under way"""
     key: builtins.bytes
     """of the roster; without it only the lease ends, and only if no other engine reads it"""
+    transfer_id: builtins.str
+    """of `rank`: what it has ordered is meant, whatever its number is here"""
     @property
     def reader(self) -> Global___Reader:
         """as whom the sender reads the lease"""
@@ -1187,9 +1196,10 @@ class AbortRequest(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         key: builtins.bytes = ...,
         reader: Global___Reader | None = ...,
+        transfer_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "rank", b"rank", "reader", b"reader", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "rank", b"rank", "reader", b"reader", "reason", b"reason", "request_id", b"request_id", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
 

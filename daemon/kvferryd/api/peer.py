@@ -169,7 +169,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         transfer, _ = ferry.jobs.order(
             engine, request.request_id, order, brought,
             attempt=request.attempt, counted=request.counted,
-            since=time.monotonic() - (request.began_s or math.inf), parts=parts_from_proto(request, engine.world_size),
+            since=time.monotonic() - (request.began_s or math.inf),
+            parts=parts_from_proto(request, engine.world_size), earlier=request.earlier,
         )  # fmt: skip
         with transfer.followed(request.rank):
             await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
@@ -188,7 +189,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if request.attempt:
             attempt, failed = request.attempt, request.failed
             ended = from_rank and self._ferry.jobs.abort(
-                engine, request.request_id, why, attempt=attempt, failed=failed
+                engine,
+                request.request_id,
+                why,
+                attempt=attempt,
+                failed=failed,
+                parts={request.rank: request.transfer_id},
             )
             return peer_pb2.AbortReply(transfers_ended=int(ended))
         reader = None if from_rank else request.reader

@@ -96,7 +96,9 @@ class SourceReader:
         """Go by the source's own answer instead of an announcement. The caller bounds the wait."""
         if self.announced:
             self.announced = False
-            if self._update is None and self._problem is None:
+            ended = self._problem is not None and self._problem.code == "lease_ended"  # there may be another one since
+            if self._update is None and (self._problem is None or ended):
+                self._problem = None
                 self.close(complete=False)
                 self.lease = peer_pb2.LeaseUpdate(more=True)
                 self._open()

@@ -166,6 +166,7 @@ class Ranks:
             attempt=transfer.told.get(rank, transfer.attempt),
             failed=transfer.state is TransferState.FAILED,
             key=engine.roster_key,
+            transfer_id=transfer.transfer_id,
         )
         with contextlib.suppress(KvferryError):  # best effort: the other rank has the same deadline
             async with self._asking(engine, address) as stub:
@@ -190,6 +191,7 @@ def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderReq
         attempt=transfer.attempt,
         counted=transfer.counted,
         parts=transfer.parts,
+        earlier=transfer.earlier,
         way=order.way,
         key=engine.roster_key,
     )

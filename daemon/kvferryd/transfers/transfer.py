@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -87,8 +87,10 @@ class Transfer:
         """Which attempt it is for each of them. Ranks count apart."""
         self.parts = {engine.rank: self.transfer_id}
         """This attempt's transfers by rank, as far as they are known here."""
-        self._followers = 0
-        """Calls by which the rank that handed the order on follows this part."""
+        self.earlier: set[str] = set()
+        """The parts of the attempt that this one took the place of."""
+        self._followers: Counter[int] = Counter()
+        """Calls by which each rank that handed the order on follows this part."""
         self.created_at = time.time()
         self.over_at: float | None = None
         self.over_since = math.inf
@@ -162,14 +164,14 @@ class Transfer:
 
     @contextlib.contextmanager
     def followed(self, rank: int) -> Iterator[None]:
-        """The rank that handed the order on follows this part inside. When it lets go before the end it is lost, and
+        """A rank that handed the order on follows this part inside. When it lets go before the end it is lost, and
         its attempt with it: KV is of use only if all ranks have it."""
-        self._followers += 1
+        self._followers[rank] += 1
         try:
             yield
         finally:
-            self._followers -= 1
-            if not self._followers and self.handed_on:
+            self._followers[rank] -= 1
+            if not self._followers[rank] and self.handed_on:
                 why = f"rank {rank} of the same engine, which handed the order on, is gone"
                 remedy = "see whether that rank's daemon is alive"
                 self.stop(TransferState.FAILED, PeerFailed("rank_failed", why, field="rank", value=rank, remedy=remedy))

@@ -9,7 +9,7 @@ import itertools
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -118,20 +118,20 @@ class Transfers:
         counted: bool = False,
         since: float | None = None,
         parts: Mapping[int, str] = MappingProxyType({}),
+        earlier: Collection[str] = (),
     ) -> tuple[Transfer, bool]:
         """Take an order; (its transfer, whether the order is new).
 
         brought: reservations that came with it, by rank. since: when the part of the rank that handed it on began, by
         the monotonic clock here; None for an order that is handed on from here. counted: the number was counted by that
-        rank's daemon. parts: of the same attempt by rank, as that rank knows them. Raises KvferryError:
+        rank's daemon. parts: of the same attempt by rank, as that rank knows them; earlier: of the one before. Raises
+        KvferryError:
         `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `tables_not_allowed`,
         `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
         reservation = brought.get(engine.rank)
-        current = self._transfer_of(key, attempt, counted=counted, since=since, parts=parts)
-        if current is not None:
-            current.learn(parts)
+        current = self._transfer_of(key, attempt, counted=counted, since=since, parts=parts, earlier=earlier)
         if not self._config.order_tables and reservation not in (None, current and current.reservation):
             why = "this daemon writes only blocks that the engine itself has reserved"
             remedy = "leave the tables to the engine, or set order_tables = true"
@@ -140,6 +140,7 @@ class Transfers:
             if since is None and not current.handed_on and brought != current.brought:
                 raise _conflict(request_id, "was ordered already, with other tables")
             _check_reserved(current, reservation)
+            current.learn(parts)
             return current, False
         if current is not None and current.ended.is_set():
             raise _conflict(request_id, "has ended already")
@@ -211,6 +212,7 @@ class Transfers:
                 why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
                 before.stop(TransferState.ABORTED, why)
             transfer = Transfer(engine, key[2], attempt, self._around, deadline_s, counted=counted)
+            transfer.earlier = set(before.parts.values()) if before is not None else set()
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
             self._by_request.setdefault(key[2], []).append(transfer)
             self._under_way[transfer] = engine
@@ -244,6 +246,7 @@ class Transfers:
         counted: bool,
         since: float | None = None,
         parts: Mapping[int, str] = MappingProxyType({}),
+        earlier: Collection[str] = (),
     ) -> Transfer | None:
         """The current transfer, if this attempt is its own; None for a newer attempt, which takes its place.
 
@@ -258,8 +261,8 @@ class Transfers:
         """
         current = self._current.get(key)
         same = current.same_attempt(parts) if current is not None else None
-        if current is not None and same and counted == current.counted:
-            if counted:
+        if current is not None and same:
+            if counted and current.counted:
                 current.attempt = max(attempt, current.attempt)
             return current
         dead, died_at = self._dead.get(key, (0, 0.0))
@@ -267,11 +270,14 @@ class Transfers:
             if counted and since is not None and died_at < since:
                 raise _another_attempt(key, attempt, dead + 1)
             raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
-        other = same is False or (since is not None and current is not None and current.over_since < since)
+        other = same is False
+        if current is not None and not same:
+            other |= not set(earlier).isdisjoint(current.parts.values())
+            other |= since is not None and current.over_since < since
         if counted and current is not None and other and attempt <= current.attempt:
             raise _another_attempt(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
-            if attempt and not counted:
+            if current is not None and attempt and not counted:
                 self._given[key] = max(attempt, self._given.get(key, 0))
             return current
         if current.counted and not current.ended.is_set() and not other:
@@ -357,17 +363,29 @@ class Transfers:
                     self._attempts[key] = self._next(key) - 1
                     del self._current[key]
 
-    def abort(self, engine: Engine, request_id: str, why: str, *, attempt: int = 0, failed: bool = False) -> bool:
+    def abort(
+        self,
+        engine: Engine,
+        request_id: str,
+        why: str,
+        *,
+        attempt: int = 0,
+        parts: Mapping[int, str] = MappingProxyType({}),
+        failed: bool = False,
+    ) -> bool:
         """End the request's transfer; whether one was under way. Idempotent.
 
-        attempt: of another rank, which has ended there; a later one is left alone. failed: it did not abort but fail.
+        attempt: of another rank, which has ended there; a later one is left alone, unless that rank's part (`parts`) is
+        of the same attempt. failed: it did not abort but fail.
         """
         key = _key(engine, request_id)
         if attempt > self._dead.get(key, (0, 0.0))[0]:
             self._dead[key] = attempt, time.monotonic()
         transfer = self._current.get(key)
-        if transfer is None or (attempt and transfer.attempt > attempt):
+        later = transfer is not None and transfer.attempt > attempt > 0 and not transfer.same_attempt(parts)
+        if transfer is None or later:
             return False
+        self._attempts[key] = max(attempt, self._attempts.get(key, 0))
         return self.abort_transfer(transfer, why, failed=failed)
 
     def abort_transfer(self, transfer: Transfer, why: str, *, failed: bool = False) -> bool:
