@@ -78,12 +78,10 @@ class Channels:
         where = shared.address, shared.identity
         if self._newest.get(where) is shared:
             del self._newest[where]
-            for (
-                other
-            ) in self._open:  # an older one, which may have come back: whoever comes next dials only if it waits
-                if (other.address, other.identity) == where:
-                    self._newest[where] = other
-                    break
+            # One that is held may be back by now: whoever comes next dials only if it still waits.
+            held = next((other for other in self._open if (other.address, other.identity) == where), None)
+            if held is not None:
+                self._newest[where] = held
 
     def contact(self, address: str) -> Contact:
         """What is known of the daemon there."""

@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
@@ -153,10 +153,20 @@ class Transfer:
             self._last_half = Awaited.RESERVATION
             self._matched.set()
 
-    def same_attempt(self, parts: Mapping[int, str]) -> bool | None:
-        """Whether these parts are of this attempt; None where no rank's part is known to both."""
+    def same_attempt(
+        self, parts: Mapping[int, str], earlier: Collection[str] = (), since: float = -math.inf
+    ) -> bool | None:
+        """Whether another rank's part is of this attempt; None where nothing tells.
+
+        parts: of its attempt, by rank, as that rank knows them: where both know one rank's, its id decides. earlier: of
+        the attempt that it took the place of; this one is behind if it has one of them. since: when that part began, as
+        all parts of an attempt are there at the same time.
+        """
         known = [part == self.parts[rank] for rank, part in parts.items() if rank in self.parts]
-        return all(known) if known else None
+        if known:
+            return all(known)
+        behind = not set(earlier).isdisjoint(self.parts.values()) or self.over_since < since
+        return False if behind else None
 
     def learn(self, parts: Mapping[int, str]) -> None:
         """Parts of this attempt that another rank knows."""
@@ -164,8 +174,9 @@ class Transfer:
 
     @contextlib.contextmanager
     def followed(self, rank: int) -> Iterator[None]:
-        """A rank that handed the order on follows this part inside. When it lets go before the end it is lost, and
-        its attempt with it: KV is of use only if all ranks have it."""
+        """A rank that handed the order on follows this part inside. When it lets go before the end it is lost, and its
+        attempt with it: KV is of use only if all ranks have it.
+        """
         self._followers[rank] += 1
         try:
             yield

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -254,13 +255,12 @@ class Transfers:
         A transfer under way whose number was counted takes over the number of an order that it has waited for, and a
         higher one that was counted elsewhere.
 
-        Where daemons count, equal numbers may be of different attempts: one that was started anew counts from 1. Then
-        the ids of the parts tell, as far as both sides know them. Where they know none of the same rank, what was over
-        before the part of the rank that asks began (`since`) is another attempt's. The rank is told which number is
-        free. Raises KvferryError (`stale_attempt`, `aborted`).
+        Where daemons count, equal numbers may be of different attempts: one that was started anew counts from 1. There
+        `Transfer.same_attempt` decides, and a rank whose number is another attempt's is told which one is free. Raises
+        KvferryError (`stale_attempt`, `aborted`).
         """
         current = self._current.get(key)
-        same = current.same_attempt(parts) if current is not None else None
+        same = current and current.same_attempt(parts, earlier, -math.inf if since is None else since)
         if current is not None and same:
             if counted and current.counted:
                 current.attempt = max(attempt, current.attempt)
@@ -270,17 +270,13 @@ class Transfers:
             if counted and since is not None and died_at < since:
                 raise _another_attempt(key, attempt, dead + 1)
             raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
-        other = same is False
-        if current is not None and not same:
-            other |= not set(earlier).isdisjoint(current.parts.values())
-            other |= since is not None and current.over_since < since
-        if counted and current is not None and other and attempt <= current.attempt:
+        if counted and current is not None and same is False and attempt <= current.attempt:
             raise _another_attempt(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
             if current is not None and attempt and not counted:
                 self._given[key] = max(attempt, self._given.get(key, 0))
             return current
-        if current.counted and not current.ended.is_set() and not other:
+        if current.counted and not current.ended.is_set() and same is None:
             waited_for = current.order is None and not counted and attempt > self._given.get(key, 0)
             if waited_for or (attempt > current.attempt and (counted or current.order is None)):
                 current.attempt, current.counted = attempt, counted
