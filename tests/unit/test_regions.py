@@ -66,15 +66,15 @@ async def test_an_arena_for_which_there_was_nothing_left_is_made_when_it_is_need
         with monkeypatch.context() as shortage:
             shortage.setattr(where, short)
             for _ in range(2):
-                await asyncio.gather(engine.need_arena(), engine.need_arena())
+                await asyncio.gather(engine.need_arena(60), engine.need_arena(60))
         assert engine.arena is None
         (note,) = engine.notes
         assert "no staged transfers" in note and "Too many open files" in note
-    await engine.need_arena()
+    await engine.need_arena(60)
     assert engine.arena is not None and not engine.notes
     assert await agent.register() == engine.agent_metadata, "peers are told of it"
     made = engine.arena
-    await engine.need_arena()
+    await engine.need_arena(60)
     assert engine.arena is made
     await agent.close()
     await made.close()
@@ -96,9 +96,33 @@ async def test_an_arena_of_which_peers_cannot_be_told_is_not_registered(monkeypa
     engine.make_arena = make
     with monkeypatch.context() as broken:
         broken.setattr(agent._nixl, "get_agent_metadata", breaks)
-        await engine.need_arena()
+        await engine.need_arena(60)
     assert engine.arena is None and memory.closed
     assert any("broken" in note for note in engine.notes)
     assert memory.span not in agent._registered
     assert len(await agent.register()) == len(before)
     await agent.close()
+
+
+async def test_an_arena_that_is_slow_to_make_is_not_waited_for_beyond_the_bound_and_is_there_later() -> None:
+    """Or a handshake would fail for want of what it can do without."""
+    engine, words, go_on = first_of(), np.zeros(8, dtype=np.uint64), asyncio.Event()
+    agent = engine.agent = Agent("slow")
+    await agent.start()
+    await agent.register(Span(words.ctypes.data, words.nbytes, "host"))
+    made = functools.partial(_made_arena, Config(arena_mb=16), HostProvider(), None, "")
+
+    async def slowly() -> Arena:
+        await go_on.wait()
+        return await made()
+
+    engine.make_arena = slowly
+    async with asyncio.timeout(60):
+        await asyncio.gather(engine.need_arena(0.01), engine.need_arena(0.01))
+        assert engine.arena is None and not engine.notes
+        go_on.set()
+        await engine.need_arena(60)
+    assert engine.arena is not None
+    arena = engine.arena
+    await agent.close()
+    await arena.close()

@@ -49,7 +49,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         engine = self._ferry.registry.get(request.engine_id or None)
         await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         if request.staging:
-            await engine.need_arena()
+            await engine.need_arena(_left(context, self._ferry.config.connect_timeout_s) / 2)
         engine.agent.attend()
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
         readable = {} if self._ferry.config.strict else engine.session.regions

@@ -108,13 +108,17 @@ class Engine:
     def missing_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.members]
 
-    async def need_arena(self) -> None:
+    async def need_arena(self, within_s: float) -> None:
         """Make the staging arena if there may be one: runs between this engine and a peer are too short to be read one
-        by one. Without room for it the engine goes on without, with a note, until it is needed again."""
+        by one. Without room for it the engine goes on without, with a note, until it is needed again. So it does when
+        the arena is not there in time: it will be there for the next peer."""
         if self.make_arena is not None:
             if self._arena_task is None:
                 self._arena_task = asyncio.create_task(self._have_arena(self.make_arena))
-            await asyncio.shield(self._arena_task)
+            making = self._arena_task
+            await asyncio.wait([making], timeout=within_s)
+            if making.done():
+                making.result()
 
     async def _have_arena(self, make: MakeArena) -> None:
         arena, notes = None, tuple(note for note in self.notes if not note.startswith(NO_ARENA))

@@ -240,7 +240,7 @@ class Peers:
             asked.remove(old)
             await old.close()
         if all(ranks[number].staging for number in planned.reads_from):
-            await engine.need_arena()
+            await engine.need_arena(self._config.connect_timeout_s)
 
     def _in_the_way(self, key: tuple[Engine, str], home: Home, *, ordered: bool) -> Home | None:
         """Whose the engine id is, if it is another's. What only answered when it was asked who it is gives way to what
