@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 from pathlib import Path
 from typing import cast
 
@@ -49,6 +51,34 @@ def test_a_populated_region_is_mapped_before_it_is_used(region: SharedRegion) ->
     entry = Path("/proc/self/smaps").read_text().split(f"\n{at}", 1)[1]
     assert next(line for line in entry.splitlines() if line.startswith("Rss:")).split()[1:] == ["8", "kB"]
     assert not region.array().any()
+
+
+def test_other_threads_run_while_pages_are_mapped() -> None:
+    """A page that the machine has never used may take a thousand times as long as one that it has."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # a thread that keeps the GIL keeps it to its end
+    try:
+        assert any(_runs_beside_populate() for _ in range(100))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _runs_beside_populate() -> bool:
+    """Whether this thread got to run before the other one had ended. A busy machine may let it wait for longer."""
+    region, began = memfd_region(64 << 20), threading.Event()
+
+    def populate() -> None:
+        began.set()
+        region.populate()
+
+    mapping = threading.Thread(target=populate)
+    try:
+        mapping.start()
+        began.wait()
+        return mapping.is_alive()
+    finally:
+        mapping.join()
+        region.close()
 
 
 def test_gpu_memory_outlives_its_daemon_for_as_long_as_a_keeper_holds_it() -> None:
