@@ -181,7 +181,7 @@ class BlockingEngineClient:
                 except Exception as error:  # noqa: BLE001  this process may lack a descriptor, for example
                     code = error.code if isinstance(error, KvferryError) else type(error).__name__
                     failures[code] += 1
-                    if code != UNREACHABLE and failures[code] == 2:  # `has gone` was said before
+                    if code != UNREACHABLE and failures[code] == 2:  # that the daemon is gone was said before
                         say(f"this engine is not attached to {self._daemon} yet: {error}")
                     await asyncio.sleep(next_at - self._loop.time())  # no event tells when the daemon will accept it
             say(f"{self._daemon} is there again; what was published before is lost")

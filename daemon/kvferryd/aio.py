@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvferry.errors import KvferryError
@@ -103,13 +104,8 @@ async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
     if len(every) == 1:
         await every[0]
         return
-    tasks = [asyncio.create_task(step) for step in every]
-    try:
+    async with _running(every) as tasks:
         await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def unless(work: Coroutine[None, None, None], watches: Iterable[Coroutine[None, None, None]]) -> None:
@@ -118,12 +114,19 @@ async def unless(work: Coroutine[None, None, None], watches: Iterable[Coroutine[
     if len(every) == 1:
         await work
         return
-    tasks = [asyncio.create_task(each) for each in every]
-    try:
+    async with _running(every) as tasks:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in reversed(tasks):
             if task.done():
                 task.result()
+
+
+@contextlib.asynccontextmanager
+async def _running(steps: Iterable[Coroutine[None, None, None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Tasks of the steps. Those that are left at the end are cancelled, and have ended before the caller goes on."""
+    tasks = [asyncio.create_task(step) for step in steps]
+    try:
+        yield tasks
     finally:
         for task in tasks:
             task.cancel()

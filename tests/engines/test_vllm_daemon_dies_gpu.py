@@ -84,11 +84,11 @@ class Compared:
 
     @property
     def full(self) -> bool:
-        asked = self.requests.right, self.requests.failed
-        return len(asked[0]) * 320 + asked[1] * 320 > CACHE_TOKENS // 2
+        return (len(self.requests.right) + self.requests.failed) * 320 > CACHE_TOKENS // 2
 
     def equal(self) -> int:
-        """Assert that decode has every whole row of what it was handed as prefill computed it; how many rows."""
+        """Assert that each whole row that was handed over is in decode's cache as prefill computed it. Returns how many
+        there are."""
         computed, moved = (
             kv_rows(side, SAME_TOKENS) - known for side, known in zip(self._sides, self._known, strict=True)
         )

@@ -73,5 +73,5 @@ def before_this(folder: Path) -> Path:
 
 
 def path_of(code: Path) -> str:
-    """PYTHONPATH: what it has is kept, as the packages that the code needs may be found by it."""
+    """PYTHONPATH for this code. What it holds already stays: it may name the packages that the code needs."""
     return os.pathsep.join(filter(None, [str(code / "clients"), str(code / "daemon"), os.environ.get("PYTHONPATH")]))

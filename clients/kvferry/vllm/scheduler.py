@@ -315,7 +315,7 @@ class SchedulerSide:
 
 def _shorten(request: Request, count: int) -> None:
     """As vLLM's own connectors do: it has no other way to stop a prefill before the prompt's end. A prompt is of token
-    ids, of embeddings, or of both with a mask that tells which. All of these parts keep the same length."""
+    ids, of embeddings, or of both with a mask that tells which. All of them must stay equally long."""
     for tokens in (request.prompt_token_ids, request.prompt_is_token_ids, request._all_token_ids):
         if tokens is not None:
             del tokens[-count:]

@@ -37,7 +37,7 @@ GATHERS = 2
 another would delay its report."""
 UNREAD = 64
 """The most chunks of one gather that may be wanted and not yet read. Each takes one of the reader's slots, and our own
-readers use 8. Until the request is published nothing else bounds them: only the reader says how many there are."""
+readers use 8. Until the request is published, nothing else bounds how many chunks a reader may ask for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Transfer:
     def same_attempt(
         self, parts: Mapping[int, str], earlier: Collection[str] = (), since: float = -math.inf
     ) -> bool | None:
-        """Whether another rank's part is of this attempt; None where nothing tells.
+        """Whether another rank's part belongs to this attempt; None where neither ids nor times decide.
 
         parts: of its attempt, by rank, as that rank knows them: where both know one rank's, its id decides. earlier: of
         the attempt that it took the place of; this one is behind if it has one of them. since: when that part began, as

@@ -36,6 +36,7 @@ log = logs.get(__name__)
 ATTEMPTS = 1 << 16
 """Requests whose last attempt is remembered after their records are forgotten."""
 HIGHER = "give every attempt at a request a higher number, the same on all ranks"
+NO_PARTS: Mapping[int, str] = MappingProxyType({})
 Key = tuple[str, str, str]
 """Engine, epoch, request."""
 
@@ -66,8 +67,8 @@ class Transfers:
         self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
         """The last attempt whose record is forgotten, or that was begun by a reservation."""
         self._given: LRUCache[Key, int] = LRUCache(ATTEMPTS)
-        """The last attempt whose number did not come from a daemon. What is counted after it never takes such a number
-        again: an order that comes late would find the blocks of another attempt."""
+        """The highest attempt number that a router or an engine gave. A reservation that a daemon counted later never
+        takes such a number: a late order of that attempt would be read into the blocks of another."""
         self._dead: LRUCache[Key, tuple[int, float]] = LRUCache(ATTEMPTS)
         """The last attempt that ended on another rank, and when: its order may still be on its way here."""
         self.draining = False
@@ -118,7 +119,7 @@ class Transfers:
         attempt: int = 0,
         counted: bool = False,
         since: float | None = None,
-        parts: Mapping[int, str] = MappingProxyType({}),
+        parts: Mapping[int, str] = NO_PARTS,
         earlier: Collection[str] = (),
     ) -> tuple[Transfer, bool]:
         """Take an order; (its transfer, whether the order is new).
@@ -172,8 +173,7 @@ class Transfers:
         current = self._current.get(key)
         if counted:
             attempt = current.attempt if current and not current.ended.is_set() else self._next(key)
-        seen = max(attempt, self._attempts.get(key, 0))
-        self._attempts[key] = max(seen, self._dead.get(key, (0, 0.0))[0]) if counted else seen
+        _raise(self._attempts, key, max(attempt, self._died(key)[0]) if counted else attempt)
         current = self._transfer_of(key, attempt, counted=counted)
         if current is not None and current.ended.is_set():
             why = _conflict(request_id, f"has ended already in attempt {attempt}")
@@ -207,7 +207,7 @@ class Transfers:
         if reservation is not None and (transfer is None or transfer.reservation is None):
             claim = self._claim(engine, key[2], reservation)
         if transfer is None:
-            attempt = attempt or max(self._next(key), self._dead.get(key, (0, 0.0))[0] + 1)
+            attempt = attempt or max(self._next(key), self._died(key)[0] + 1)
             before = self._current.get(key)
             if before is not None:
                 why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
@@ -217,7 +217,8 @@ class Transfers:
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
             self._by_request.setdefault(key[2], []).append(transfer)
             self._under_way[transfer] = engine
-            self._was_given(key, transfer)
+            if not counted:
+                _raise(self._given, key, attempt)
             if (appeared := self._awaited.pop(key[2], None)) is not None:
                 appeared.set()
         if order is not None:
@@ -235,9 +236,9 @@ class Transfers:
         current = self._current.get(key)  # its number may have been raised since it began
         return max(self._attempts.get(key, 0), current.attempt if current else 0) + 1
 
-    def _was_given(self, key: Key, transfer: Transfer) -> None:
-        if not transfer.counted:
-            self._given[key] = max(transfer.attempt, self._given.get(key, 0))
+    def _died(self, key: Key) -> tuple[int, float]:
+        """The last attempt that ended on another rank, and when; 0 where none did."""
+        return self._dead.get(key, (0, 0.0))
 
     def _transfer_of(
         self,
@@ -246,7 +247,7 @@ class Transfers:
         *,
         counted: bool,
         since: float | None = None,
-        parts: Mapping[int, str] = MappingProxyType({}),
+        parts: Mapping[int, str] = NO_PARTS,
         earlier: Collection[str] = (),
     ) -> Transfer | None:
         """The current transfer, if this attempt is its own; None for a newer attempt, which takes its place.
@@ -265,7 +266,7 @@ class Transfers:
             if counted and current.counted:
                 current.attempt = max(attempt, current.attempt)
             return current
-        dead, died_at = self._dead.get(key, (0, 0.0))
+        dead, died_at = self._died(key)
         if attempt and attempt <= dead:
             if counted and since is not None and died_at < since:
                 raise _another_attempt(key, attempt, dead + 1)
@@ -274,13 +275,14 @@ class Transfers:
             raise _another_attempt(key, attempt, current.attempt + 1)
         if current is None or attempt in (0, current.attempt):
             if current is not None and attempt and not counted:
-                self._given[key] = max(attempt, self._given.get(key, 0))
+                _raise(self._given, key, attempt)
             return current
         if current.counted and not current.ended.is_set() and same is None:
             waited_for = current.order is None and not counted and attempt > self._given.get(key, 0)
             if waited_for or (attempt > current.attempt and (counted or current.order is None)):
                 current.attempt, current.counted = attempt, counted
-                self._was_given(key, current)
+                if not counted:
+                    _raise(self._given, key, attempt)
                 return current
         if attempt < current.attempt:
             why = f"request {key[2]} is in attempt {current.attempt} by now"
@@ -366,7 +368,7 @@ class Transfers:
         why: str,
         *,
         attempt: int = 0,
-        parts: Mapping[int, str] = MappingProxyType({}),
+        parts: Mapping[int, str] = NO_PARTS,
         failed: bool = False,
     ) -> bool:
         """End the request's transfer; whether one was under way. Idempotent.
@@ -375,13 +377,13 @@ class Transfers:
         of the same attempt. failed: it did not abort but fail.
         """
         key = _key(engine, request_id)
-        if attempt > self._dead.get(key, (0, 0.0))[0]:
+        if attempt > self._died(key)[0]:
             self._dead[key] = attempt, time.monotonic()
         transfer = self._current.get(key)
         later = transfer is not None and transfer.attempt > attempt > 0 and not transfer.same_attempt(parts)
         if transfer is None or later:
             return False
-        self._attempts[key] = max(attempt, self._attempts.get(key, 0))
+        _raise(self._attempts, key, attempt)
         return self.abort_transfer(transfer, why, failed=failed)
 
     def abort_transfer(self, transfer: Transfer, why: str, *, failed: bool = False) -> bool:
@@ -437,6 +439,10 @@ class Transfers:
 
 def _key(engine: Engine | Rank, request_id: str) -> Key:
     return engine.engine_id, engine.epoch, request_id
+
+
+def _raise(numbers: LRUCache[Key, int], key: Key, least: int) -> None:
+    numbers[key] = max(least, numbers.get(key, 0))
 
 
 def _another_attempt(key: Key, attempt: int, free: int) -> Conflict:
