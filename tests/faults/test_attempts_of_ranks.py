@@ -13,10 +13,10 @@ from fleet import TIMEOUT_S, Daemons, until
 from pair import is_in
 from ranks import Kv, Shape, TestEngine, start_rank
 
-from kvferry.engine import TransferFailed
+from kvferry.engine import Lease, TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
-from kvferry.schemas import DestinationBody, OrderBody, TransferState
+from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferState
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -32,11 +32,11 @@ class Scene:
     daemons: list[DaemonService]
     again: Callable[[DaemonService], DaemonService]
 
-    async def published(self, request_id: str) -> Kv:
+    async def published(self, request_id: str) -> tuple[Kv, Lease]:
         kv, blocks = Kv.random(TOKENS), self.source.take(TOKENS)
         self.source.write(kv, blocks)
-        await self.source.publish(request_id, blocks, TOKENS)
-        return kv
+        (lease,) = await self.source.publish(request_id, blocks, TOKENS)
+        return kv, lease
 
     async def restart(self, rank: int) -> None:
         """Its daemon is killed, and its engine attaches to the next one in the same epoch, with new memory."""
@@ -55,6 +55,13 @@ class Scene:
 
 async def is_ready(router: RouterClient) -> bool:
     return (await router.ready()).ready
+
+
+async def released(lease: Lease) -> bool:
+    """Whether all readers have told the source that they have read: what a daemon that dies had not told yet, nobody
+    tells."""
+    async with asyncio.timeout(TIMEOUT_S):
+        return await lease.ended() is LeaseState.RELEASED
 
 
 @pytest.fixture
@@ -79,7 +86,7 @@ async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_b
     for again in (False, True):
         if again:
             await scene.restart(0)
-        kv, expected = await scene.published(request_id), reader.snapshot()
+        (kv, lease), expected = await scene.published(request_id), reader.snapshot()
         reader.write_into(expected, kv, blocks)
         async with RouterClient(scene.daemons[0].url) as router:
             ordered = await router.order(order)
@@ -90,6 +97,7 @@ async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_b
             record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
         assert record.state is TransferState.DONE, record
         assert reader.differences(expected) == ""
+        assert await released(lease)
 
 
 async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(scene: Scene, request_id: str) -> None:
@@ -111,7 +119,7 @@ async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(sc
         await until(lambda: is_in(other, request_id, TransferState.FAILED), "rank 1 knows that rank 0 is gone")
     await source.publish(request_id, given, TOKENS)
     await source.ranks[0].client.abort(request_id)
-    kv, expected = await scene.published(request_id), reader.snapshot()
+    (kv, _), expected = await scene.published(request_id), reader.snapshot()
     reader.write_into(expected, kv, blocks)
     async with RouterClient(scene.daemons[0].url) as router:
         ordered = await router.order(order)
@@ -138,7 +146,7 @@ async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservat
         with pytest.raises(KvferryError, match="in attempt 2 by now"):
             await router.order(first)
         await source.ranks[0].client.abort(request_id)
-        kv, expected = await scene.published(request_id), reader.snapshot()
+        (kv, _), expected = await scene.published(request_id), reader.snapshot()
         reader.write_into(expected, kv, blocks)
         await router.order(OrderBody(request_id=request_id, source=source.source(), attempt=2))
         await asyncio.wait_for(receiving, TIMEOUT_S)
@@ -158,7 +166,7 @@ async def test_ranks_that_count_one_attempt_differently_do_not_answer_for_anothe
         if first == 0 and reader.ranks[1].memory.any():
             await scene.restart(0)
             await scene.restart(2)
-        kv, expected = await scene.published(request_id), reader.snapshot()
+        (kv, lease), expected = await scene.published(request_id), reader.snapshot()
         reader.write_into(expected, kv, blocks)
         async with RouterClient(scene.daemons[(first + 1) % 3].url) as other:
             before = len(await other.transfers(request_id))
@@ -170,6 +178,7 @@ async def test_ranks_that_count_one_attempt_differently_do_not_answer_for_anothe
             await until(handed_on, "it is handed on")
             await asyncio.gather(ahead, *(receive(rank) for rank in range(3) if rank != first))
         assert reader.differences(expected) == ""
+        assert await released(lease)
 
 
 async def test_an_attempt_that_one_rank_gave_up_alone_is_not_the_next_one_of_the_others(
@@ -184,7 +193,7 @@ async def test_an_attempt_that_one_rank_gave_up_alone_is_not_the_next_one_of_the
         await first.abort(request_id)
         with pytest.raises(TransferFailed):
             await given_up
-        kv, expected = await scene.published(request_id), scene.reader.snapshot()
+        (kv, _), expected = await scene.published(request_id), scene.reader.snapshot()
         scene.reader.write_into(expected, kv, blocks)
         ahead = asyncio.create_task(second.receive(request_id, blocks.tables(), source=source))
         await until(lambda: is_in(router, request_id, TransferState.WAITING), "the other rank has handed it on")

@@ -78,12 +78,14 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
     await pair.published(request_id)  # what has read before is told, and reads without asking
     tables = pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
-    receiving = client.receive(request_id, tables, source=source)
+    receives = []
 
-    async def ended() -> None:
-        await asyncio.gather(asyncio.wrap_future(receiving), return_exceptions=True)
+    async def receive() -> None:
+        receives.append(client.receive(request_id, tables, source=source))
+        await asyncio.gather(asyncio.wrap_future(receives[0]), return_exceptions=True)
 
-    async with reader.stopped_in_mid_read(request_id, ended()):
+    async with reader.stopped_in_mid_read(request_id, receive()):
+        (receiving,) = receives
         receiving.cancel()
         assert not receiving.done(), "nobody knows yet"
         with pytest.raises(TransferFailed) as failed:
