@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fleet import Daemons
-from hosts import Host, daemons_apart
+from hosts import Host, daemons_apart, host
 from lives import engine_on, published, receives
 
 from kvferry.schemas import PeerRequest
@@ -62,6 +62,15 @@ async def test_on_loopback_only_where_the_peer_port_is(daemons: Daemons, stack: 
         assert {address for address, _ in heard} == {"127.0.0.1"}
         assert all(FIRST <= port <= LAST for _, port in heard)
         assert f'"UCX_TCP_PORT_RANGE": "{PORTS}"' in daemon.log.read_text()
+
+
+async def test_not_on_a_device_that_comes_after_the_daemon(daemons: Daemons, stack: AsyncExitStack) -> None:
+    (daemon,) = await daemons.start("late")
+    with host() as far:
+        await engine_on(stack, "late", daemon)
+        heard = listens(daemon)
+    assert heard
+    assert far.here not in {address for address, _ in heard}
 
 
 @pytest.mark.slow

@@ -18,15 +18,17 @@ log = logs.get(__name__)
 PORTS = "17411-17999"
 """UCX takes one for each interface, engine and worker. Where none is free it goes on looking for ever."""
 SIOCGIFADDR = 0x8915
+UVERBS, SYSFS = Path("/dev/infiniband"), Path("/sys/class")
+"""Where libibverbs finds RDMA devices: what a container was given, and the names of all."""
 
 
 def set_up(config: Config) -> Mapping[str, str]:
     """Set UCX_* for this process and its children, before NIXL is loaded. (NIXL's own `engine_config` ends a value at
     its first comma.)
 
-    Unless an operator says otherwise, UCX listens in PORTS, and on the interface of `peer`. The others are named as
-    those to leave out: RDMA devices, and whatever is no network, stay in use. Returns where it listens; nothing
-    without TCP.
+    Unless an operator says otherwise, UCX listens in PORTS and on the interface of `peer`, and uses each port of an
+    RDMA device. They are named, so that it touches no interface that appears later. `NET_DEVICES` chooses among
+    these two kinds alone: shared memory, CMA and CUDA IPC stay in use. Returns where it listens; nothing without TCP.
     """
     os.environ.update({f"UCX_{name}": value for name, value in config.ucx.items()})
     transports = os.environ.get("UCX_TLS", "all")
@@ -34,23 +36,32 @@ def set_up(config: Config) -> Mapping[str, str]:
         return {}
     os.environ.setdefault("UCX_TCP_PORT_RANGE", PORTS)
     if "UCX_NET_DEVICES" not in os.environ:
-        others = _other_interfaces(config)
-        os.environ["UCX_NET_DEVICES"] = f"^{','.join(others)}" if others else "all"
+        interfaces = _interfaces(config)
+        os.environ["UCX_NET_DEVICES"] = ",".join([*interfaces, *_rdma_ports()]) if interfaces else "all"
     return {name: os.environ[name] for name in ("UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES")}
 
 
-def _other_interfaces(config: Config) -> list[str]:
-    """Those that do not have the address of `peer`; none where no interface has it."""
+def _interfaces(config: Config) -> list[str]:
+    """Those that have the address of `peer`, or of `advertise` where `peer` is every interface."""
     address = config.advertise if is_wildcard(config.peer) else config.peer
-    interfaces, own = _addresses(), _resolved(address)
-    others = sorted(name for name, held in interfaces.items() if not held & own)
-    if len(others) < len(interfaces):
-        return others
+    own = _resolved(address)
+    if found := sorted(name for name, held in _addresses().items() if held & own):
+        return found
     log.warning(
         "UCX listens on all network interfaces: none of them has the address of this daemon", address=address,
         remedy="set NET_DEVICES in ucx",
     )  # fmt: skip
     return []
+
+
+def _rdma_ports() -> list[str]:
+    """Those that this process can open, as UCX names them: `mlx5_0:1`."""
+    found = []
+    for opened in UVERBS.glob("uverbs*"):
+        with contextlib.suppress(OSError):  # a device of another container
+            device = (SYSFS / "infiniband_verbs" / opened.name / "ibdev").read_text().strip()
+            found += [f"{device}:{port.name}" for port in (SYSFS / "infiniband" / device / "ports").iterdir()]
+    return sorted(found)
 
 
 def _resolved(address: str) -> set[str]:
