@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
 from kvferryd.observe.metrics import Metrics
+from kvferryd.peers.peer import PeerEngine
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
@@ -198,3 +200,28 @@ def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -
     two.step_all(two.of_calls)
     assert not world.flights()
     assert transfer.problem is not None and transfer.problem.code == "peer_unreachable"
+
+
+def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_from(two: Two) -> None:
+    """By another handshake or a router, after the handshake has ended and before the transfer that began it goes on."""
+    blocks, world, peers = range(4), two.world, two.reader.ferry.peers_known
+    for source in two.sources:
+        source.publish("r", blocks)
+    world.run()
+    world.loop.call(peers.forget, two.peer)
+    world.run()
+    transfer = two.receive("r", blocks, "direct")
+    met: list[PeerEngine] = []
+
+    def forget(shaking: asyncio.Task[PeerEngine]) -> None:
+        met.append(shaking.result())
+        peers.forget(met[0])
+
+    (shaking,) = peers._shaking.values()
+    with world.within(two.reader.process):
+        shaking.add_done_callback(forget)
+    two.step_all(two.of_calls, until=lambda: bool(met))
+    assert not met[0].users
+    world.run()
+    assert transfer.problem is None and two.is_there(blocks)
+    assert not met[0].loaded

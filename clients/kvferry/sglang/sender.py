@@ -7,7 +7,6 @@ import ctypes
 import logging
 import time
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from kvferry.sglang.manager import Manager
 
 log = logging.getLogger(__name__)
-GONE_S = 5.0
-"""How long that may take."""
+GONE_S = 20.0
+"""How long a daemon may take to say that nobody reads a request's pages any more."""
 
 
 def lease_of(room: int | None) -> str:
@@ -172,12 +171,20 @@ class Sender(BaseKVSender):
                 self.kv_mgr.senders.pop(self._room, None)
 
     def failure_exception(self) -> None:
-        """Raises why this failed; on the other ranks, which end with it, that it was another one. Their pages are
-        SGLang's again when this returns, so it waits until no reader can go on."""
+        """Raises why this failed; on the other ranks, which end with it, that it was another one. SGLang takes their
+        pages back then, so it waits until no reader can go on.
+
+        Raises SystemExit where that is not known in time: a reader would be told that it has this prompt, when the
+        pages hold another one by then."""
         self._revoke()
-        if self._revoked is not None:
-            with suppress(TimeoutError, KvferryError):
+        try:
+            if self._revoked is not None:
                 self._revoked.result(GONE_S)
+        except TimeoutError:
+            why = f"no answer of the daemon in {GONE_S:g} s: a reader may be in the pages of {lease_of(self._room)}"
+            raise SystemExit(f"kvferry: {why}; see the daemon's log") from None
+        except KvferryError as error:  # refused, so there is no lease; or the client is closed, as the engine stops
+            log.debug("%s", error)
         why = self._why or "it failed on another rank"
         raise KVTransferError(self._room, f"kvferry: {why}", is_from_another_rank=not self._why)
 

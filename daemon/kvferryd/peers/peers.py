@@ -123,6 +123,13 @@ class Peers:
             )  # fmt: skip
         return peer
 
+    async def use(self, engine: Engine, engine_id: str, address: str, epoch: str = "") -> PeerEngine:
+        """As `get`; its names stay loaded and its memory stays mapped until `leave`."""
+        while (peer := await self.get(engine, engine_id, address, epoch)).stale:
+            pass  # forgotten between the end of its handshake and this turn: the next `get` shakes hands anew
+        peer.users += 1
+        return peer
+
     def _shaken(self, flight: tuple[Engine, str, str], task: asyncio.Task[PeerEngine]) -> None:
         del self._shaking[flight]
         if not task.cancelled():
@@ -462,8 +469,7 @@ class Peers:
             await rank.unmap()
         await asyncio.gather(*(rank.close() for rank in peer.ranks.values()))
         names, peer.loaded = peer.loaded, []
-        for name in names:
-            await peer.own.agent.remove_peer(name)
+        await to_the_end(peer.own.agent.remove_peer(name) for name in names)
 
     def unbind(self, engine_id: str) -> bool:
         """Whoever answers to this engine id next is its owner. Whether anybody was."""

@@ -439,12 +439,11 @@ class Transfer:
         peers = self._around.peers
         assert self.reservation is not None
         for again in (True, False):
-            peer = await peers.get(engine, order.engine_id, order.address, order.epoch)
+            peer = await peers.use(engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
                 peer, self.request_id, self.reservation.digest, self.trace, self._on_unpublished, self._on_lost
             )
             self._readers = readers
-            peer.users += 1
             try:
                 await together(reader.advance() for reader in readers)
                 break
