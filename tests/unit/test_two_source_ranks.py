@@ -210,7 +210,7 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
     world.run()
     world.loop.call(peers.forget, two.peer)
     world.run()
-    transfer = two.receive("r", blocks, "direct")
+    transfer = two.receive("r", blocks, "staged")
     met: list[PeerEngine] = []
 
     def forget(shaking: asyncio.Task[PeerEngine]) -> None:
