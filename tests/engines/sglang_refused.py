@@ -1,15 +1,18 @@
-"""Print what is left of a request whose last publish a real daemon refuses. Run by the Python that SGLang is installed
-for.
+"""Print what is left of a request whose last publish a real daemon refuses; with the daemon's PID, what its sender says
+when it fails while that daemon stands still. Run by the Python that SGLang is installed for.
 
-.venv-sglang/bin/python tests/engines/sglang_refused.py SOCKET URL
+.venv-sglang/bin/python tests/engines/sglang_refused.py SOCKET URL [PID]
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from weakref import WeakValueDictionary
 
@@ -19,6 +22,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from small_engine import BLOCK, attached
 
+from kvferry.sglang import sender
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
 from kvferry.sglang.sender import Sender
@@ -30,28 +34,56 @@ METADATA = ctypes.create_string_buffer(100 << 10)
 
 def main() -> None:
     client = attached(sys.argv[1], GROUP)
+    stop = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     idle, options = SimpleNamespace(wake_after=lambda end: None), SimpleNamespace(lease_ttl_s=60.0)
+    nbytes = 8 if stop else len(METADATA)
     manager = SimpleNamespace(
         senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK),
-        aux_rows=lambda index: [(ctypes.addressof(METADATA), len(METADATA))],
+        aux_rows=lambda index: [(ctypes.addressof(METADATA), nbytes)],
         rank=SimpleNamespace(daemon=client, written=lambda: None, options=options, idle=idle),
     )  # fmt: skip
-    sender = Sender(manager, "address", 7)
-    sender._prompt = Prompt(50, b"digest")
-    sender.init(4)
+    request = Sender(manager, "address", 7)
+    request._prompt = Prompt(50, b"digest")
+    request.init(4)
     for pages in ([1, 2], [3, 4]):
-        sender.send(np.array(pages, np.int32))
-    deadline = time.monotonic() + WITHIN_S
-    while sender.poll() not in (KVPoll.Failed, KVPoll.Success) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    left = [lease["request_id"] for lease in httpx.get(f"{sys.argv[2]}/v1/leases", trust_env=False).json()["leases"]]
+        request.send(np.array(pages, np.int32))
+    print(json.dumps(silent(request, stop) if stop else refused(request, sys.argv[2])))
+    client.close()
+
+
+def refused(request: Sender, url: str) -> dict[str, object]:
+    until(lambda: request.poll() in (KVPoll.Failed, KVPoll.Success))
+    left = [lease["request_id"] for lease in leases(url)]
     why = ""
     try:
-        sender.failure_exception()
+        request.failure_exception()
     except KVTransferError as error:
         why = str(error)
-    print(json.dumps({"failed": sender.poll() == KVPoll.Failed, "why": why, "left": left}))
-    client.close()
+    return {"failed": request.poll() == KVPoll.Failed, "why": why, "left": left}
+
+
+def silent(request: Sender, daemon: int) -> dict[str, object]:
+    """It fails on another rank while its daemon stands still."""
+    until(lambda: any(lease["state"] == "published" for lease in leases(sys.argv[2])))
+    sender.GONE_S = 1.0
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        request.failure_exception()
+    except BaseException as error:
+        return {"raised": type(error).__name__, "why": str(error)}
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    return {}
+
+
+def leases(url: str) -> list[dict[str, object]]:
+    return httpx.get(f"{url}/v1/leases", trust_env=False).json()["leases"]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 if __name__ == "__main__":

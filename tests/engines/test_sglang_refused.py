@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang_engines import PYTHON, START_S
@@ -16,13 +17,26 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
 def test_a_last_publish_that_is_refused_ends_what_was_published_before_it() -> None:
     """Before the request has failed: its pages are SGLang's again then."""
-    if not PYTHON.exists():
-        pytest.skip("there is no SGLang here: make engines-sglang installs one")
     with lone_daemon() as daemon:
-        command = [PYTHON, Path(__file__).with_name("sglang_refused.py"), str(daemon.socket), daemon.url]
-        done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+        told = _told(str(daemon.socket), daemon.url)
     assert told["failed"]
     assert "metadata" in told["why"]
     assert told["left"] == []
+
+
+def test_an_engine_ends_rather_than_take_back_pages_that_a_reader_may_be_in() -> None:
+    """SGLang survives every Exception of a sender, and gives the pages to another request."""
+    with lone_daemon() as daemon:
+        told = _told(str(daemon.socket), daemon.url, str(daemon.process.pid))
+    assert told["raised"] == "SystemExit"
+    assert "room-7" in told["why"]
+
+
+def _told(*arguments: str) -> dict[str, Any]:
+    if not PYTHON.exists():
+        pytest.skip("there is no SGLang here: make engines-sglang installs one")
+    command = [PYTHON, Path(__file__).with_name("sglang_refused.py"), *arguments]
+    done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told

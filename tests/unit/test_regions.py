@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from test_channels_of_ranks import first_of
 from kvferry.errors import KvferryError
 from kvferryd.config import Config
 from kvferryd.engine.registration import _made_arena
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.registry import Engines
+from kvferryd.engine.session import Rank, Session, made
 from kvferryd.memory.host import HostProvider
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import HostCopies
@@ -126,3 +129,78 @@ async def test_an_arena_that_is_slow_to_make_is_not_waited_for_beyond_the_bound_
     arena = engine.arena
     await agent.close()
     await arena.close()
+
+
+class Large(Memory):
+    """Its pages are freed only once the event loop has gone on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+
+    def close(self) -> None:
+        went_on = threading.Event()
+        self._loop.call_soon_threadsafe(went_on.set)
+        assert went_on.wait(20), "the event loop stands still"
+        super().close()
+
+
+async def _ended_by_retiring(memory: Memory) -> None:
+    session = Session(Rank("e", "1", 0, 1))
+    await session.add(0, 1, lambda: memory)  # type: ignore[arg-type,return-value]
+    await session.retire("its engine is gone", keep=False)
+
+
+async def _ended_as_it_came_too_late(memory: Memory) -> None:
+    session = Session(Rank("e", "1", 0, 1))
+    session.retired.set()
+    with pytest.raises(KvferryError, match="ended"):
+        await session.add(0, 1, lambda: memory)  # type: ignore[arg-type,return-value]
+
+
+async def _ended_as_nobody_wants_it(memory: Memory) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def make() -> Any:
+        begun.set()
+        assert let_go.wait(60)
+        return memory
+
+    making = asyncio.create_task(made(make))
+    await asyncio.to_thread(begun.wait, 60)
+    making.cancel()
+    await asyncio.wait([making])
+    let_go.set()
+    async with asyncio.timeout(60):
+        while not memory.closed:
+            await asyncio.sleep(0)
+
+
+async def _ended_with_its_arena(memory: Memory) -> None:
+    await Arena(memory, HostCopies()).close()  # type: ignore[arg-type]
+
+
+async def _ended_when_it_was_kept_for_another_start(memory: Memory) -> None:
+    engines = Engines(Config(), HostProvider(), *(lambda *_: None for _ in range(4)))  # type: ignore[arg-type]
+    session = await engines.attach(Rank("e", "1", 0, 1))
+    await session.add(0, 1, lambda: memory)  # type: ignore[arg-type,return-value]
+    with contextlib.suppress(KvferryError):
+        await engines.end(session.id)
+    assert not memory.closed
+    await engines.attach(Rank("e", "2", 0, 1))
+    assert memory.closed, "before the new start asks for as much"
+    await engines.close()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        _ended_by_retiring, _ended_as_it_came_too_late, _ended_as_nobody_wants_it, _ended_with_its_arena,
+        _ended_when_it_was_kept_for_another_start,
+    ],
+)  # fmt: skip
+async def test_the_event_loop_goes_on_while_memory_is_given_back(end: Callable[[Memory], Awaitable[None]]) -> None:
+    """The kernel takes a third of a second for each GB, and a cache has tens of them."""
+    memory = Large()
+    await end(memory)
+    assert memory.closed

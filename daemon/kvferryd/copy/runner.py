@@ -155,9 +155,9 @@ class Runner:
         """Nothing may use them any more."""
         await self.call(lambda: self._unmap(regions))
 
-    async def close(self) -> None:
+    async def close(self) -> bool:
         """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for each. Copies that have not
-        ended by then end when the thread knows that nothing of them runs any more."""
+        ended by then end when the thread knows that nothing of them runs any more. Whether all have ended."""
         self._closing = True
         for _, copy in self._waiting:
             copy.end(_closed())
@@ -171,6 +171,7 @@ class Runner:
                 self._asking.cancel()
             self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
+        return not self._thread.is_alive()
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run something on the thread. Raises what it raises, as KvferryError."""

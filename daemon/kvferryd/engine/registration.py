@@ -18,7 +18,7 @@ from kvferryd.config import Config
 from kvferryd.copy import Move, cut, mapped, sample
 from kvferryd.copy.runner import Runner
 from kvferryd.copy.sums import Sums
-from kvferryd.engine.session import Session, made
+from kvferryd.engine.session import Session, give_back, made
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider
@@ -134,7 +134,7 @@ class Engine:
             self.notes, self._arena_task = notes, None
 
     async def close(self) -> bool:
-        """Whether the agent has stopped: until it has, memory may still be written."""
+        """Whether its copies and its agent have stopped: until they have, memory may still be written."""
         self.make_arena = None
         if self._arena_task is not None:
             await asyncio.wait([self._arena_task])
@@ -219,7 +219,7 @@ async def make(
         await _rehearse(manifest, runner, arena, sums if config.checksum else None, session.addresses)
         session.check_open()
     except BaseException:
-        await _close(sums, runner, agent, arena)
+        session.stuck = not await _close(sums, runner, agent, arena)
         raise
     engine = Engine(
         *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
@@ -265,8 +265,8 @@ async def _made_arena(config: Config, memory: Provider, runner: Runner | None, u
     region = await made(lambda: memory.allocate(config.arena_mb << 20))
     try:
         return Arena(region, GpuCopies(runner) if runner is not None else HostCopies())
-    except BaseException:  # too small for its slots
-        region.close()
+    except KvferryError:  # too small for its slots
+        await give_back([region])
         raise
 
 
@@ -277,11 +277,10 @@ def _reader_key(secret: bytes, source: str) -> bytes:
 
 async def _close(sums: Sums, runner: Runner | None, agent: Agent, arena: Arena | None) -> bool:
     """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
-    Whether the agent has stopped."""
+    Whether copies and agent have stopped."""
     await sums.close()
-    if runner is not None:
-        await runner.close()
-    stopped = await agent.close()
+    copied = runner is None or await runner.close()
+    stopped = await agent.close() and copied
     if arena is not None:
         await arena.close(unmap=stopped)
     return stopped

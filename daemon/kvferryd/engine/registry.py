@@ -12,10 +12,11 @@ from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.manifest import Manifest
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
+from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.engine.fences import Fences
 from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.session import Rank, Session, give_back
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.memory import Files, Provider, Region
 from kvferryd.observe import logs
@@ -52,6 +53,8 @@ class Engines:
         self._by_id: dict[str, Session] = {}
         """Also those being retired, those whose regions are kept, and the stuck, whose memory must not be freed."""
         self._epochs: LRUCache[tuple[str, str], None] = LRUCache(EPOCHS)
+        self._freeing = Tasks()
+        """Memory that waited for a session and is given back."""
 
     @property
     def sessions(self) -> list[Session]:
@@ -82,14 +85,15 @@ class Engines:
         for each in kept:
             self._give_back(each)
         self._current[rank.engine_id] = self._by_id[session.id] = session
-        if old is not None:
-            try:
-                # To its end, even if the new engine is gone again meanwhile.
+        try:
+            if old is not None:  # to its end, even if the new engine is gone again meanwhile
                 await asyncio.shield(self._retire_soon(old, f"engine {rank.engine_id} started anew"))
-            except BaseException:
-                session.detached.set()
-                self._retire_soon(session, f"engine {rank.engine_id} is gone")
-                raise
+            if self._freeing:  # there may be no room for both
+                await asyncio.wait(self._freeing, timeout=RETIRE_S)
+        except BaseException:
+            session.detached.set()
+            self._retire_soon(session, f"engine {rank.engine_id} is gone")
+            raise
         return session
 
     async def _ended(self, engine_id: str) -> Session | None:
@@ -206,7 +210,7 @@ class Engines:
             await asyncio.shield(session.retiring)
         if session.stuck:
             raise Conflict(
-                "not_quiet", "the session's NIXL agent could not be stopped: its reads may still write",
+                "not_quiet", "the session's reads or copies could not be stopped: they may still write",
                 field="session", remedy="restart the daemon",
             )  # fmt: skip
 
@@ -274,8 +278,10 @@ class Engines:
     def _give_back(self, session: Session) -> None:
         if session.expiry is not None:
             session.expiry.cancel()
+        if session.process is not None:
+            session.process.close()
         del self._by_id[session.id]
-        session.close()
+        self._freeing.spawn(give_back(session.regions.values()))
 
     async def close(self) -> None:
         for session in self.sessions:
@@ -284,6 +290,8 @@ class Engines:
             await asyncio.wait(retiring, timeout=RETIRE_S)
         for session in [session for session in self._by_id.values() if session.expiry]:
             self._give_back(session)
+        if self._freeing:
+            await asyncio.wait(self._freeing, timeout=RETIRE_S)
 
 
 def _check(rank: Rank) -> None:

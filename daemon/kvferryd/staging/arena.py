@@ -168,7 +168,7 @@ class Arena:
         if left_s > 0:
             await asyncio.sleep(left_s)
         if unmap:
-            self._region.close()
+            await asyncio.to_thread(self._region.close)
 
 
 def slot_nbytes(span: Span) -> int:
