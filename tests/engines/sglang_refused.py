@@ -69,7 +69,7 @@ def silent(request: Sender, daemon: int) -> dict[str, object]:
     os.kill(daemon, signal.SIGSTOP)
     try:
         request.failure_exception()
-    except BaseException as error:
+    except (SystemExit, KVTransferError) as error:
         return {"raised": type(error).__name__, "why": str(error)}
     finally:
         os.kill(daemon, signal.SIGCONT)
