@@ -44,11 +44,12 @@ class BlockTable:
     def of(cls, block_ids: Sequence[int] | BlockIds, first_token: int = 0, *, field: str = "tables") -> BlockTable:
         """Checks types and bounds that need no manifest. Raises KvferryError (`malformed_tables`)."""
         try:
+            check_count(len(block_ids), field)
             ids = np.asarray(block_ids if len(block_ids) else [], dtype=np.int64)
         except (TypeError, ValueError, OverflowError):
             raise _malformed(f"{field}.block_ids", block_ids, "a list of block ids, each a 64-bit integer") from None
-        if ids.ndim != 1 or len(ids) > MAX_BLOCKS:
-            raise _malformed(f"{field}.block_ids", f"shape {ids.shape}", f"one flat list of at most {MAX_BLOCKS} ids")
+        if ids.ndim != 1:
+            raise _malformed(f"{field}.block_ids", f"shape {ids.shape}", "one flat list of block ids")
         if isinstance(first_token, bool) or not isinstance(first_token, int) or not 0 <= first_token < 2**62:
             raise _malformed(f"{field}.first_token", first_token, "an integer of 0 or more")
         ids.setflags(write=False)
@@ -66,6 +67,12 @@ class BlockTable:
 
 Tables: TypeAlias = Mapping[str, BlockTable]
 """Block tables by group name."""
+
+
+def check_count(ids: int, field: str) -> None:
+    """So many ids may be in one table. Before they are copied, as that takes long. Raises KvferryError."""
+    if ids > MAX_BLOCKS:
+        raise _malformed(f"{field}.block_ids", f"{ids} ids", f"one flat list of at most {MAX_BLOCKS} ids")
 
 
 def tables_from_json(data: Any, field: str = "tables") -> dict[str, BlockTable]:

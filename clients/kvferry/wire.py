@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from kvferry.errors import CLASSES, Kind, KvferryError, Malformed, Refusal, shorten
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.schemas import LeaseState, TransferState
-from kvferry.tables import BlockTable, Tables
+from kvferry.tables import BlockTable, Tables, check_count
 from kvferry.v1 import layout_pb2 as pb
 
 MAX_PROBLEM_BYTES = 6000
@@ -102,6 +102,8 @@ def tables_to_proto(tables: Tables) -> pb.Tables:
 
 def tables_from_proto(message: pb.Tables, field: str = "tables") -> dict[str, BlockTable]:
     """Raises KvferryError (`malformed_tables`) naming the group."""
+    for name, table in message.groups.items():
+        check_count(len(table.block_ids), f"{field}.{name}")
     return {
         name: BlockTable.of(
             np.fromiter(table.block_ids, np.int64, count=len(table.block_ids)),

@@ -19,8 +19,8 @@ QUIET_S, NOTED_S, NOTES_S, NOTES = 2e-3, 0.2, 5e-4, 1024
 """Notes: the pause before them, in which the next request may come; how long they wait for a loop that has none; how
 much of a turn they may take; how many may wait."""
 FEW = 8192
-"""Blocks, segments or runs that are bound, cut or expanded on the loop: half a millisecond at most. More take several,
-which others would wait for; these are not worth the way to a thread and back."""
+"""Segments or runs that are cut or expanded on the loop: half a millisecond at most. More take several, which others
+would wait for; these are not worth the way to a thread and back."""
 
 
 def beside(rows: int, work: Callable[[], T]) -> asyncio.Future[T]:

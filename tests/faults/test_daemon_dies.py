@@ -220,6 +220,24 @@ def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonSer
     assert '"stopped"' in daemon.tail(1)
 
 
+def test_a_keeper_does_not_wait_for_who_reads_its_lines() -> None:
+    """Nobody would start the next daemon."""
+    script = """if True:
+        import sys
+        from kvferryd.process.keeper import Keeper
+        sys.executable = "/bin/true"  # its daemon
+        keeper = Keeper([])
+        for _ in range(999):
+            keeper._report("." * 999)
+        sys.exit(keeper.run())
+    """
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.wait(TIMEOUT_S) == 0
+        finally:
+            keeper.kill()
+
+
 @pytest.mark.slow
 def test_a_daemon_that_never_served_is_not_started_again(own_fleet: Fleet) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

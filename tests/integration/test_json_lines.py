@@ -58,6 +58,16 @@ def test_every_line_is_json_and_the_last_words_come_out(end: str) -> None:
     assert all(line["time"] for line in told)
 
 
+@pytest.mark.parametrize("said", ['logs.get("x").error(str(number) * 99)', 'os.write(2, b"UCX  WARN" * 99)'])
+def test_whoever_writes_ends_though_nobody_reads(said: str) -> None:
+    script = f"{SAYS.partition('libc =')[0]}for number in range(9999):\n    {said}"
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(TIMEOUT_S) == 0
+        finally:
+            process.kill()
+
+
 def test_a_json_line_stays_and_what_only_looks_like_one_is_wrapped() -> None:
     line = '{"event": "ours"}'
     assert as_json(line) == line

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
+import os
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
 from kvferryd.config import Config
 from kvferryd.observe import logs
+from kvferryd.observe.foreign import WAITING
+
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -24,60 +29,119 @@ def _as_before() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def configured(**settings: object) -> io.StringIO:
-    stream = io.StringIO()
-    logs.configure(Config(**settings), stream)  # type: ignore[arg-type]
-    return stream
+class Log:
+    """A file that lines are sent to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def configure(self, **settings: object) -> None:
+        descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        logs.configure(Config(**settings), descriptor)  # type: ignore[arg-type]
+
+    def read(self) -> str:
+        written()
+        return self._path.read_text()
 
 
-def test_json_lines_carry_what_is_bound() -> None:
-    stream = configured(log_format="json")
+def written() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(tmp_path / "log")
+
+
+def test_json_lines_carry_what_is_bound(log: Log) -> None:
+    log.configure(log_format="json")
     with logs.bound(request_id="r1", engine_id=""):
         logs.get("kvferryd.x").info("transfer ended", state="done")
-    line = json.loads(stream.getvalue())
+    line = json.loads(log.read())
     assert {"event": "transfer ended", "state": "done", "request_id": "r1", "level": "info"}.items() <= line.items()
     assert "engine_id" not in line
 
 
-def test_lines_below_the_level_are_not_written_and_libraries_only_warn() -> None:
-    stream = configured(log_level="warning")
+def test_lines_below_the_level_are_not_written_and_libraries_only_warn(log: Log) -> None:
+    log.configure(log_level="warning")
     logs.get("kvferryd.x").info("quiet")
     logging.getLogger("uvicorn.error").info("quiet")
     logging.getLogger("uvicorn.access").warning("quiet")
     logging.getLogger("uvicorn.error").warning("heard")
-    assert [("quiet" in line, "heard" in line) for line in stream.getvalue().splitlines()] == [(False, True)]
+    assert [("quiet" in line, "heard" in line) for line in log.read().splitlines()] == [(False, True)]
 
 
-def test_configured_twice_a_line_is_written_once() -> None:
-    configured()
-    stream = configured()
+def test_configured_twice_a_line_is_written_once(log: Log) -> None:
+    log.configure()
+    log.configure()
     logs.get("kvferryd.x").info("once")
-    assert stream.getvalue().count("once") == 1
+    assert log.read().count("once") == 1
 
 
-def test_a_traceback_shows_no_local_variables() -> None:
-    stream = configured()
+def test_a_traceback_shows_no_local_variables(log: Log) -> None:
+    log.configure()
     token = "hunter2"
     try:
         raise ValueError("wrong")
     except ValueError:
         logs.get("kvferryd.x").exception("failed")
-    assert "ValueError: wrong" in stream.getvalue()
-    assert token not in stream.getvalue().replace('token = "hunter2"', "")
+    assert "ValueError: wrong" in log.read()
+    assert token not in log.read().replace('token = "hunter2"', "")
 
 
-def test_an_event_writes_so_many_lines_a_second_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_writes_so_many_lines_a_second_and_says_what_was_left_out(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
-    stream = configured(log_format="json")
-    log = logs.get("kvferryd.x")
+    log.configure(log_format="json")
+    logger = logs.get("kvferryd.x")
     for _ in range(3 * logs.MOST):
-        log.info("handshake")
-    log.info("another")
-    assert len(stream.getvalue().splitlines()) == logs.MOST + 1
+        logger.info("handshake")
+    logger.info("another")
+    assert len(log.read().splitlines()) == logs.MOST + 1
     now += 1
-    log.info("handshake")
-    log.info("handshake")
-    *_, first, second = map(json.loads, stream.getvalue().splitlines())
+    logger.info("handshake")
+    logger.info("handshake")
+    *_, first, second = map(json.loads, log.read().splitlines())
     assert first["left_out"] == 2 * logs.MOST
     assert "left_out" not in second
+
+
+def test_who_logs_does_not_wait_for_who_reads_and_what_was_lost_is_counted() -> None:
+    reading, writing = os.pipe()
+    logs.configure(Config(log_format="json"), writing)
+    lines, pad = 3 * WAITING // 1000, 1000 * "."
+
+    def say() -> None:
+        for number in range(lines):
+            logs.get("kvferryd.x").info(f"{number}{pad}")
+
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(TIMEOUT_S)
+    assert not saying.is_alive(), "it waits for the pipe"
+    written()  # nor does an end
+
+    told: list[dict[str, object]] = []
+    read_again = threading.Event()
+
+    def read() -> None:
+        with open(reading) as pipe:
+            for line in pipe:
+                told.append(json.loads(line))
+                if len(told) > lines // 5:
+                    read_again.set()
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    assert read_again.wait(TIMEOUT_S), "what waited is written once the pipe is read"
+    written()
+    logs.get("kvferryd.x").info("last")
+    written()
+    os.close(writing)
+    thread.join(TIMEOUT_S)
+    *kept, lost, last = told
+    assert [line["event"] for line in kept] == [f"{number}{pad}" for number in range(len(kept))]
+    assert (lost["lost"], lost["level"], last["event"]) == (lines - len(kept), "warning", "last")

@@ -1,5 +1,8 @@
 """Manifests, tables and problems as protobuf messages and back."""
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
 import pytest
 from caches import array, attention, cache, table
 from hypothesis import given
@@ -7,7 +10,7 @@ from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest, ManifestError
-from kvferry.tables import MAX_BLOCKS
+from kvferry.tables import MAX_BLOCKS, BlockTable
 from kvferry.v1 import layout_pb2 as pb
 from kvferry.wire import (
     MAX_PROBLEM_BYTES,
@@ -118,8 +121,30 @@ def test_tables_from_the_wire_are_checked() -> None:
     with pytest.raises(KvferryError) as caught:
         tables_from_proto(pb.Tables(groups={"full": pb.BlockTable(block_ids=[1], first_token=-1)}))
     assert (caught.value.code, caught.value.field) == ("malformed_tables", "tables.full.first_token")
-    with pytest.raises(KvferryError, match="full"):
-        tables_from_proto(pb.Tables(groups={"full": pb.BlockTable(block_ids=[0] * (MAX_BLOCKS + 1))}))
+
+
+class TooMany(list[int]):
+    def __len__(self) -> int:
+        return MAX_BLOCKS + 1
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("copied")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda ids: tables_from_proto(SimpleNamespace(groups={"full": SimpleNamespace(block_ids=ids, first_token=0)})),
+        lambda ids: BlockTable.of(ids, field="tables.full"),
+    ],
+    ids=["message", "list"],
+)
+def test_a_table_that_is_too_long_is_refused_before_it_is_copied(read: Callable[[list[int]], object]) -> None:
+    with pytest.raises(KvferryError) as caught:
+        read(TooMany())
+    told = caught.value.code, caught.value.field, caught.value.value
+    assert told == ("malformed_tables", "tables.full.block_ids", f"{MAX_BLOCKS + 1} ids")
+    assert str(MAX_BLOCKS) in caught.value.remedy
 
 
 def test_an_empty_table_stays_a_table() -> None:

@@ -8,21 +8,65 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import TextIO
 
 LONGEST = 1 << 16
 """Bytes of a line; what is longer is cut into several."""
+WAITING = 4 << 20
+"""Characters of the lines that wait to be written."""
+LOST = "the log was not read: lines are lost"
 LEVELS = {"F": "critical", "FATAL": "critical", "E": "error", "ERROR": "error", "W": "warning", "WARN": "warning"}
 GLOG = re.compile(r"([FEWI])\d{4} \d\d:\d\d:\d\d")
 UCX = re.compile(r"\bUCX\s+(FATAL|ERROR|WARN|INFO|DIAG|DEBUG)\b")
 
 
-def wrap() -> TextIO:
+class Writer:
+    """Writes lines by a thread, so that nobody waits for who reads them. Beyond WAITING they are lost until half of
+    what waits is written; the next line says how many."""
+
+    def __init__(self, descriptor: int, say_lost: Callable[[int], str]) -> None:
+        self._descriptor, self._say_lost = descriptor, say_lost
+        self._taken = self._written = self._lost = 0
+        """Characters, characters and lines; each is changed by one thread only."""
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def put(self, line: str) -> None:
+        """By one thread at a time."""
+        if self._taken - self._written >= (WAITING // 2 if self._lost else WAITING):
+            self._lost += 1
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self.put(self._say_lost(lost))
+        self._taken += len(line)
+        self._lines.put(line)
+
+    def flush(self, longest_s: float = 1.0) -> None:
+        """Wait until all is written."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, longest_s)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            data = f"{line}\n".encode(errors="backslashreplace")
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:  # nobody reads them any more
+                pass
+            self._written += len(line)
+            self._lines.task_done()
+
+
+def wrap() -> int:
     """Put the pipe before the descriptors 1 and 2; returns what 2 was before, for our own lines."""
     own = os.dup(2)
     # Not of our process group: it ends with the pipe, not with a signal that is meant for the daemon.
@@ -34,7 +78,7 @@ def wrap() -> TextIO:
         os.dup2(reader.stdin.fileno(), descriptor)
     reader.stdin.close()
     reader.returncode = 0  # nobody waits for it: it outlives us
-    return os.fdopen(own, "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    return own
 
 
 def as_json(line: str) -> str:
@@ -70,12 +114,11 @@ def lines(descriptor: int) -> Iterator[str]:
 
 
 def main() -> None:
+    writer = Writer(1, lambda lost: event(f"{LOST}: {lost}", "warning", "foreign"))
     for line in lines(0):
         if line.strip():
-            try:
-                os.write(1, f"{as_json(line.rstrip())}\n".encode())
-            except OSError:  # nobody reads us any more; the daemon must not wait for that
-                continue
+            writer.put(as_json(line.rstrip()))
+    writer.flush(60.0)  # nobody waits for us
 
 
 if __name__ == "__main__":

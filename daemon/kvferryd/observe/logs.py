@@ -7,17 +7,18 @@ uvicorn, grpc and everything else that logs through the standard library goes th
 from __future__ import annotations
 
 import logging
+import os
 import re
-import sys
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import Protocol
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from kvferryd.config import Config
+from kvferryd.observe.foreign import LOST, Writer
 
 MOST = 1000
 """Lines of one event in a second."""
@@ -76,9 +77,32 @@ class Trace:
 UNTRACED = Trace()
 
 
-def configure(config: Config, stream: TextIO | None = None) -> None:
-    """Send every line to `stream` (stderr where absent) as the settings say. May be called again."""
-    stream = stream or sys.stderr
+class _Handler(logging.Handler):
+    """Lines are made by who logs, and written by a thread. An end of the process flushes."""
+
+    def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._writer = Writer(descriptor, self._say_lost)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # noqa: BLE001  as logging's own handlers
+            self.handleError(record)
+        else:
+            self._writer.put(line)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def _say_lost(self, lines: int) -> str:
+        said = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": LOST, "lost": lines}
+        return self.format(logging.makeLogRecord(said))
+
+
+def configure(config: Config, descriptor: int = 2) -> None:
+    """Send every line to `descriptor` as the settings say. May be called again."""
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -92,7 +116,7 @@ def configure(config: Config, stream: TextIO | None = None) -> None:
     else:
         last = [
             structlog.dev.ConsoleRenderer(
-                colors=stream.isatty(),
+                colors=os.isatty(descriptor),
                 timestamp_key="time",
                 pad_event_to=0,
                 exception_formatter=structlog.dev.plain_traceback,  # rich's shows local variables, tokens among them
@@ -109,17 +133,14 @@ def configure(config: Config, stream: TextIO | None = None) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # loggers are taken at import, before the settings are known
     )
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
-        )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
     )
     root = logging.getLogger()
-    for old in [old for old in root.handlers if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter)]:
+    for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
-    root.addHandler(handler)
+    root.addHandler(_Handler(descriptor, formatter))
     root.setLevel(logging.WARNING)  # libraries: what is wrong, not what they do
     for name in ("uvicorn", "uvicorn.error"):  # whoever ran uvicorn in this process before gave it a pipe of its own
         theirs = logging.getLogger(name)

@@ -12,10 +12,9 @@ from kvferry.v1 import peer_pb2
 from kvferryd.aio import together
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
-from kvferryd.paths.source import SourceReader
+from kvferryd.paths.source import SourceReader, bound_to
 from kvferryd.peers.contact import asking
 from kvferryd.peers.peer import PeerEngine
-from kvferryd.plan import bind
 from kvferryd.staging.share import wanting
 
 
@@ -27,7 +26,7 @@ async def compare(
 
     Raises KvferryError: `checksum_mismatch`, `no_checksum`, or why the lease no longer holds.
     """
-    bound = bind(peer.plan, {reader.source.rank: reader.tables for reader in readers}, own, tokens)
+    bound = await bound_to(peer.plan, readers, own, tokens)
     by_rank: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in await asyncio.to_thread(lambda: cut(moves(bound), engine.sums.chunk_nbytes)):
         by_rank[chunk.source_rank].append(chunk)

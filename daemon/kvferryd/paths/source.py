@@ -12,13 +12,17 @@ from kvferry.errors import Conflict, KvferryError
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
+from kvferryd.aio import beside
 from kvferryd.copy import Chunk
 from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers.contact import of_peer
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import ReaderStream
+from kvferryd.plan import Bound, Plan, bind
 from kvferryd.transport.agent import Agent
 
+BOUND_AS_ONE = 4
+"""Blocks of a copy that are bound in the time in which one is cut or expanded (see `aio.FEW`)."""
 OPEN_AFTER_S = 0.02
 """How long a reader goes by an announcement before it opens the lease, so that the lease does not expire under a long
 read. A short read is over by then, and costs its source one message."""
@@ -214,6 +218,21 @@ def readers_of(
 def close_all(readers: Iterable[SourceReader], *, complete: bool) -> None:
     for reader in readers:
         reader.close(complete=complete)
+
+
+async def bound_to(
+    plan: Plan, readers: Iterable[SourceReader], own: Tables, tokens: tuple[int, int], *, states: bool = True
+) -> Bound:
+    """`bind` to what the leases hold now. Raises KvferryError."""
+    tables = {reader.source.rank: reader.tables for reader in readers}
+
+    def work() -> Bound:
+        bound = bind(plan, tables, own, tokens, states=states)
+        _ = bound.nbytes  # counted here too
+        return bound
+
+    rows = len(plan.copies) * sum(len(table.block_ids) for table in own.values())
+    return await beside(rows // BOUND_AS_ONE, work)
 
 
 class ChunkStream:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvferry.errors import KvferryError
-from kvferryd.observe.foreign import event
+from kvferryd.observe.foreign import LOST, Writer, event
 
 LOADED, SERVING = "loaded", "serving"
 """What a daemon says of itself."""
@@ -84,6 +84,7 @@ class Keeper:
         self._arguments = arguments
         self._selector = selectors.DefaultSelector()
         self._served = self._stopping = self._upgrading = self._json = False
+        self._log = Writer(2, lambda lost: self._line(f"{LOST}: {lost}"))
         self._status: int | None = None
         self._deaths = Deaths()
         self._next_turn: tuple[float, str] | None = None
@@ -120,6 +121,7 @@ class Keeper:
                     self._report(f"a daemon has not loaded within {self._loads_s:g} s: it is killed")
                     self._loads_s, daemon.loading = 2 * self._loads_s, False
                     daemon.signal(signal.SIGKILL)
+        self._log.flush()
         return self._status
 
     def _start(self, otherwise: str) -> Daemon | None:
@@ -301,9 +303,12 @@ class Keeper:
         self._status = status if status >= 0 else 128 - status
 
     def _report(self, what: str) -> None:
+        self._log.put(self._line(what))
+
+    def _line(self, what: str) -> str:
         """As the daemons log."""
         line = f"kvferry keep: {what}"
-        print(event(line, "warning", __name__) if self._json else line, file=sys.stderr, flush=True)
+        return event(line, "warning", __name__) if self._json else line
 
 
 def _received(channel: socket.socket) -> bytes:

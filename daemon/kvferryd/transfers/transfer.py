@@ -22,10 +22,9 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move, Moved, PathName
 from kvferryd.paths.checksums import compare
-from kvferryd.paths.source import SourceReader, close_all, readers_of
+from kvferryd.paths.source import SourceReader, bound_to, close_all, readers_of
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
-from kvferryd.plan import bind
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
@@ -519,9 +518,8 @@ class Transfer:
             if last or until > at:
                 for reader in readers:
                     reader.check()
-                tables = {reader.source.rank: reader.tables for reader in readers}
                 own, tokens = self.reservation.tables, (at, max(at, until))
-                bound = bind(peer.plan, tables, own, tokens, states=last)
+                bound = await bound_to(peer.plan, readers, own, tokens, states=last)
                 if bound.nbytes:
                     way = self.order.way or self._around.config.way
                     path = await paths.choose(way, bound, engine, peer)
