@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -28,6 +29,20 @@ def proxy(prefill: list[ForeignEngine | str], decode: ForeignEngine | str, **opt
     chosen = Options(prefill=tuple(map(endpoint, prefill)), decode=(endpoint(decode),), **options)
     with served(build_app(chosen)) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
+
+
+def asks_and_leaves(client: httpx.Client, engine: ForeignEngine) -> None:
+    """A client that closes its connection once the engine, which holds the request, has it."""
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as http:
+            asking = asyncio.create_task(http.post("/v1/completions", json=PROMPT))
+            assert await asyncio.to_thread(engine.arrived.wait, 60)
+            assert not asking.done()
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    asyncio.run(ask())
 
 
 @pytest.fixture
@@ -312,8 +327,9 @@ def test_a_stream_that_breaks_is_never_taken_for_a_whole_one(client: httpx.Clien
 
 
 def test_a_slow_engine_is_a_504(prefill: ForeignEngine, decode: ForeignEngine) -> None:
-    decode.hold.clear()
-    with proxy([prefill], decode, decode_timeout_s=0.3) as client:
+    with proxy([prefill], decode, decode_timeout_s=2.0) as client:
+        assert client.post("/v1/completions", json=PROMPT).status_code == 200  # all are connected
+        decode.hold.clear()
         answer = client.post("/v1/completions", json=PROMPT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
         assert decode.left.wait(60)
@@ -322,21 +338,17 @@ def test_a_slow_engine_is_a_504(prefill: ForeignEngine, decode: ForeignEngine) -
 @pytest.mark.parametrize("stream", [True, False])
 def test_decode_learns_that_the_client_left(stream: bool, client: httpx.Client, decode: ForeignEngine) -> None:
     (decode.pause if stream else decode.hold).clear()
-    request = client.build_request("POST", "/v1/completions", json=PROMPT | {"stream": stream}, timeout=0.5)
     if stream:
-        answer = client.send(request, stream=True)
-        next(answer.iter_raw())
-        answer.close()
+        with client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as answer:
+            next(answer.iter_raw())
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            client.send(request)
+        asks_and_leaves(client, decode)
     assert decode.left.wait(60)
 
 
 def test_prefill_learns_that_the_client_left(client: httpx.Client, prefill: ForeignEngine) -> None:
     prefill.hold.clear()
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/completions", json=PROMPT, timeout=0.3)
+    asks_and_leaves(client, prefill)
     assert prefill.left.wait(60)
 
 
