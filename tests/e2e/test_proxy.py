@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from foreign_engine import STREAM, ForeignEngine, engine, events, served
+from foreign_engine import STREAM, ForeignEngine, engine, events, leaves, served
 
 from kvferry.proxy import Endpoint, Options, parse
 from kvferry.proxy.app import build_app
@@ -29,20 +28,6 @@ def proxy(prefill: list[ForeignEngine | str], decode: ForeignEngine | str, **opt
     chosen = Options(prefill=tuple(map(endpoint, prefill)), decode=(endpoint(decode),), **options)
     with served(build_app(chosen)) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
-
-
-def asks_and_leaves(client: httpx.Client, engine: ForeignEngine) -> None:
-    """A client that closes its connection once the engine, which holds the request, has it."""
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as http:
-            asking = asyncio.create_task(http.post("/v1/completions", json=PROMPT))
-            assert await asyncio.to_thread(engine.arrived.wait, 60)
-            assert not asking.done()
-            asking.cancel()
-            await asyncio.wait([asking])
-
-    asyncio.run(ask())
 
 
 @pytest.fixture
@@ -342,13 +327,13 @@ def test_decode_learns_that_the_client_left(stream: bool, client: httpx.Client, 
         with client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as answer:
             next(answer.iter_raw())
     else:
-        asks_and_leaves(client, decode)
+        leaves(str(client.base_url.join("/v1/completions")), lambda: decode.arrived.wait(60), json=PROMPT)
     assert decode.left.wait(60)
 
 
 def test_prefill_learns_that_the_client_left(client: httpx.Client, prefill: ForeignEngine) -> None:
     prefill.hold.clear()
-    asks_and_leaves(client, prefill)
+    leaves(str(client.base_url.join("/v1/completions")), lambda: prefill.arrived.wait(60), json=PROMPT)
     assert prefill.left.wait(60)
 
 
