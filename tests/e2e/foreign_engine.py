@@ -6,11 +6,12 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -150,6 +151,21 @@ def engine(**told: Any) -> Iterator[ForeignEngine]:
     with served(foreign.app()) as url:
         foreign.url = url
         yield foreign
+
+
+def leaves(url: str, when: Callable[[], bool], **asked: Any) -> None:
+    """A client that closes its connection once `when` has become true, with its answer still to come. asked: for
+    httpx's `post`."""
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(timeout=None) as http:
+            asking = asyncio.create_task(http.post(url, **asked))
+            became = await asyncio.to_thread(when)
+            assert became and not asking.done()
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    asyncio.run(ask())
 
 
 def events(content: bytes) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from foreign_engine import STREAM, ForeignEngine, engine, events, served
+from foreign_engine import STREAM, ForeignEngine, engine, events, leaves, served
 
 from kvferry.proxy import Endpoint, Options, parse
 from kvferry.proxy.app import build_app
@@ -312,8 +312,9 @@ def test_a_stream_that_breaks_is_never_taken_for_a_whole_one(client: httpx.Clien
 
 
 def test_a_slow_engine_is_a_504(prefill: ForeignEngine, decode: ForeignEngine) -> None:
-    decode.hold.clear()
-    with proxy([prefill], decode, decode_timeout_s=0.3) as client:
+    with proxy([prefill], decode, decode_timeout_s=2.0) as client:
+        assert client.post("/v1/completions", json=PROMPT).status_code == 200  # all are connected
+        decode.hold.clear()
         answer = client.post("/v1/completions", json=PROMPT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
         assert decode.left.wait(60)
@@ -322,21 +323,17 @@ def test_a_slow_engine_is_a_504(prefill: ForeignEngine, decode: ForeignEngine) -
 @pytest.mark.parametrize("stream", [True, False])
 def test_decode_learns_that_the_client_left(stream: bool, client: httpx.Client, decode: ForeignEngine) -> None:
     (decode.pause if stream else decode.hold).clear()
-    request = client.build_request("POST", "/v1/completions", json=PROMPT | {"stream": stream}, timeout=0.5)
     if stream:
-        answer = client.send(request, stream=True)
-        next(answer.iter_raw())
-        answer.close()
+        with client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as answer:
+            next(answer.iter_raw())
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            client.send(request)
+        leaves(str(client.base_url.join("/v1/completions")), lambda: decode.arrived.wait(60), json=PROMPT)
     assert decode.left.wait(60)
 
 
 def test_prefill_learns_that_the_client_left(client: httpx.Client, prefill: ForeignEngine) -> None:
     prefill.hold.clear()
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/completions", json=PROMPT, timeout=0.3)
+    leaves(str(client.base_url.join("/v1/completions")), lambda: prefill.arrived.wait(60), json=PROMPT)
     assert prefill.left.wait(60)
 
 

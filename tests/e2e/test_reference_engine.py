@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from foreign_engine import leaves
 
 from kvferry.reference.config import PRESETS
 from kvferryd.demo.fleet import DaemonService, Fleet
@@ -109,11 +111,13 @@ def prompt(length: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(0, 300, length).tolist()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
+    """True: it holds now."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    return True
 
 
 @dataclass
@@ -439,6 +443,20 @@ def test_a_router_may_order_the_transfer_itself(engine, pair):
     assert answer.json()["choices"][0]["token_ids"] == engine.tokens(tokens, 9)
 
 
+@contextmanager
+def stands_still(service: Served | DaemonService) -> Iterator[None]:
+    service.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        service.process.send_signal(signal.SIGCONT)
+
+
+def leases_of(daemon: DaemonService, request_id: str) -> list[dict]:
+    leases = httpx.get(f"{daemon.url}/v1/leases", timeout=60).json()["leases"]
+    return [lease for lease in leases if lease["request_id"] == request_id]
+
+
 def test_a_long_prefill_is_published_while_it_computes(engine, pair):
     tokens = prompt(2000, seed=14)
     body = {"prompt": tokens, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
@@ -448,8 +466,10 @@ def test_a_long_prefill_is_published_while_it_computes(engine, pair):
         )
         seen = set()
         while not prefill.done():
-            leases = httpx.get(f"{pair.prefill_daemons[1].url}/v1/leases").json()["leases"]
-            seen |= {(lease["state"], lease["num_tokens"]) for lease in leases if lease["request_id"] == "progressive"}
+            with stands_still(pair.prefill):  # the prefill does not end before it has been looked at often enough
+                leases = leases_of(pair.prefill_daemons[1], "progressive")
+            seen |= {(lease["state"], lease["num_tokens"]) for lease in leases}
+            time.sleep(0.02)
         handed = prefill.result().json()["kv_transfer_params"]
     assert len({tokens for state, tokens in seen if state == "publishing" and 0 < tokens < 2000}) > 1, seen
     assert pair.decode.tokens(tokens, 5, kv_transfer_params=handed) == engine.tokens(tokens, 5)
@@ -473,8 +493,11 @@ def test_kv_that_does_not_come_fails_its_request_only(engine, pair, tmp_path, wr
     } | wrong  # fmt: skip
     before = pair.decode.occupancy()["free_blocks"]
     body = {"prompt": tokens, "max_tokens": 4, "kv_transfer_params": params}
-    with pytest.raises(httpx.ReadTimeout) if "remote_request_id" in wrong else nullcontext():
-        answer = pair.decode.http.post("/v1/completions", json=body, timeout=3)
+    if "remote_request_id" in wrong:  # it may still be published: who asked waits, and leaves
+        waits = lambda: wait_until(lambda: pair.decode.occupancy()["free_blocks"] < before)  # noqa: E731
+        leaves(f"{pair.decode.url}/v1/completions", waits, json=body)
+    else:
+        answer = pair.decode.http.post("/v1/completions", json=body)
         assert answer.status_code == 502, answer.text
         assert answer.json()["error"]["code"]
     wait_until(lambda: pair.decode.occupancy()["free_blocks"] == before)
@@ -483,12 +506,14 @@ def test_kv_that_does_not_come_fails_its_request_only(engine, pair, tmp_path, wr
 
 def test_a_prefill_that_is_given_up_ends_its_leases(pair):
     body = {"prompt": prompt(3000, seed=9), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    with pytest.raises(httpx.ReadTimeout):
-        pair.prefill.http.post("/v1/completions", json=body, timeout=0.5, headers={"X-Request-Id": "given-up"})
+    first, second = pair.prefill_daemons
+    with stands_still(second):  # the prefill cannot end
+        publishes = lambda: wait_until(lambda: leases_of(first, "given-up"))  # noqa: E731
+        leaves(f"{pair.prefill.url}/v1/completions", publishes, json=body, headers={"X-Request-Id": "given-up"})
+        wait_until(lambda: pair.prefill.occupancy()["running"] == 0)
     wait_until(lambda: pair.prefill.occupancy()["free_blocks"] == 512)
     for daemon in pair.prefill_daemons:
-        leases = httpx.get(f"{daemon.url}/v1/leases").json()["leases"]
-        assert "given-up" not in {lease["request_id"] for lease in leases if lease["state"].startswith("publish")}
+        assert not [lease for lease in leases_of(daemon, "given-up") if lease["state"].startswith("publish")]
 
 
 def test_a_next_turn_that_prefill_holds_already_moves_nothing(engine, pair):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -36,13 +36,22 @@ async def daemon(daemons: Daemons) -> DaemonService:
 async def engine(daemon: DaemonService, stack: AsyncExitStack, request_id: str) -> TestEngine:
     engine = await TestEngine.start(f"impatient-{request_id[-8:]}", [daemon], TP1)
     stack.push_async_callback(engine.close)
-    engine.ranks[0].client._session.call_timeout_s = CALL_S  # not before: starting takes a while on a busy machine
     return engine
+
+
+@contextmanager
+def stands_still(engine: TestEngine) -> Iterator[None]:
+    """Its daemon, inside; the client waits CALL_S for it then, and longer for what must succeed before and after."""
+    session = engine.ranks[0].client._session
+    before, session.call_timeout_s = session.call_timeout_s, CALL_S
+    with stopped(engine.daemons[0].process.pid):
+        yield
+        session.call_timeout_s = before
 
 
 async def test_a_receive_ends_when_its_daemon_stands_still(engine: TestEngine, request_id: str) -> None:
     client = engine.ranks[0].client
-    with stopped(engine.daemons[0].process.pid):
+    with stands_still(engine):
         async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(TransferFailed) as failed:
                 await client.receive(request_id, BLOCKS.tables(), deadline_s=0.5)
@@ -66,7 +75,7 @@ async def test_a_command_ends_when_its_daemon_stands_still(
     engine: TestEngine, request_id: str, call: Callable[[EngineClient, str], Awaitable[object]]
 ) -> None:
     client = engine.ranks[0].client
-    with stopped(engine.daemons[0].process.pid):
+    with stands_still(engine):
         async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(Unsettled) as unsettled:
                 await call(client, request_id)
@@ -82,7 +91,7 @@ async def test_a_command_ends_when_its_daemon_stands_still(
 async def test_a_publish_after_one_that_was_not_answered_is_another_lease(engine: TestEngine, request_id: str) -> None:
     """Else its engine would take it for over as the first one ends, and reuse blocks that are served."""
     client = engine.ranks[0].client
-    with stopped(engine.daemons[0].process.pid):
+    with stands_still(engine):
         with pytest.raises(Unsettled):
             await client.publish(request_id, BLOCKS.tables(), 50)
         client._session.call_timeout_s = TIMEOUT_S
@@ -97,7 +106,6 @@ async def test_a_publish_after_one_that_was_not_answered_is_another_lease(engine
 
 async def test_a_publish_after_one_that_was_cancelled_is_another_lease(engine: TestEngine, request_id: str) -> None:
     client = engine.ranks[0].client
-    client._session.call_timeout_s = TIMEOUT_S
     with stopped(engine.daemons[0].process.pid):
         cancelled = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 50))
         await asyncio.sleep(0)
@@ -115,7 +123,7 @@ async def test_a_publish_after_one_that_was_cancelled_is_another_lease(engine: T
 
 async def test_allocating_and_registering_end_when_the_daemon_stands_still(engine: TestEngine) -> None:
     rank = engine.ranks[0]
-    with stopped(engine.daemons[0].process.pid):
+    with stands_still(engine):
         for call in (rank.client.allocate(1 << 20, 7), rank.client.register(rank.manifest)):
             async with asyncio.timeout(TIMEOUT_S):
                 with pytest.raises(KvferryError) as late:

@@ -12,19 +12,19 @@ from typing import Any
 import grpc
 import pytest
 from fleet import Daemons, Joining, peer_stub, until
-from pair import is_in
+from pair import is_in, prewarmed
 from ranks import Kv, Shape, TestEngine, start_rank
 from stopping import stopped
 
 from kvferry.router import RouterClient
-from kvferry.schemas import OrderBody, PeerRequest, TransferRecord, TransferState
+from kvferry.schemas import OrderBody, TransferRecord, TransferState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
-TOKENS, DEADLINE_MS, ENDS_S = 40, 1000, 15.0
-"""ENDS_S: the longest wait for the end; without a deadline of its own such a transfer stayed for a minute or for
-ever."""
+TOKENS, DEADLINE_MS, ENDS_S = 40, 3000, 15.0
+"""DEADLINE_MS: passes before a daemon that is stopped is taken for gone, after 4.5 s. ENDS_S: the longest wait for the
+end; without a deadline of its own such a transfer stayed for a minute or for ever."""
 ONE, TWO = Shape.tp(1, num_blocks=16), Shape.tp(2, num_blocks=16)
 
 
@@ -48,7 +48,8 @@ async def reader_of_two(
 
 
 async def outcome(router: RouterClient, source: TestEngine, request_id: str) -> TransferRecord:
-    """Of an order with a deadline, as the router sees it."""
+    """Of an order with a deadline, as the router sees it, for what rank 0 has reserved."""
+    await until(lambda: is_in(router, request_id, TransferState.WAITING), "the reservation arrives")
     order = OrderBody(request_id=request_id, source=source.source(), deadline_ms=DEADLINE_MS)
     ordered = await router.order(order)
     return await router.transfer(ordered.transfer_id, wait_s=ENDS_S)
@@ -65,7 +66,7 @@ def fails_at_rank_1(record: TransferRecord) -> None:
 async def test_a_rank_whose_daemon_is_stopped(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
     source = await source_of(stack, daemons, "stopped-source", request_id)
     ours, reader, (router, _) = await reader_of_two(stack, daemons, "stopped-reader")
-    await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
+    await prewarmed(source, [router])
     receiving = asyncio.create_task(reader.ranks[0].client.receive(request_id, reader.take(TOKENS).tables()))
     with stopped(ours[1].process.pid):
         record = await outcome(router, source, request_id)
@@ -79,12 +80,12 @@ async def test_a_rank_that_was_handed_an_order_names_the_deadline_that_was_order
     """And not what was left of it. It passes before rank 0, which stands still, is taken for gone."""
     source = await source_of(stack, daemons, "handed-source", request_id)
     ours, _, (first, second) = await reader_of_two(stack, daemons, "handed-reader")
-    await first.order(OrderBody(request_id=request_id, source=source.source(), deadline_ms=2 * DEADLINE_MS))
+    await first.order(OrderBody(request_id=request_id, source=source.source(), deadline_ms=DEADLINE_MS))
     await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
     with stopped(ours[0].process.pid):
         (record,) = await second.transfers(request_id, wait_s=ENDS_S)
     assert record.error is not None
-    assert (record.error.code, record.error.value) == ("deadline", str(2 * DEADLINE_MS))
+    assert (record.error.code, record.error.value) == ("deadline", str(DEADLINE_MS))
 
 
 async def test_an_attempt_that_is_deleted_late_leaves_the_next_one_alone(
@@ -141,7 +142,7 @@ async def test_a_rank_whose_daemon_answers_nothing(daemons: Daemons, stack: Asyn
     )
     await joining.read()
     router = await stack.enter_async_context(RouterClient(ours.url))
-    await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
+    await prewarmed(source, [router])
     receiving = asyncio.create_task(rank.client.receive(request_id, blocks.take(TOKENS).tables()))
     record = await outcome(router, source, request_id)
     await receiving

@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack
 import pytest
 from fleet import Daemons, until
 from lives import engine_on
-from pair import is_in
+from pair import is_in, waits_for
 from ranks import Kv, TestEngine
 
 from kvferry.engine import Lease, TransferFailed
-from kvferry.schemas import LeaseState, PeerRequest, TransferState
+from kvferry.schemas import Awaited, LeaseState, TransferState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 NOTICED_S = 15.0
@@ -30,13 +30,13 @@ async def half_read(
     (theirs,), (ours,) = await daemons.start(f"{name}-source"), await daemons.start(f"{name}-reader")
     source, _ = await engine_on(stack, f"{name}-source", theirs)
     reader, router = await engine_on(stack, f"{name}-reader", ours)
-    await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))  # the lease waits 0.5 s only
     blocks = source.take(ALL)
     source.write(Kv.random(ALL), blocks)
-    (lease,) = await source.publish("r", blocks, HALF, more=True, ttl_s=0.5)
     receiving = asyncio.create_task(
         reader.ranks[0].client.receive("r", reader.take(ALL).tables(), source=source.source(), deadline_s=300)
     )
+    await until(lambda: waits_for(router, "r", Awaited.PUBLISH), "the source knows of its reader")
+    (lease,) = await source.publish("r", blocks, HALF, more=True, ttl_s=0.5)
     await until(lambda: is_in(router, "r", TransferState.READING), "it reads")
     return source, lease, reader, receiving
 

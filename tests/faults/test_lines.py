@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from fleet import Daemons, until
 from hosts import Host, host
-from scene import APART, TOKENS, Scene, scened
+from pair import is_in, waits_for
+from scene import APART, TOKENS, Request, Scene, scened
 
-from kvferry.schemas import TransferState
+from kvferry.schemas import Awaited, TransferState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 RATE = "120mbit"
@@ -30,15 +31,23 @@ async def scene(daemons: Daemons, far: Host) -> AsyncIterator[Scene]:
         yield scene
 
 
+async def published_to_a_reader(scene: Scene, request: Request, ttl_s: float) -> float:
+    """Its reader is there first: the time to live does not count until then. When it was published."""
+    scene.receive(request)
+    router = scene.reader.routers[0]
+    await until(lambda: waits_for(router, request.request_id, Awaited.PUBLISH), "the source knows of its reader")
+    began = time.monotonic()
+    await scene.publish(request, ttl_s=ttl_s)
+    return began
+
+
 async def test_a_lease_lives_as_long_as_its_slowest_reader(
     scene: Scene, far: Host, record_property: Callable[[str, object], None]
 ) -> None:
     """Its time to live is a tenth of what the read takes."""
     request = scene.request(TOKENS, 30.0)
     with far.slow(RATE):
-        began = time.monotonic()
-        await scene.publish(request, ttl_s=0.2)
-        scene.receive(request)
+        began = await published_to_a_reader(scene, request, ttl_s=0.2)
         await scene.ended(request)
         took = time.monotonic() - began
     assert request.ends == ["done"]
@@ -73,13 +82,9 @@ async def test_a_reader_that_stands_still_past_the_ttl_is_not_read_into_what_the
     """The reader's host is cut off in the middle of a read until the lease has ended and its blocks hold other KV."""
     request = scene.request(TOKENS, 60.0)
     with far.slow(RATE):
-        await scene.publish(request, ttl_s=0.5)
-        scene.receive(request)
-
-        async def reads() -> bool:
-            return any(each.state is TransferState.READING for each in await scene.reader.routers[0].transfers())
-
-        await until(reads, "it reads")
+        await published_to_a_reader(scene, request, ttl_s=0.5)
+        router = scene.reader.routers[0]
+        await until(lambda: is_in(router, request.request_id, TransferState.READING), "it reads")
         far.vanish()
         assert await asyncio.wait_for(scene.source.engines[0].ended(request.request_id), 60) == "expired"
         await scene.source.engines[0].write(request.blocks, TOKENS, request.seed + 1)

@@ -211,6 +211,15 @@ class ByHand:
         await self.say(open=peer_pb2.LeaseOpen(reading=reading, request_id=request_id))
         return await self.heard()
 
+    async def waits(self) -> None:
+        """Until the source has said that what was asked for is still to come: it knows of this reader."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                reply = await self.call.read()
+                assert isinstance(reply, peer_pb2.ReadReply)
+                if reply.HasField("unpublished"):
+                    return
+
     async def heard(self) -> peer_pb2.ReadReply:
         """The source's next message about what it was asked: leases are announced beside that."""
         async with asyncio.timeout(TIMEOUT_S):

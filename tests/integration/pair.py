@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from ranks import Blocks, Kv, TestEngine
 
 from kvferry.engine import Lease
 from kvferry.router import RouterClient
-from kvferry.schemas import OrderBody, TransferState
+from kvferry.schemas import Awaited, OrderBody, PeerRequest, TransferState
 from kvferryd.demo.fleet import DaemonService
 
 TOKENS = 200
@@ -52,6 +53,16 @@ async def half_published(pair: Pair, request_id: str) -> Blocks:
 async def order(pair: Pair, request_id: str, rank: int = 0, **more: Any) -> str:
     body = OrderBody(request_id=request_id, source=pair.prefill.source(), **more)
     return (await pair.routers[rank].order(body)).transfer_id
+
+
+async def prewarmed(source: TestEngine, routers: Sequence[RouterClient]) -> None:
+    """All these readers have shaken hands with the source: what is timed next is no handshake."""
+    peer = PeerRequest(engine_id=source.engine_id, address=source.address)
+    await asyncio.gather(*(router.prewarm(peer) for router in routers))
+
+
+async def waits_for(router: RouterClient, request_id: str, awaited: Awaited) -> bool:
+    return [record.waits_for for record in await router.transfers(request_id)] == [awaited]
 
 
 async def is_in(router: RouterClient, request_id: str, *states: TransferState) -> bool:

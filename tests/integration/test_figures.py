@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 from fleet import Daemons, under_way, until
+from pair import prewarmed, waits_for
 from ranks import STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from test_metrics_say import metrics
 
@@ -58,10 +59,8 @@ class Scene:
         return await self.routers[0].wait(record.transfer_id)
 
     async def until_waits_for(self, request_id: str, awaited: Awaited) -> None:
-        async def waits() -> bool:
-            return [record.waits_for for record in await self.routers[0].transfers(request_id)] == [awaited]
-
-        await until(waits, f"{request_id} waits for the {awaited}")
+        router = self.routers[0]
+        await until(lambda: waits_for(router, request_id, awaited), f"{request_id} waits for the {awaited}")
 
     async def peer(self, rank: int = 0) -> PeerRecord:
         """The prefill's only rank, as this rank of decode knows it."""
@@ -77,6 +76,7 @@ async def scene(daemons: Daemons) -> AsyncIterator[Scene]:
         TestEngine.start("slow-prefill", sources, Shape.tp(1)), TestEngine.start("slow-decode", readers, Shape.tp(2))
     )
     source, *routers = (RouterClient(daemon.url) for daemon in (*sources, *readers))
+    await prewarmed(prefill, routers)
     yield Scene(prefill, decode, source, routers)
     await asyncio.gather(prefill.close(), decode.close(), source.close(), *(router.close() for router in routers))
 
@@ -190,7 +190,7 @@ async def test_the_error_at_the_deadline_says_what_did_not_come(scene: Scene, re
     assert unreserved.error is not None
     assert "while waiting for the engine's reservation: slow-decode reserved no blocks" in unreserved.error.message
     assert unreserved.phases_ms["waiting_reservation"] > 0
-    (unpublished, *_) = await decode.outcomes(names[2], decode.take(TOKENS), source=source, deadline_s=0.2)
+    (unpublished, *_) = await decode.outcomes(names[2], decode.take(TOKENS), source=source, deadline_s=3.0)
     says(unpublished, "while waiting for the publish of engine slow-prefill: none came")
 
 
@@ -199,7 +199,7 @@ async def test_a_prefill_that_stopped_publishing_fails_with_an_error_that_says_s
 ) -> None:
     await scene.publish(request_id, 32, more=True)
     blocks = scene.decode.take(TOKENS)
-    for outcome in await scene.decode.outcomes(request_id, blocks, source=scene.prefill.source(), deadline_s=1.0):
+    for outcome in await scene.decode.outcomes(request_id, blocks, source=scene.prefill.source(), deadline_s=3.0):
         says(outcome, "the publish of engine slow-prefill: 32 tokens came, and none in the last", "prefill goes on")
     await scene.prefill.ranks[0].client.abort(request_id)
 

@@ -7,11 +7,11 @@ import asyncio
 import httpx
 import pytest
 from fleet import TIMEOUT_S, ByHand, peer_stub
-from pair import MANY, TOKENS, Pair, all_read, half_published, order, prefilled
+from pair import MANY, TOKENS, Pair, all_read, half_published, order, prefilled, prewarmed
 from ranks import Kv
 
 from kvferry.engine import Received, TransferFailed
-from kvferry.schemas import LeaseState, PeerRequest, TransferState
+from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 
 pytestmark = pytest.mark.anyio
@@ -41,12 +41,7 @@ async def test_a_reservation_whose_order_never_comes_says_so_at_its_deadline(pai
 
 async def test_a_reader_whose_publish_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
     source = pair.prefill.source()
-    await asyncio.gather(
-        *(
-            router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))  # or it may end before that
-            for router in pair.routers
-        )
-    )
+    await prewarmed(pair.prefill, pair.routers)  # or it may end before that
     outcomes = await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), source=source, deadline_s=1.0)
     deadlines = [each for each in outcomes if isinstance(each, TransferFailed) and each.code == "deadline"]
     assert deadlines, outcomes
@@ -78,7 +73,8 @@ async def test_a_publish_that_crosses_the_end_of_its_lease_begins_another(pair: 
 async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id: str) -> None:
     async with peer_stub(pair.prefill.daemons[0]) as stub:
         reader = by_hand(stub, pair)
-        await reader.say(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id))  # it is there before the lease
+        await reader.say(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id))
+        await reader.waits()  # it is there before the lease
         _, leases = await prefilled(pair, request_id, ttl_s=0.3)
         assert (await reader.heard()).update.num_tokens == TOKENS
         _, unread = await prefilled(pair, f"{request_id}-unread", ttl_s=0.3)

@@ -141,10 +141,11 @@ async def test_a_transfer_in_the_middle_of_a_read_can_be_aborted(pair: Pair, req
     await all_wait(pair, request_id)
     transfer_id = await order(pair, request_id)
     await all_read(pair.routers[0], request_id)
-    await pair.prefill.publish(request_id, source, MANY)  # now they have a lot to read
+    await pair.prefill.publish(request_id, source, MANY - 1, more=True)  # now they have a lot to read, and never all
     await abort(pair, request_id, transfer_id, door)
     assert (await pair.routers[0].wait(transfer_id)).state is TransferState.ABORTED
     await all_told(await receiving)
+    await pair.prefill_routers[0].abort_request(request_id)
 
 
 async def abort(pair: Pair, request_id: str, transfer_id: str, door: str) -> None:

@@ -170,11 +170,13 @@ async def test_an_engine_that_is_refused_says_why_and_tries_again(
     assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
 
 
-async def test_closing_does_not_wait_for_a_daemon(both: tuple[Engine, Engine]) -> None:
+async def test_closing_does_not_wait_for_a_daemon(both: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = both[0]
+    for bound in ("blocking.END_S", "blocking.AGAIN_S", "session.ASK_S", "session.CLOSE_S"):
+        monkeypatch.setattr(f"kvferry.{bound}", TIMEOUT_S)  # of whatever might wait there
     engine.daemon.signal(signal.SIGKILL)
     assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(TIMEOUT_S / 3):
         await asyncio.to_thread(engine.client.close)
 
 

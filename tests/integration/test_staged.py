@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fleet import Daemons, peer_stub, until
 from hog import READING, hog
-from pair import MANY, TOKENS, Pair
+from pair import MANY, TOKENS, Pair, prewarmed
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
 
@@ -216,8 +216,9 @@ async def test_what_is_aborted_on_its_way_leaves_no_slot_taken_and_blocks_that_a
 
 
 async def test_a_deadline_ends_the_wait_for_a_slot(staged: Pair, request_id: str) -> None:
+    await prewarmed(staged.prefill, staged.routers)
     async with hogged(staged, request_id):
-        receiving = await stuck(staged, staged.prefill, f"{request_id}-stuck", deadline_s=0.5)
+        receiving = await stuck(staged, staged.prefill, f"{request_id}-stuck", deadline_s=5.0)
         await failed(receiving, {"deadline", "rank_failed", "aborted"})
 
 
