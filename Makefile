@@ -9,8 +9,8 @@ VLLM          ?= 0.32.0
 SGLANG_VENV   ?= .venv-sglang
 SGLANG_READY  := $(SGLANG_VENV)/.ready
 SGLANG        ?= 0.5.23
-# Four processes, on two cores as well: half of a test is waiting for others. tests/conftest.py says what goes together.
-BESIDE        ?= --numprocesses 4 --dist loadgroup --no-loadscope-reorder
+# Three processes, on two cores as well: half of a test is waiting for others, and more would starve the daemons. tests/conftest.py says what goes together.
+BESIDE        ?= --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 # tests/faults: as many processes, and as often in a row.
 WORKERS       ?= 2
 TIMES         ?= 1

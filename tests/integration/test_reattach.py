@@ -63,7 +63,7 @@ async def both(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> tupl
     engines = []
     for side in ("source", "destination"):
         name = f"{side}-{request_id[-8:]}"
-        (daemon,) = await daemons.start(name)
+        (daemon,) = await daemons.start(name, 1, "--connect-timeout-s", "20")  # both have just been started
         engine = await asyncio.to_thread(Engine.start, name, daemon, request_id)
         stack.push_async_callback(asyncio.to_thread, engine.client.close)
         engines.append(engine)

@@ -23,8 +23,7 @@ TP2 = Shape.tp(2, num_blocks=16)
 
 @pytest.fixture(scope="module")
 async def two(daemons: Daemons) -> list[DaemonService]:
-    """Daemons of two ranks that wait for each other only shortly."""
-    return await daemons.start("two", 2, "--connect-timeout-s", "2")
+    return await daemons.start("two", 2)
 
 
 async def rank_of(stack: AsyncExitStack, engine_id: str, daemon: DaemonService, rank: int, epoch: str = "1") -> Rank:

@@ -72,6 +72,7 @@ def runs_of(memory: np.ndarray, nbytes: int, order: list[int]) -> list[Chunk]:
     return cut([Move(0, 0, 0, Batch(nbytes, len(order), side, side))], len(memory) // 2 // ALIGN * ALIGN)
 
 
+@tried(100)
 @given(st.integers(1, 40), st.integers(40, 60), st.randoms(use_true_random=False))
 def test_the_sum_is_that_of_its_definition(nbytes: int, runs: int, random: Random) -> None:
     memory = np.frombuffer(random.randbytes(nbytes * runs + 2 * ALIGN), np.uint8)

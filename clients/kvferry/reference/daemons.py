@@ -19,6 +19,8 @@ from kvferry.tables import Tables
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+OF_ANOTHER = frozenset({"rank_failed", "aborted"})
+"""What a rank is told of a failure that is not its own."""
 
 
 class LoadFailed(Caused):
@@ -88,19 +90,20 @@ class Daemons:
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
         """Rank 0's result, when every rank has received. Raises LoadFailed with the reason of the first that failed by
-        itself."""
+        itself; of another rank's failure a rank may hear before the rank itself has said why."""
         in_doubt: list[Unsettled | ReceiveCancelled] = []
         deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
 
-        async def receive(client: EngineClient) -> Received | Unsettled:
+        async def receive(client: EngineClient) -> Received | KvferryError:
             try:
                 return await client.receive(
                     origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
                     digest=origin.digest, attempt=attempt,
                 )  # fmt: skip
-            except (Unsettled, ReceiveCancelled) as error:
-                in_doubt.append(error)
-                if isinstance(error, Unsettled) and error.code == "rank_failed":
+            except (KvferryError, ReceiveCancelled) as error:
+                if isinstance(error, Unsettled | ReceiveCancelled):
+                    in_doubt.append(error)
+                if isinstance(error, KvferryError) and error.code in OF_ANOTHER:
                     return error  # the rank that failed raises the reason, by its deadline at the latest
                 raise
 
@@ -117,7 +120,7 @@ class Daemons:
             error = LoadFailed(Internal("internal", why), in_doubt)
         else:
             results = [ended.result() for ended in receives]
-            told = [result for result in results if isinstance(result, Unsettled)]
+            told = [result for result in results if isinstance(result, KvferryError)]
             if not told:
                 return next(result for result in results if isinstance(result, Received))
             error = LoadFailed(told[0], in_doubt)

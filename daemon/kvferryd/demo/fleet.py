@@ -110,7 +110,7 @@ class Fleet:
         command = [
             "keep" if kept else "serve", "--rest", rest, "--peer", peer, "--engine-socket", str(path),
             "--roster", roster.peer if roster else peer, "--device", "cpu", "--log-format", "json",
-            "--arena-mb", "64", "--drain-timeout-s", "0", *flags,
+            "--arena-mb", "16", "--drain-timeout-s", "0", *flags,
         ]  # fmt: skip
         process, log = self._start(name, _kvferry(command))
         return self._add(DaemonService(name, f"http://{rest}", "/healthz", process, log, peer=peer, socket=path))
