@@ -9,7 +9,8 @@ VLLM          ?= 0.32.0
 SGLANG_VENV   ?= .venv-sglang
 SGLANG_READY  := $(SGLANG_VENV)/.ready
 SGLANG        ?= 0.5.23
-# Three processes, on two cores as well: half of a test is waiting for others, and more would starve the daemons. tests/conftest.py says what goes together.
+# Three processes, on two cores as well: much of a test is waiting for others; more starve the daemons on a slow machine.
+# tests/conftest.py says what goes together.
 BESIDE        ?= --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 # tests/faults: as many processes, and as often in a row.
 WORKERS       ?= 2
