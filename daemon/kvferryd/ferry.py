@@ -37,7 +37,8 @@ from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfers.order import order_of, reservations_of
-from kvferryd.transfers.transfer import Transfer, error_body
+from kvferryd.transfers.record import encoded, error_body, record_of
+from kvferryd.transfers.transfer import Transfer
 from kvferryd.transfers.transfers import Transfers
 
 log = logs.get(__name__)
@@ -92,13 +93,13 @@ class Ferry:
         return schemas.Ordered(transfer_id=transfer.transfer_id, state=transfer.state_of_all), created
 
     def transfer(self, transfer_id: str) -> schemas.TransferRecord:
-        return self.jobs.get(transfer_id).record()
+        return record_of(self.jobs.get(transfer_id))
 
     async def wait_transfer(self, transfer_id: str, wait_s: float) -> schemas.TransferRecord:
         """The record at the end of the transfer, or after `wait_s`."""
         transfer = self.jobs.get(transfer_id)
         await self.jobs.wait(transfer, _over, wait_s)
-        return transfer.record()
+        return record_of(transfer)
 
     def transfers(
         self, request_id: str | None, state: schemas.TransferState | None, since: str, limit: int
@@ -111,7 +112,7 @@ class Ferry:
             return request_id in (None, transfer.request_id) and state in (None, transfer.state_of_all)
 
         found, cursor, whole = self.jobs.listed(since, limit, wanted)
-        return [transfer.encoded() for transfer in found], cursor, whole
+        return [encoded(transfer) for transfer in found], cursor, whole
 
     async def wait_request(self, request_id: str, wait_s: float) -> None:
         """Until the request's transfer has come and ended, at most `wait_s`."""
@@ -126,7 +127,7 @@ class Ferry:
         if not transfer.over:
             self.jobs.abort_transfer(transfer, "by DELETE /v1/transfers")
             await self.jobs.wait(transfer, _over, self.config.connect_timeout_s)
-        return transfer.record()
+        return record_of(transfer)
 
     async def abort_request(self, request_id: str) -> schemas.AbortResult:
         """End the request on both sides: here, on the other ranks, and where its KV comes from."""

@@ -27,6 +27,7 @@ from kvferryd.peers import channels
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import Ranks
+from kvferryd.transfers.record import record_of
 from kvferryd.transfers.transfers import Transfers
 from kvferryd.transport.agent import Agent
 
@@ -109,7 +110,7 @@ async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_no
     async with asyncio.timeout(60):
         while not transfer.over:
             await transfer.changed.wait()
-    assert {share.state for share in transfer.record().ranks} == {TransferState.FAILED}
+    assert {share.state for share in record_of(transfer).ranks} == {TransferState.FAILED}
     assert transfer.ranks[1].error is not None and transfer.ranks[1].error.code == "internal"
     await jobs.close()
     await asyncio.gather(peers.close(), *(server.stop(0) for server in servers))

@@ -30,6 +30,7 @@ from kvferryd.peers import allow
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import prepare_gather
 from kvferryd.transfers.order import order_from_proto, parts_from_proto, reservation_from_proto
+from kvferryd.transfers.record import share_of
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
@@ -262,7 +263,7 @@ def _reader(reader: peer_pb2.Reader) -> ReaderId:
 
 
 def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
-    share = transfer.share()
+    share = share_of(transfer)
     return peer_pb2.RankTransfer(
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
         transport=share.transport, phases_ms=share.phases_ms, waits_for=share.waits_for or "",

@@ -16,7 +16,8 @@ from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
-from kvferryd.transfers.transfer import Transfer, error_body
+from kvferryd.transfers.record import error_body
+from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
 STALE_ATTEMPT = "stale_attempt"
@@ -184,7 +185,7 @@ def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderReq
         source=engine_pb2.Source(engine_id=order.engine_id, address=order.address, epoch=order.epoch),
         deadline_s=max(1e-3, left_s),
         ordered_s=transfer.ordered_s,
-        began_s=time.monotonic() - transfer.began,
+        began_s=time.monotonic() - transfer.phases.began,
         traceparent=order.trace.traceparent,
         x_request_id=order.trace.x_request_id,
         rank=engine.rank,

@@ -7,12 +7,12 @@ import contextlib
 import math
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
-from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState
+from kvferry.schemas import Awaited, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import paths
@@ -28,13 +28,12 @@ from kvferryd.peers.peers import Peers
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
 log = logs.get(__name__)
 STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"})
 """Errors after which a peer is no longer what it was at the handshake: the next order shakes hands anew."""
-OF_ANOTHER = frozenset({"rank_failed", "aborted"})
-"""Errors of a rank that has ended because another has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +102,12 @@ class Transfer:
         self.problem: KvferryError | None = None
         self.announced = False
         """It went by what sources had announced, without waiting for them."""
-        self.phases_ms: defaultdict[str, float] = defaultdict(float)
+        self.phases = Phases()
         self.ended = asyncio.Event()
         """This rank's part has ended."""
         self.quiet = asyncio.Event()
         """No read can write to the destination blocks any more."""
         self._changed: asyncio.Event | None = None
-        self.began = self._phase_began = time.monotonic()
         self._matched = asyncio.Event()
         self._flights: list[Flight] = []
         self._readers: list[SourceReader] = []
@@ -118,10 +116,8 @@ class Transfer:
         """The peer while it is used, and the leases that were read to their end."""
         self._last_half = Awaited.ORDER
         """Which of the two halves came last."""
-        self._unpublished_since: float | None = None
-        """Set while the source has nothing, or nothing more, to read."""
-        self._changes = 0
-        self._encoded: tuple[object, bytes] = (None, b"")
+        self.changes = 0
+        self.encoded: tuple[object, bytes] = (None, b"")
         """The record as JSON, and what it was made of."""
         self._stop: tuple[TransferState, KvferryError] | None = None
         self._timeout: asyncio.Timeout | None = None
@@ -140,6 +136,7 @@ class Transfer:
 
     def take_order(self, order: Order, reader: peer_pb2.Reader) -> None:
         self.order, self.reader = order, reader
+        self.phases.order_came()
         if order.deadline_s is not None or not self._given_s:
             self.set_deadline(order.deadline_s or self._around.config.deadline_s, order.ordered_s)
         if self.reservation is not None:
@@ -220,8 +217,8 @@ class Transfer:
     def waits_for(self) -> Awaited | None:
         """What this rank's part waits for, while nothing moves."""
         if self.state is TransferState.WAITING:
-            return self._late_half
-        if self._unpublished_since is not None:
+            return self.late_half
+        if self.phases.unpublished_since is not None:
             return Awaited.PUBLISH
         if self.state is TransferState.CONNECTING:
             return Awaited.LEASE if self._readers else Awaited.HANDSHAKE
@@ -254,7 +251,7 @@ class Transfer:
         return self._changed
 
     def wake(self) -> None:
-        self._changes += 1
+        self.changes += 1
         if self._changed is not None:
             self._changed.set()
             self._changed = None
@@ -262,81 +259,18 @@ class Transfer:
     def set_rank(self, rank: RankTransfer) -> None:
         """How far another rank is."""
         if rank.state.ended:
-            rank.took_ms = round(1e3 * (time.monotonic() - self._ordered_at), 3)
+            rank.took_ms = round(1e3 * (time.monotonic() - self.phases.ordered_at), 3)
         self.ranks[rank.rank] = rank
         self.wake()
         if self.over:
             self._around.on_over(self)
 
-    def share(self) -> RankTransfer:
-        """This rank's part, as it stands."""
-        moving_ms = self.phases_ms.get("moving", 0.0)
-        return RankTransfer(
-            rank=self.own.rank,
-            state=self.state,
-            bytes=self.nbytes,
-            descriptors=self.descriptors,
-            path=self.path.value if self.path else "",
-            transport=self.path.transport if self.path else "",
-            phases_ms=self._phases_ms(),
-            bytes_per_s=round(1e3 * self.nbytes / moving_ms) if moving_ms else 0.0,
-            took_ms=round(1e3 * (self._phase_began - self._ordered_at), 3) if self.state.ended else None,
-            waits_for=self.waits_for,
-            error=error_body(self.problem) if self.problem else None,
-        )
-
     @property
-    def _late_half(self) -> Awaited:
+    def late_half(self) -> Awaited:
         """The half that came last, or has not come."""
         if self.order is None:
             return Awaited.ORDER
         return Awaited.RESERVATION if self.reservation is None else self._last_half
-
-    @property
-    def _ordered_at(self) -> float:
-        """When the order came, on the monotonic clock."""
-        waited_ms = self.phases_ms.get("waiting", 0.0) if self._late_half is Awaited.ORDER else 0.0
-        return self.began + 1e-3 * waited_ms
-
-    def _phases_ms(self) -> dict[str, float]:
-        """With `waiting` as a whole, and what it was for."""
-        phases, unpublished = dict(self.phases_ms), self.phases_ms.get("waiting_publish", 0.0)
-        if (half := phases.get("waiting")) is not None:
-            phases |= {f"waiting_{self._late_half.value}": half, "waiting": half + unpublished}
-        return {name: round(ms, 3) for name, ms in phases.items()}
-
-    def encoded(self) -> bytes:
-        """The record as JSON. Kept until something changes: many may look at many records."""
-        made_of = self._changes, self.nbytes, self.waits_for, self.attempt
-        if self._encoded[0] != made_of:
-            self._encoded = made_of, self.record().model_dump_json().encode()
-        return self._encoded[1]
-
-    def record(self) -> TransferRecord:
-        ranks = sorted([self.share(), *self.ranks.values()], key=lambda share: share.rank)
-        slowest = min(ranks, key=_lead)
-        return TransferRecord(
-            transfer_id=self.transfer_id,
-            request_id=self.request_id,
-            engine_id=self.own.engine_id,
-            source=self.order.source if self.order else None,
-            state=self.state_of_all,
-            bytes=sum(share.bytes for share in ranks),
-            descriptors=sum(share.descriptors for share in ranks),
-            path=next((share.path for share in ranks if share.path), ""),
-            transport=next((share.transport for share in ranks if share.transport), ""),
-            tokens=self.tokens,
-            attempt=self.attempt,
-            slowest_rank=slowest.rank,
-            took_ms=slowest.took_ms,
-            phases_ms=slowest.phases_ms,
-            bytes_per_s=slowest.bytes_per_s,
-            waits_for=slowest.waits_for,
-            ranks=ranks,
-            error=slowest.error or next((share.error for share in ranks if share.error), None),
-            created_at=self.created_at,
-            ended_at=self.over_at,
-        )
 
     def event(self) -> engine_pb2.Event:
         """What the engine is told at the end."""
@@ -394,9 +328,9 @@ class Transfer:
                 why = f"while waiting for {silent} to say whether engine {source} has published it"
                 remedy = "see whether that daemon stands still"
             case Awaited.PUBLISH:
-                assert self._unpublished_since is not None
+                assert self.phases.unpublished_since is not None
                 published = min(reader.lease.num_tokens for reader in self._readers)
-                silent_s = time.monotonic() - self._unpublished_since
+                silent_s = time.monotonic() - self.phases.unpublished_since
                 so_far = f"{published} tokens came, and none in the last {silent_s:.1f} s" if published else "none came"
                 why = f"while waiting for the publish of engine {source}: {so_far}"
                 remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
@@ -452,25 +386,15 @@ class Transfer:
                 if not stale or not again or order.epoch:
                     raise
                 self._readers = []
-                self._was_published()  # this source, which said `unpublished`, is not asked again
-        self._was_published()
+                self.phases.published()  # this source, which said `unpublished`, is not asked again
+        self.phases.published()
         return peer, readers, others
 
     def _on_unpublished(self) -> None:
         """The source has not got the request yet: what is waited for from now on is its engine."""
-        if self._unpublished_since is None:
-            self._unpublished_since = time.monotonic()
+        if self.phases.unpublished_since is None:
+            self.phases.publish_awaited()
             self.wake()
-
-    def _was_published(self) -> None:
-        """End the wait for a publish, if there is one. It is booked as such, and not as time of the state in which it
-        was waited."""
-        if self._unpublished_since is None:
-            return
-        waited_s = time.monotonic() - self._unpublished_since
-        self._unpublished_since = None
-        self.phases_ms["waiting_publish"] += 1e3 * waited_s
-        self._phase_began += waited_s
 
     def _give_up(self, peer: PeerEngine, readers: list[SourceReader], why: BaseException) -> bool:
         """Close the leases, unread; whether the peer is no longer what it was at the handshake."""
@@ -495,8 +419,7 @@ class Transfer:
         self.announced = any(reader.announced for reader in readers)
         moves = await self._read(engine, peer, readers)
         self._move(TransferState.VERIFYING)
-        for flight in self._flights:
-            self.phases_ms[flight.phase] += 1e3 * flight.seconds
+        self.phases.flew(self._flights)
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
         await together(reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven)
         if self._around.config.checksum:
@@ -530,7 +453,7 @@ class Transfer:
                         self._flights, moves, self._around.config.checksum,
                     )  # fmt: skip
                     moves.append(await path.move(move))
-                    self.phases_ms["moving"] += 1e3 * (time.monotonic() - began)
+                    self.phases.moved(began)
                     self.descriptors += moves[-1].descriptors
                 self.nbytes += bound.nbytes
                 by_rank = bound.nbytes_by_rank
@@ -539,13 +462,13 @@ class Transfer:
                 at = tokens[1]
             if last:
                 break
-            self._unpublished_since = time.monotonic()
+            self.phases.publish_awaited()
             unfinished = [reader for reader in readers if reader.lease.more]
             behind = [reader for reader in unfinished if reader.lease.num_tokens <= published] or unfinished
             # The others have nothing to say but that their reading is over.
             more = together(reader.advance() for reader in behind)
             await unless(more, (reader.over() for reader in readers if reader not in behind))
-            self._was_published()
+            self.phases.published()
         self.tokens = (first, at)
         self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")
         return moves
@@ -569,9 +492,7 @@ class Transfer:
                 self._around.peers.leave(peer)
 
     def _move(self, to: TransferState) -> None:
-        now = time.monotonic()
-        self.phases_ms[self.state.value] += 1e3 * (now - self._phase_began)
-        self._phase_began = now
+        self.phases.leave(self.state)
         self.machine.move(to)
         self.wake()
 
@@ -579,9 +500,9 @@ class Transfer:
         if state is not TransferState.DONE:
             for flight in self._flights:
                 flight.abandon()
-            self._was_published()
+            self.phases.published()
         self._move(state)
-        self.phases_ms["total"] = 1e3 * (self._phase_began - self.began)
+        self.phases.end()
         self.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
             self._be_quiet()
@@ -595,7 +516,7 @@ class Transfer:
 
     def tell_sources(self, phases_ms: Mapping[str, float]) -> None:
         """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them. phases_ms: of
-        its `share`."""
+        its share."""
         took_ms, moving_ms = phases_ms["total"] - phases_ms["waiting"], phases_ms.get("moving", 0.0)
         for reader in self._readers:
             source, contact = reader.source, reader.source.channel.contact
@@ -617,16 +538,6 @@ class Transfer:
         self.quiet.set()
 
 
-def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
-    """For comparing ranks. The least is the one that the request waits for; after the end the one that took longest
-    or, where ranks have failed, the first that did so by itself."""
-    ended = share.state.ended
-    at = 0 if ended else list(TransferState).index(share.state)
-    its_own = share.error is not None and share.error.code not in OF_ANOTHER
-    took_ms = share.took_ms or 0.0
-    return ended, at, not its_own, took_ms if its_own else -took_ms
-
-
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:
     """All that is wanted has been published, by all ranks alike. Raises KvferryError."""
     if wanted is not None and published < wanted[1]:
@@ -637,7 +548,3 @@ def _check_published(readers: list[SourceReader], published: int, wanted: tuple[
         why = f"the source ranks published different numbers of tokens: {by_rank}"
         remedy = "all ranks of an engine publish the same tokens of a request"
         raise Conflict("ranks_disagree", why, field="num_tokens", value=published, remedy=remedy)
-
-
-def error_body(error: KvferryError) -> ErrorBody:
-    return ErrorBody(code=error.code, message=error.message, field=error.field, value=error.value, remedy=error.remedy)

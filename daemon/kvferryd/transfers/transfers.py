@@ -30,6 +30,7 @@ from kvferryd.peers.peers import Peers, reader_of
 from kvferryd.transfers.claims import Claim, Claims
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks
+from kvferryd.transfers.record import share_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
 
 log = logs.get(__name__)
@@ -315,7 +316,7 @@ class Transfers:
         self._notes.add(functools.partial(self._note_end, transfer))
 
     def _note_end(self, transfer: Transfer) -> None:
-        share = transfer.share()
+        share = share_of(transfer)
         transfer.tell_sources(share.phases_ms)
         source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)

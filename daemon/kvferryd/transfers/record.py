@@ -1,0 +1,78 @@
+"""What is told of a transfer: this rank's share, the record of all ranks, and errors."""
+
+from __future__ import annotations
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import ErrorBody, RankTransfer, TransferRecord, TransferState
+from kvferryd.transfers.transfer import Transfer
+
+OF_ANOTHER = frozenset({"rank_failed", "aborted"})
+"""Errors of a rank that has ended because another has."""
+
+
+def share_of(transfer: Transfer) -> RankTransfer:
+    """This rank's part, as it stands."""
+    phases, path = transfer.phases, transfer.path
+    moving_ms = phases.ms.get("moving", 0.0)
+    return RankTransfer(
+        rank=transfer.own.rank,
+        state=transfer.state,
+        bytes=transfer.nbytes,
+        descriptors=transfer.descriptors,
+        path=path.value if path else "",
+        transport=path.transport if path else "",
+        phases_ms=phases.told(transfer.late_half),
+        bytes_per_s=round(1e3 * transfer.nbytes / moving_ms) if moving_ms else 0.0,
+        took_ms=phases.took_ms if transfer.state.ended else None,
+        waits_for=transfer.waits_for,
+        error=error_body(transfer.problem) if transfer.problem else None,
+    )
+
+
+def record_of(transfer: Transfer) -> TransferRecord:
+    ranks = sorted([share_of(transfer), *transfer.ranks.values()], key=lambda share: share.rank)
+    slowest = min(ranks, key=_lead)
+    return TransferRecord(
+        transfer_id=transfer.transfer_id,
+        request_id=transfer.request_id,
+        engine_id=transfer.own.engine_id,
+        source=transfer.order.source if transfer.order else None,
+        state=transfer.state_of_all,
+        bytes=sum(share.bytes for share in ranks),
+        descriptors=sum(share.descriptors for share in ranks),
+        path=next((share.path for share in ranks if share.path), ""),
+        transport=next((share.transport for share in ranks if share.transport), ""),
+        tokens=transfer.tokens,
+        attempt=transfer.attempt,
+        slowest_rank=slowest.rank,
+        took_ms=slowest.took_ms,
+        phases_ms=slowest.phases_ms,
+        bytes_per_s=slowest.bytes_per_s,
+        waits_for=slowest.waits_for,
+        ranks=ranks,
+        error=slowest.error or next((share.error for share in ranks if share.error), None),
+        created_at=transfer.created_at,
+        ended_at=transfer.over_at,
+    )
+
+
+def encoded(transfer: Transfer) -> bytes:
+    """The record as JSON. Kept until something changes: many may look at many records."""
+    made_of = transfer.changes, transfer.nbytes, transfer.waits_for, transfer.attempt
+    if transfer.encoded[0] != made_of:
+        transfer.encoded = made_of, record_of(transfer).model_dump_json().encode()
+    return transfer.encoded[1]
+
+
+def error_body(error: KvferryError) -> ErrorBody:
+    return ErrorBody(code=error.code, message=error.message, field=error.field, value=error.value, remedy=error.remedy)
+
+
+def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
+    """For comparing ranks. The least is the one that the request waits for; after the end the one that took longest
+    or, where ranks have failed, the first that did so by itself."""
+    ended = share.state.ended
+    at = 0 if ended else list(TransferState).index(share.state)
+    its_own = share.error is not None and share.error.code not in OF_ANOTHER
+    took_ms = share.took_ms or 0.0
+    return ended, at, not its_own, took_ms if its_own else -took_ms
