@@ -1,8 +1,8 @@
 """Daemons die under living vLLM engines whose caches lie in GPU memory that a keeper owns: no byte of KV is wrong.
 
 `ENGINES_VENV=... pytest -s -m gpu tests/engines/test_vllm_daemon_dies_gpu.py`, with vLLM for CUDA there; on one GPU
-both engines share it. What decode has is compared with what prefill computed, bit for bit, whenever half of a cache is
-used.
+both engines share it. With two, engines of two ranks too, each GPU with a rank of either, and one rank's daemon dies at
+a time. What decode has is compared with what prefill computed, bit for bit, whenever half of a cache is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from needs import GPUS
 # isort: split
 from bench_gpu import MODEL, SAME_TOKENS, VOCABULARY, GpuEngines
 from keepers import children, kill, serving
-from under_load import Requests, replaced
+from under_load import WORKERS, Requests, replaced
 
 from engines import PYTHON, Pair, at_rest, cache_usage, eventually, kv_rows
 from kvferryd.demo.fleet import ServiceError
@@ -43,30 +45,32 @@ CACHE_TOKENS = 1 << 20
 START_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Pair]:
+@contextmanager
+def started(*, prefill: Sequence[int], decode: Sequence[int]) -> Iterator[Pair]:
+    """Two engines and a kept daemon for each of their ranks. prefill, decode: the GPU of each rank."""
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: ENGINES_VENV names an environment that has it")
     fleet = GpuEngines()
     try:
-        gpus = {"p": GPUS[0].index, "d": GPUS[-1].index}
+        gpus = {"p": prefill, "d": decode}
         daemons = {
-            name: fleet.daemon(f"{name}-0", kept=True, flags=["--device", f"cuda:{gpu}"]) for name, gpu in gpus.items()
+            name: fleet.daemons(name, len(each), kept=True, devices=[f"cuda:{gpu}" for gpu in each])
+            for name, each in gpus.items()
         }
-        asyncio.run(fleet.ready(*daemons.values(), timeout_s=60))
+        asyncio.run(fleet.ready(*itertools.chain(*daemons.values()), timeout_s=60))
         folder = fleet.directory / "small"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(SMALL))
-        flags = ["--kv-cache-memory-bytes", str(CACHE_TOKENS << 15), "--enforce-eager"]
         both = [
             fleet.vllm(
-                name, folder, [daemons[name]], block_size=SAME_TOKENS, flags=flags,
-                environment={"CUDA_VISIBLE_DEVICES": str(gpu)},
+                name, folder, daemons[name], block_size=SAME_TOKENS,
+                flags=["--kv-cache-memory-bytes", str((CACHE_TOKENS << 15) // len(each)), "--enforce-eager"],
+                environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, each))},
             )
-            for name, gpu in gpus.items()
+            for name, each in gpus.items()
         ]  # fmt: skip
         asyncio.run(fleet.ready(*both, timeout_s=START_S))
-        yield Pair(fleet, *both, [daemons["p"]], [daemons["d"]])
+        yield Pair(fleet, *both, daemons["p"], daemons["d"])
     except ServiceError as error:  # its log goes with the fleet
         error.add_note(error.service.tail(40))
         raise
@@ -98,29 +102,65 @@ class Compared:
         return rows
 
 
-def test_daemons_are_killed_under_load(engines: Pair) -> None:
-    both = [*engines.prefill_daemons, *engines.decode_daemons]
-    before = [engine.process.pid for engine in (engines.prefill, engines.decode)]
-    rng, deaths = random.Random(1), itertools.cycle([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
-    done = failed = rows = killed = 0
-    for seed in itertools.count(1):
-        compared = Compared(engines, seed)
-        with compared.requests as requests:
-            requests.more(3)
-            while killed < KILLS and not compared.full:
-                gone = [(daemon, kill(daemon, next(deaths))) for daemon in (both, both[:1], both[1:])[killed % 3]]
-                killed += 1
-                for daemon, pid in gone:
-                    replaced(daemon, pid)
-                requests.more(rng.randrange(1, 30))
-        done, failed, rows = done + len(requests.right), failed + requests.failed, rows + compared.equal()
-        print(f"{killed} kills: {done} requests handed over, {failed} failed, {rows} rows are equal", flush=True)
-        if killed == KILLS:
-            break
-    assert failed, "no death met a request"
+def rest(engines: Pair, before: Sequence[int]) -> None:
+    """Assert that no engine has ended, and that nothing is held any more. before: the engines' processes."""
+    daemons = [*engines.prefill_daemons, *engines.decode_daemons]
     for pid in before:
         os.kill(pid, 0)
     assert eventually(lambda: cache_usage(engines.prefill) == 0 == cache_usage(engines.decode))
-    assert eventually(lambda: all(at_rest(daemon) for daemon in both))
+    assert eventually(lambda: all(at_rest(daemon) for daemon in daemons))
     assert not engines.leases()
-    assert all(len(children(daemon)) <= 2 and serving(daemon) in children(daemon) for daemon in both)
+    assert all(len(children(daemon)) <= 2 and serving(daemon) in children(daemon) for daemon in daemons)
+
+
+def test_daemons_are_killed_under_load() -> None:
+    rng, deaths = random.Random(1), itertools.cycle([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+    done = failed = rows = killed = 0
+    with started(prefill=[GPUS[0].index], decode=[GPUS[-1].index]) as engines:
+        both = [*engines.prefill_daemons, *engines.decode_daemons]
+        before = [engine.process.pid for engine in (engines.prefill, engines.decode)]
+        for seed in itertools.count(1):
+            compared = Compared(engines, seed)
+            with compared.requests as requests:
+                requests.more(3)
+                while killed < KILLS and not compared.full:
+                    gone = [(daemon, kill(daemon, next(deaths))) for daemon in (both, both[:1], both[1:])[killed % 3]]
+                    killed += 1
+                    for daemon, pid in gone:
+                        replaced(daemon, pid)
+                    requests.more(rng.randrange(1, 30))
+            done, failed, rows = done + len(requests.right), failed + requests.failed, rows + compared.equal()
+            print(f"{killed} kills: {done} requests handed over, {failed} failed, {rows} rows are equal", flush=True)
+            if killed == KILLS:
+                break
+        assert failed, "no death met a request"
+        rest(engines, before)
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs: NCCL takes one rank of an engine on each")
+def test_the_daemon_of_one_rank_is_killed_under_load() -> None:
+    """Of two engines of two ranks each, the ranks of decode on the other GPU than those of prefill that they read."""
+    first, second = GPUS[0].index, GPUS[1].index
+    with started(prefill=[first, second], decode=[second, first]) as engines:
+        before = [engine.process.pid for engine in (engines.prefill, engines.decode)]
+        daemons = [*engines.decode_daemons, *engines.prefill_daemons]
+        for seed, daemon in enumerate(daemons * 2, 1):
+            served = {each.name: serving(each) for each in daemons}
+            compared = Compared(engines, seed)
+            with compared.requests as requests:
+                requests.more(20)
+                gone, began = kill(daemon, signal.SIGKILL), time.monotonic()
+                replaced(daemon, gone)
+                replaced_s = time.monotonic() - began
+                requests.more(2 * WORKERS)  # one at least was begun after the death
+                again_s = time.monotonic() - began
+                requests.more(20)
+            print(
+                f"{daemon.name} killed: another serves after {replaced_s:.1f} s, {2 * WORKERS} requests handed over"
+                f" {again_s:.1f} s after its death; {len(requests.right)} in all, {compared.equal()} rows equal;"
+                f" {requests.failed} failed, the slowest after {max(requests.failed_s, default=0):.1f} s",
+                flush=True,
+            )
+            changed = [each.name for each in daemons if serving(each) != served[each.name]]
+            assert changed == [daemon.name], "no other rank's daemon ends with it"
+        rest(engines, before)

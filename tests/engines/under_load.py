@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 import threading
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))
@@ -27,7 +28,12 @@ class Requests:
         self._changed, self._over = threading.Condition(), False
         self.right = list[tuple[list[int], list[int]]]()
         """Prompts and what was decoded; they are compared afterwards."""
-        self.failed = 0
+        self.failed_s = list[float]()
+        """How long each request took that ended with an error."""
+
+    @property
+    def failed(self) -> int:
+        return len(self.failed_s)
 
     def __enter__(self) -> Requests:
         self._threads = [threading.Thread(target=self._work) for _ in range(WORKERS)]
@@ -50,10 +56,11 @@ class Requests:
         rng = random.Random(next(self._seed))
         while not self._over:
             tokens = prompt(rng.randrange(40, 600), next(self._seed), self._vocabulary)
+            began = time.monotonic()
             answer = self._one(tokens)
             with self._changed:
                 if answer is None:
-                    self.failed += 1
+                    self.failed_s.append(time.monotonic() - began)
                 else:
                     self.right.append((tokens, answer))
                 self._changed.notify_all()

@@ -116,14 +116,14 @@ class Fleet:
         return self._add(DaemonService(name, f"http://{rest}", "/healthz", process, log, peer=peer, socket=path))
 
     def daemons(
-        self, name: str, count: int, *, flags: Sequence[str] = (), devices: Sequence[str] = ()
+        self, name: str, count: int, *, flags: Sequence[str] = (), devices: Sequence[str] = (), kept: bool = False
     ) -> list[DaemonService]:
         """One daemon per rank, rank 0 first. devices: of each rank; the CPU where none are named."""
         started: list[DaemonService] = []
         for rank in range(count):
             placed = ("--device", devices[rank], *flags) if devices else flags
             roster = started[0] if started else None
-            started.append(self.daemon(f"{name}-{rank}", roster=roster, flags=placed))
+            started.append(self.daemon(f"{name}-{rank}", roster=roster, flags=placed, kept=kept))
         return started
 
     def again(self, service: S, command: str = "") -> S:
