@@ -196,7 +196,8 @@ async def test_blocks_are_the_sources_own_again_while_slots_are_still_to_be_read
 
 
 async def test_auto_maps_where_every_way_can_be_taken(fleet) -> None:
-    near, far = await daemon(fleet, "auto", 0), await daemon(fleet, "auto", FAR)
+    arena = ("--arena-mb", "64")
+    near, far = await daemon(fleet, "auto", 0, *arena), await daemon(fleet, "auto", FAR, *arena)
     async with engines([near], [far], Shape(), Shape(axes=HND), arena_mb=64) as (source, destination):
         await moved(source, destination, way="mapped")
         async with RouterClient(far.url) as router:
