@@ -48,6 +48,7 @@ class Daemon:
             self.process.service = PeerService(self.ferry, Callers(config.allow_peers, None))
             self.engine = world.loop.complete(self._registered(manifest))
         self.engine.set_members(members)
+        world.memory.keep(self.engine.leases.words._words)
 
     async def _registered(self, manifest: Manifest) -> Engine:
         registry = self.ferry.registry
@@ -57,8 +58,8 @@ class Daemon:
         await registry.adopt(session, engine_pb2.Memory(region=0, nbytes=self.memory.nbytes), Files())
         return await registry.register(session, manifest)
 
-    def publish(self, request_id: str, blocks: range) -> None:
-        said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False)
+    def publish(self, request_id: str, blocks: range, digest: bytes = b"") -> None:
+        said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False, digest=digest)
         self.world.loop.call(self.engine.leases.publish, request_id, said, ttl_s=20.0, readers=1)
 
     def forget_pairings(self) -> None:
@@ -225,3 +226,21 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
     world.run()
     assert transfer.problem is None and two.is_there(blocks)
     assert not met[0].loaded
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_ranks_that_published_different_prompts_under_one_id_are_not_read(two: Two, *, announced: bool) -> None:
+    """The order names no prompt, and both have as many tokens."""
+    blocks, world = range(4), two.world
+    if announced:
+        two.sources[0].publish("r", blocks, b"one")
+        two.sources[1].publish("r", blocks, b"another")
+        world.run()
+    transfer = two.receive("r", blocks, "direct")
+    world.run()
+    if not announced:
+        two.sources[0].publish("r", blocks, b"one")
+        two.sources[1].publish("r", blocks, b"another")
+        world.run()
+    assert transfer.problem is not None and transfer.problem.code == "ranks_disagree"
+    assert (transfer.problem.field, transfer.nbytes) == ("digest", 0)

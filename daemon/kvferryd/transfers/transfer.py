@@ -429,6 +429,7 @@ class Transfer:
     async def _read(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
         assert self.reservation is not None and self.order is not None
+        _check_one_prompt(readers)
         wanted = self.reservation.tokens
         first = at = wanted[0] if wanted else 0
         moves: list[Moved] = []
@@ -536,6 +537,15 @@ class Transfer:
         if self._claim is not None:
             self._claim.release()
         self.quiet.set()
+
+
+def _check_one_prompt(readers: list[SourceReader]) -> None:
+    """What the ranks have published is of one prompt, by its digest. Raises KvferryError."""
+    if len({reader.lease.digest for reader in readers}) > 1:
+        by_rank = ", ".join(f"rank {reader.source.rank} {reader.lease.digest.hex() or 'none'}" for reader in readers)
+        why = "the source ranks published different prompts under one id, as their digests say"
+        remedy = "all ranks of an engine publish one prompt, with its digest, under a request's id"
+        raise Conflict("ranks_disagree", why, field="digest", value=by_rank, remedy=remedy)
 
 
 def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:
