@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
+from kvferryd.transport.read import Read
 
 BLOCKS, SLOTS, PIECE = 8, 2, 1024
 """Blocks of a cache, tokens of a block, bytes of a token and head in K or V."""
@@ -244,3 +246,27 @@ def test_ranks_that_published_different_prompts_under_one_id_are_not_read(two: T
         world.run()
     assert transfer.problem is not None and transfer.problem.code == "ranks_disagree"
     assert (transfer.problem.field, transfer.nbytes) == ("digest", 0)
+
+
+def test_a_read_that_has_begun_is_known_of_where_the_next_one_cannot_begin(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are not safe before it is quiet."""
+    blocks, world, agent = range(4), two.world, two.reader.engine.agent
+    begin, begun = agent.read, []
+
+    def only_one(*rows: Any) -> Read:
+        if begun:
+            raise MemoryError
+        begun.append(begin(*rows))
+        return begun[0]
+
+    monkeypatch.setattr(agent, "read", only_one)
+    transfer = two.receive("r", blocks, "direct")
+    for source in two.sources:
+        source.publish("r", blocks)
+    two.step_all(two.of_calls)
+    assert transfer.state is TransferState.FAILED and begun[0].abandoned
+    assert not transfer.quiet.is_set() and len(world.flights()) == 1
+    world.run()
+    assert transfer.quiet.is_set() and begun[0].quiet.done()

@@ -28,12 +28,11 @@ class Direct:
 
     async def move(self, move: Move) -> Moved:
         """Raises TransportError of the first read that fails."""
-        bound, agent = move.bound, move.engine.agent
+        bound = move.bound
         runs = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs)
         regions = {id: region.span for id, region in move.engine.session.regions.items()}
         rows = await beside(runs, lambda: [_rows(each, regions, move.peer) for each in bound.runs()])
-        reads = [agent.read(*each, move.priority) for each in rows]
-        move.flights.extend(reads)
+        reads = [move.read(*each) for each in rows]
         await all_done([read.done for read in reads])
         return Moved(move.ranks, sum(len(local) for _, local, *_ in rows))
 

@@ -13,7 +13,7 @@ from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
-from kvferryd.transport.read import Read
+from kvferryd.transport.read import Descriptors, Read
 
 
 class PathName(enum.StrEnum):
@@ -71,6 +71,12 @@ class Move:
     def ranks(self) -> frozenset[int]:
         """Source ranks that bytes are read from."""
         return frozenset(rank for rank, nbytes in self.bound.nbytes_by_rank.items() if nbytes)
+
+    def read(self, peer: str, local: Descriptors, remote: Descriptors, local_type: str, remote_type: str) -> Read:
+        """Begin a read. It is among the flights before anything else can fail."""
+        read = self.engine.agent.read(peer, local, remote, local_type, remote_type, self.priority)
+        self.flights.append(read)
+        return read
 
 
 class Path(Protocol):

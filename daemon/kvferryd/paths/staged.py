@@ -162,13 +162,10 @@ class _Journey:
 
     def _read(self, slot: Slot, stream: ChunkStream, chunk: Chunk, packed: peer_pb2.Packed) -> Read:
         own, far = self.arena.span, stream.span
-        read = self.move.engine.agent.read(
+        return self.move.read(
             stream.agent_name,
             np.array([(slot.address, chunk.nbytes, own.device)], dtype=np.uint64),
             np.array([(packed.address, chunk.nbytes, far.device)], dtype=np.uint64),
             own.memory_type,
             far.memory_type,
-            self.move.priority,
         )
-        self.move.flights.append(read)
-        return read
