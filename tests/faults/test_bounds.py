@@ -10,13 +10,14 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 from authority import Authority, replace
 from bounded import bounded
-from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, refusal, resident_mb, screens, until
+from fleet import TIMEOUT_S, ByHand, Daemons, open_files, peer_stub, refusal, resident_mb, screens, until
 from lives import engine_on, published, receives
 from pair import is_in
 from ranks import Kv, Shape
@@ -267,7 +268,7 @@ async def test_a_process_that_tries_metadata_and_does_not_come_up_is_given_up(
     await until(given_up, "none is left")
 
 
-def plain(daemon: DaemonService, stack: AsyncExitStack) -> socket.socket:
+def plain(daemon: DaemonService, stack: AsyncExitStack | contextlib.ExitStack) -> socket.socket:
     """A connection to the REST port that says nothing yet."""
     host, _, port = daemon.url.removeprefix("http://").rpartition(":")
     return stack.enter_context(socket.create_connection((host, int(port)), TIMEOUT_S))
@@ -496,27 +497,92 @@ async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read
     assert done[0] == "urgent", done
 
 
-@pytest.mark.slow
-async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+BODY_TO_COME = b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n"
+PLACES = 3
+
+
+def unread(connection: socket.socket) -> None:
+    """Ask on it until nothing more is taken: the daemon waits for its answers to be read."""
+    connection.settimeout(0.5)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 64)
+
+
+@pytest.mark.parametrize("kind", ["a body that does not come", "answers that are not read"])
+async def test_clients_that_keep_the_daemon_waiting_keep_nobody_out(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    bounded(monkeypatch, {"kvferryd.api.rest.server.HEADER_S": 0.3})
-    folder, authority = tmp_path_factory.mktemp("tls"), Authority("rest")
+    bounded(monkeypatch, {"kvferryd.api.rest.server.MAX_CONNECTIONS": PLACES})
+    (daemon,) = await daemons.start(f"stalled-{kind[2]}")
+    for _ in range(PLACES):
+        held = plain(daemon, stack)
+        if kind == "answers that are not read":
+            await asyncio.to_thread(unread, held)
+        else:
+            held.sendall(BODY_TO_COME)
+            assert b" 100 " in await asyncio.to_thread(held.recv, 4096)
+    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as http:
+        assert (await http.get(f"{daemon.url}/healthz")).status_code == 200
+
+
+async def test_a_client_that_reads_no_answers_is_not_kept(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded(monkeypatch, {"kvferryd.api.rest.server.UNREAD_S": 1.0})
+    (daemon,) = await daemons.start("unread")
+    before = open_files(daemon)
+    await asyncio.to_thread(unread, plain(daemon, stack))
+
+    async def gone() -> bool:
+        return open_files(daemon) <= before
+
+    await until(gone, "its connection has ended")
+
+
+async def with_tls(daemons: Daemons, folder: Path) -> tuple[DaemonService, ssl.SSLContext]:
+    """A daemon whose REST port listens with TLS, and what proves its clients."""
+    authority = Authority("rest")
     cert, key = authority.issue("127.0.0.1")
     flags = []
     for kind, content in {"cert": cert, "key": key, "ca": authority.certificate}.items():
         replace(folder / kind, content)
         flags += [f"--tls-{kind}", str(folder / kind)]
-    daemon = daemons.fleet.daemon("tls", flags=[*flags, "--rest-tls"])
+    daemon = daemons.fleet.daemon(folder.name, flags=[*flags, "--rest-tls"])
 
     async def listens() -> bool:
-        with contextlib.suppress(OSError), contextlib.closing(plain(daemon, stack)):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            plain(daemon, stack)
             return True
         return False
 
     await until(listens, "it listens")
-    assert await ended_by_the_other_side(plain(daemon, stack))
     context = ssl.create_default_context(cadata=authority.certificate.decode())
     context.load_cert_chain(folder / "cert", folder / "key")
-    async with httpx.AsyncClient(verify=context, trust_env=False, timeout=TIMEOUT_S) as http:
-        assert (await http.get(f"{daemon.url.replace('http:', 'https:')}/healthz")).status_code == 200
+    return daemon, context
+
+
+async def healthy(daemon: DaemonService, tls: ssl.SSLContext) -> bool:
+    async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=TIMEOUT_S) as http:
+        return (await http.get(f"{daemon.url.replace('http:', 'https:')}/healthz")).status_code == 200
+
+
+@pytest.mark.slow
+async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    bounded(monkeypatch, {"kvferryd.api.rest.server.HEADER_S": 0.3})
+    daemon, tls = await with_tls(daemons, tmp_path_factory.mktemp("tls"))
+    assert await ended_by_the_other_side(plain(daemon, stack))
+    assert await healthy(daemon, tls)
+
+
+async def test_tls_handshakes_that_do_not_come_keep_nobody_out(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sizes = {"kvferryd.api.rest.server.MAX_CONNECTIONS": PLACES, "kvferryd.api.rest.server.HEADER_S": 600.0}
+    bounded(monkeypatch, sizes)
+    daemon, tls = await with_tls(daemons, tmp_path_factory.mktemp("silent"))
+    for _ in range(PLACES):
+        plain(daemon, stack)
+    assert await healthy(daemon, tls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -97,5 +98,39 @@ def test_only_certificates_of_our_authority_are_let_in_and_replaced_ones_are_rea
             assert await asyncio.to_thread(subject, port, router) == "renewed"
             cert.write_text("torn")
             assert await asyncio.to_thread(subject, port, router) == "renewed"
+
+    asyncio.run(run())
+
+
+def let_in(port: int, tls: ssl.SSLContext, session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+    """The session that could be resumed; None where the daemon does not answer this client."""
+    with socket.create_connection(("127.0.0.1", port), 60) as plain:
+        try:
+            with tls.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as wrapped:
+                wrapped.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                return wrapped.session if wrapped.recv(4096).startswith(b"HTTP/1.1 200") else None
+        except OSError:
+            return None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_session_does_not_outlast_the_authority_that_it_was_proven_with(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    ours, theirs = authority(tmp_path, "ours"), authority(tmp_path, "theirs")
+    cert, key = certificate(tmp_path, "daemon", ours)
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(ours.read_bytes() + theirs.read_bytes())
+    config = Config(rest="127.0.0.1:0", rest_tls=True, tls_cert=cert, tls_key=key, tls_ca=trusted)
+    leaving = client_tls(ours, certificate(tmp_path, "leaving", theirs))
+    leaving.maximum_version = version
+
+    async def run() -> None:
+        async with served(Ferry(config, Metrics())) as port, asyncio.timeout(60):
+            session = await asyncio.to_thread(let_in, port, leaving)
+            assert session is not None
+            assert await asyncio.to_thread(let_in, port, leaving, session) is not None
+            trusted.write_bytes(ours.read_bytes())
+            assert await asyncio.to_thread(let_in, port, leaving, session) is None
 
     asyncio.run(run())

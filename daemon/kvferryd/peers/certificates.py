@@ -148,18 +148,3 @@ class CertificateFiles(Certificates):
         held = certificate.read_bytes(), key.read_bytes(), authority.read_bytes()
         expires = {"tls_cert": expires_at(held[0]), "tls_ca": expires_at(held[2])}
         return Identity(*held, expires={name: at.timestamp() for name, at in expires.items() if at}, context=context)
-
-    def server_context(self) -> ssl.SSLContext:
-        """For asyncio and uvicorn: the same."""
-
-        def current() -> ssl.SSLContext:
-            context = self.current().context
-            assert context is not None
-            return context
-
-        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            connection.context = current()
-
-        front = current()
-        front.sni_callback = renew
-        return front

@@ -12,6 +12,7 @@ from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from kvferryd.aio import Tasks
 from kvferryd.api.rest.app import create_app
@@ -22,41 +23,68 @@ from kvferryd.observe import logs
 log = logs.get(__name__)
 HEADER_S = 5.0
 """The longest that a TLS handshake, and then the header of a request, may take."""
+UNREAD_S = 30.0
+"""How long a client may leave what is sent to it unread."""
 MAX_CONNECTIONS = 1024
 """At most, and at most a quarter of the descriptors that this process may have."""
 BACKLOG, BREATH_S = 128, 0.1
 
 
 class Connection(H11Protocol):
-    """uvicorn's, ended when a header does not arrive in time."""
+    """uvicorn's, ended when a header does not arrive in time. It has its place from when it is accepted, before TLS."""
 
-    waiting_since = 0.0
-    """When it was last without a request to answer."""
     _deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config, state, {})
+        self.connections.add(self)
+        self._beginning = asyncio.current_task()  # until it is made
+        self.waiting_since = time.monotonic()
+        """When it was accepted, or its last request came or was answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # asyncio says BaseTransport
         super().connection_made(transport)
+        self._beginning = None
         self._expect_header()
 
     def data_received(self, data: bytes) -> None:
+        before = self.cycle
         super().data_received(data)
-        if self.answering:
+        if self.cycle is not before:
             self.waiting_since = time.monotonic()
             self._expect_nothing()
-        elif self._deadline is None:
+        elif self._deadline is None and not self._answering:
             self._expect_header()
+
+    def on_response_complete(self) -> None:
+        self.waiting_since = time.monotonic()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
         super().connection_lost(exc)
 
     @property
-    def answering(self) -> bool:
+    def keeps_us_waiting(self) -> bool:
+        """For its TLS, a request, the rest of one, or to read an answer."""
+        if not self._answering or self.cycle.more_body:
+            return True
+        return self.transport.get_write_buffer_size() > 0
+
+    def end(self) -> None:
+        """At once. Its place is free."""
+        self.connections.discard(self)
+        if self._beginning is not None:
+            self._beginning.cancel()
+        else:
+            self.transport.abort()
+
+    @property
+    def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_header(self) -> None:
-        self.waiting_since = time.monotonic()
-        self._deadline = self.loop.call_later(HEADER_S, self.transport.close)
+        self._deadline = self.loop.call_later(HEADER_S, self.end)
 
     def _expect_nothing(self) -> None:
         if self._deadline is not None:
@@ -69,8 +97,7 @@ class RestServer(uvicorn.Server):
     `should_exit`: long polls that are open then are cut after two seconds.
 
     It accepts by itself: asyncio's servers have no bound, and write thousands of lines when descriptors run out. At the
-    limit the connection that has been without a request for the longest is ended; where all are being answered the new
-    one is.
+    limit the connection that has kept us waiting for the longest is ended; where none does the new one is.
     """
 
     def __init__(self, ferry: Ferry) -> None:
@@ -90,10 +117,8 @@ class RestServer(uvicorn.Server):
             timeout_graceful_shutdown=2,
         )
         config.load()
-        if ferry.config.rest_tls:
-            assert ferry.certificates is not None
-            config.ssl = ferry.certificates.server_context()
         super().__init__(config)
+        self._certificates = ferry.certificates if ferry.config.rest_tls else None
         self._limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._accepting: list[asyncio.Task[None]] = []
         self._beginning = Tasks()
@@ -111,6 +136,8 @@ class RestServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for bound in self.servers[0].sockets:
             listening = bound.dup()
+            # Its connections inherit it.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
             listening.listen(BACKLOG)
             self._accepting.append(asyncio.create_task(self._accept(listening), name="rest-accept"))
         self.started = True
@@ -135,8 +162,7 @@ class RestServer(uvicorn.Server):
                     continue
                 if self._spare is None:
                     self._spare = _spare()
-                full = len(self.server_state.connections) + len(self._beginning) >= self._limit
-                if full and not self._end_longest():
+                if len(self.server_state.connections) >= self._limit and not self._end_longest():
                     accepted.close()
                     continue
                 self._beginning.spawn(self._begin(accepted))
@@ -152,23 +178,27 @@ class RestServer(uvicorn.Server):
         await asyncio.sleep(0)
 
     def _end_longest(self) -> bool:
-        """End the connection that has been without a request for the longest."""
+        """End the connection that has kept us waiting for the longest."""
         connections = cast("set[Connection]", self.server_state.connections)
-        idle = (each for each in connections if not each.answering and not each.transport.is_closing())
-        longest = min(idle, key=lambda each: each.waiting_since, default=None)
+        waiting = (each for each in connections if each.keeps_us_waiting)
+        longest = min(waiting, key=lambda each: each.waiting_since, default=None)
         if longest is not None:
-            longest.transport.abort()
+            longest.end()
         return longest is not None
 
     async def _begin(self, accepted: socket.socket) -> None:
-        tls = self.config.ssl
-        with contextlib.suppress(OSError, TimeoutError):  # ssl.SSLError is one: it was no client of ours
+        """Over TLS by what the files hold now: a context of its own knows no session of one before, so nobody resumes
+        what an authority proved that is not trusted any more."""
+        connection = Connection(self.config, self.server_state)
+        tls = self._certificates.current().context if self._certificates else None
+        timeout_s = HEADER_S if tls else None
+        try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self.config, self.server_state, {}),
-                accepted, ssl=tls, ssl_handshake_timeout=HEADER_S if tls else None,
-            )  # fmt: skip
-            return
-        accepted.close()
+                lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=timeout_s, ssl_shutdown_timeout=timeout_s
+            )
+        except (OSError, TimeoutError, asyncio.CancelledError):  # ssl.SSLError is one: it was no client of ours
+            self.server_state.connections.discard(connection)
+            accepted.close()
 
 
 def _spare() -> int | None:
