@@ -446,19 +446,15 @@ class Channel:
 
         return call
 
-    def unary_stream(self, path: str, **_: object) -> Callable[..., Any]:
-        def call(request: Any) -> Any:
-            raise AssertionError(f"{path} is not called by ranks that are alone")
-
-        return call
-
-    def stream_stream(self, path: str, **_: object) -> Callable[[], Stream]:
-        def call() -> Stream:
-            stream = Stream(self._world, PROCESS.get(), self._address, _method(path))
+    def stream_stream(self, path: str, **_: object) -> Callable[..., Stream]:
+        def call(request: Any = None) -> Stream:
+            stream = Stream(self._world, PROCESS.get(), self._address, _method(path), request)
             self._calls.append(stream)
             return stream
 
         return call
+
+    unary_stream = stream_stream
 
     def get_state(self) -> grpc.ChannelConnectivity:
         return grpc.ChannelConnectivity.IDLE  # every call dials
@@ -576,9 +572,13 @@ class _Direction:
 class Stream:
     """A call of streams. Steps: the next message, or the end, arrives at one side."""
 
-    def __init__(self, world: World, client: Process, address: str, method: str) -> None:
+    def __init__(self, world: World, client: Process, address: str, method: str, request: Any = None) -> None:
+        """request: the only message of a client that sends no stream."""
         self._world, self._client, self._address = world, client, address
         self._to_server, self._to_client = _Direction(), _Direction()
+        self._request = request
+        if request is not None:
+            self._to_server.on_way.append(_sent(request))
         self._over = False
         """At the client."""
         self._method = method
@@ -667,7 +667,8 @@ class Stream:
 
     async def _serve(self, process: Process) -> None:
         end = _End()
-        replies = getattr(process.service, self._method)(self._requests(), _Context())
+        asked = self._requests() if self._request is None else await self._to_server.receive()
+        replies = getattr(process.service, self._method)(asked, _Context())
         try:
             async for reply in replies:
                 await self._to_client.send(reply)
@@ -764,10 +765,11 @@ class World:
         self.loop.settle()
 
     def dispose(self) -> None:
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        with contextlib.suppress(AssertionError):
-            self.loop.settle()
+        for _ in range(3):  # what ends tells others so, in tasks of its own
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            with contextlib.suppress(AssertionError):
+                self.loop.settle()
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
         asyncio.set_event_loop(None)

@@ -8,64 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches import attention, cache
-from stepwise import Process, Step, Stream, Unary, World
+from stepped import ARENA, BLOCKS, PIECE, SLOTS, Daemon, manifest_of
+from stepwise import Step, Stream, Unary, World
 
-from kvferry.manifest import Manifest
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
-from kvferry.v1 import engine_pb2
-from kvferryd.api.callers import Callers
-from kvferryd.api.peer import PeerService
-from kvferryd.config import Config
-from kvferryd.engine import Engine
-from kvferryd.engine.session import Rank
-from kvferryd.ferry import Ferry
-from kvferryd.leases.lease import Publication
-from kvferryd.memory import Files
-from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transport.read import Read
 
-BLOCKS, SLOTS, PIECE = 8, 2, 1024
-"""Blocks of a cache, tokens of a block, bytes of a token and head in K or V."""
-ARENA = 4 * 4096
 SOURCES, READER = ("127.0.0.1:7001", "127.0.0.1:7002"), "127.0.0.1:7003"
-METRICS = Metrics()
-
-
-class Daemon:
-    """One daemon with its engine."""
-
-    def __init__(self, world: World, address: str, manifest: Manifest, members: dict[int, str]) -> None:
-        self.world, self.address = world, address
-        self.memory = world.memory.take(manifest.regions[0].nbytes)
-        self.memory[:] = np.random.default_rng(len(world.copies)).integers(0, 256, self.memory.size, dtype=np.uint8)
-        self.process = world.processes[address] = Process(address)
-        config = Config(peer=address, way="staged")
-        with world.within(self.process):
-            self.ferry = Ferry(config, METRICS)
-            self.process.service = PeerService(self.ferry, Callers(config.allow_peers, None))
-            self.engine = world.loop.complete(self._registered(manifest))
-        self.engine.set_members(members)
-        world.memory.keep(self.engine.leases.words._words)
-
-    async def _registered(self, manifest: Manifest) -> Engine:
-        registry = self.ferry.registry
-        rank = Rank(manifest.engine_id, manifest.epoch, manifest.rank, manifest.world_size)
-        session = await registry.attach(rank)
-        self.ferry.memory.brought = self.memory  # type: ignore[attr-defined]
-        await registry.adopt(session, engine_pb2.Memory(region=0, nbytes=self.memory.nbytes), Files())
-        return await registry.register(session, manifest)
-
-    def publish(self, request_id: str, blocks: range, digest: bytes = b"") -> None:
-        said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False, digest=digest)
-        self.world.loop.call(self.engine.leases.publish, request_id, said, ttl_s=20.0, readers=1)
-
-    def forget_pairings(self) -> None:
-        self.engine.pairings._known.clear()
 
 
 class Two:
@@ -75,10 +28,10 @@ class Two:
         self.world = world
         members = dict(enumerate(SOURCES))
         self.sources = [
-            Daemon(world, address, _manifest("prefill", heads=1, rank=rank, of=2), members)
+            Daemon(world, address, manifest_of("prefill", heads=2, rank=rank, of=2), members, way="staged")
             for rank, address in members.items()
         ]
-        self.reader = Daemon(world, READER, _manifest("decode", heads=2, rank=0, of=1), {0: READER})
+        self.reader = Daemon(world, READER, manifest_of("decode", heads=2), {0: READER}, way="staged")
         peers = self.reader.ferry.peers_known
         with world.within(self.reader.process):
             meeting = world.loop.create_task(peers.get(self.reader.engine, "prefill", SOURCES[0]))
@@ -122,11 +75,6 @@ class Two:
         own = self.reader.memory.reshape(2, BLOCKS, SLOTS, 2, PIECE)[:, blocks.start : blocks.stop]
         theirs = [each.memory.reshape(2, BLOCKS, SLOTS, PIECE)[:, blocks.start : blocks.stop] for each in self.sources]
         return all(np.array_equal(own[:, :, :, rank], theirs[rank]) for rank in (0, 1))
-
-
-def _manifest(engine: str, *, heads: int, rank: int, of: int) -> Manifest:
-    layout = attention(heads=heads, start=rank * heads, total=2, dim=PIECE // 2, slot=SLOTS, block=BLOCKS)
-    return cache(*layout, engine=engine, rank=rank, of=of)
 
 
 @pytest.fixture

@@ -257,7 +257,10 @@ class Transfer:
             self._changed = None
 
     def set_rank(self, rank: RankTransfer) -> None:
-        """How far another rank is."""
+        """How far another rank is. Wakes nobody where that is known: two ranks that follow each other would tell each
+        other for ever."""
+        if rank == self.ranks.get(rank.rank):
+            return
         if rank.state.ended:
             rank.took_ms = round(1e3 * (time.monotonic() - self.phases.ordered_at), 3)
         self.ranks[rank.rank] = rank

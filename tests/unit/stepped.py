@@ -1,0 +1,67 @@
+"""Whole daemons in a world that takes one step at a time (stepwise.py), each with an engine that has registered."""
+
+from __future__ import annotations
+
+import numpy as np
+from caches import attention, cache
+from stepwise import Process, World
+
+from kvferry.manifest import Manifest
+from kvferry.tables import BlockTable
+from kvferry.v1 import engine_pb2
+from kvferryd.api.callers import Callers
+from kvferryd.api.peer import PeerService
+from kvferryd.config import Config
+from kvferryd.engine import Engine
+from kvferryd.engine.session import Rank
+from kvferryd.ferry import Ferry
+from kvferryd.leases.lease import Publication
+from kvferryd.memory import Files
+from kvferryd.observe.metrics import Metrics
+
+BLOCKS, SLOTS, PIECE = 8, 2, 1024
+"""Blocks of a cache, tokens of a block, bytes of a token and head in K or V."""
+ARENA = 4 * 4096
+KEY = b"k" * 32
+"""Of every engine's roster."""
+METRICS = Metrics()
+
+
+class Daemon:
+    """One daemon with its engine."""
+
+    def __init__(self, world: World, address: str, manifest: Manifest, members: dict[int, str], **config: str) -> None:
+        self.world, self.address = world, address
+        self.memory = world.memory.take(manifest.regions[0].nbytes)
+        self.memory[:] = np.random.default_rng(len(world.copies)).integers(0, 256, self.memory.size, dtype=np.uint8)
+        self.process = world.processes[address] = Process(address)
+        settings = Config(peer=address, **config)
+        with world.within(self.process):
+            self.ferry = Ferry(settings, METRICS)
+            self.process.service = PeerService(self.ferry, Callers(settings.allow_peers, None))
+            self.engine = world.loop.complete(self._registered(manifest))
+        self.engine.set_members(members)
+        self.engine.roster_key = KEY
+        world.memory.keep(self.engine.leases.words._words)
+
+    async def _registered(self, manifest: Manifest) -> Engine:
+        registry = self.ferry.registry
+        rank = Rank(manifest.engine_id, manifest.epoch, manifest.rank, manifest.world_size)
+        session = await registry.attach(rank)
+        self.ferry.memory.brought = self.memory  # type: ignore[attr-defined]
+        await registry.adopt(session, engine_pb2.Memory(region=0, nbytes=self.memory.nbytes), Files())
+        return await registry.register(session, manifest)
+
+    def publish(self, request_id: str, blocks: range, digest: bytes = b"") -> None:
+        said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False, digest=digest)
+        self.world.loop.call(self.engine.leases.publish, request_id, said, ttl_s=20.0, readers=1)
+
+    def forget_pairings(self) -> None:
+        self.engine.pairings._known.clear()
+
+
+def manifest_of(engine: str, *, rank: int = 0, of: int = 1, heads: int) -> Manifest:
+    """Of one rank of an engine that has `heads` heads in all."""
+    each = heads // of
+    layout = attention(heads=each, start=rank * each, total=heads, dim=PIECE // 2, slot=SLOTS, block=BLOCKS)
+    return cache(*layout, engine=engine, rank=rank, of=of)
