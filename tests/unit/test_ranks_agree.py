@@ -73,3 +73,22 @@ def test_ranks_that_follow_each_other_come_to_rest_while_a_request_waits(ranks: 
         ranks.stop(transfer)
     ranks.world.run(500)
     assert all(transfer.over for transfer in transfers)
+
+
+def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ranks) -> None:
+    """While neither has heard from the other's part that it has."""
+    first, second = (ranks.order(rank) for rank in (0, 1))
+    ranks.world.run(500)
+    for transfer in (first, second):
+        ranks.stop(transfer)
+    for _ in range(100):
+        if not (steps := [step for rank in (0, 1) for step in ranks.calls("Abort", rank)]):
+            break
+        steps[0]()
+        ranks.world.loop.settle()
+        ranks.world.calls = [call for call in ranks.world.calls if not call.over]
+    else:
+        raise AssertionError("they abort each other for ever")
+    assert not first.over and not second.over
+    ranks.world.run(500)
+    assert first.over and second.over

@@ -385,6 +385,8 @@ class Transfers:
         if transfer is None or later:
             return False
         _raise(self._attempts, key, attempt)
+        if attempt and transfer.ended.is_set():  # that rank tells the others: two that have ended would do so by turns
+            return False
         return self.abort_transfer(transfer, why, failed=failed)
 
     def abort_transfer(self, transfer: Transfer, why: str, *, failed: bool = False) -> bool:
