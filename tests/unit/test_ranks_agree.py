@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from stepped import ARENA, Daemon, manifest_of
-from stepwise import Step, World
+from stepwise import Step, Stream, World
 
 from kvferry.errors import Conflict
 from kvferry.schemas import TransferState
@@ -92,3 +92,18 @@ def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ran
     assert not first.over and not second.over
     ranks.world.run(500)
     assert first.over and second.over
+
+
+def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Ranks) -> None:
+    ranks.source.publish("r", range(4))
+    transfer = ranks.order(0)
+    ranks.reserve(1)
+    (orders,) = (call for call in ranks.world.calls if (call._method, call._address) == ("Order", RANKS[1]))
+    for _ in range(500):
+        if transfer.ranks[1].state is TransferState.DONE:
+            break
+        ranks.world.step(0)
+    assert isinstance(orders, Stream)
+    orders.break_down()
+    ranks.world.run(500)
+    assert transfer.ranks[1].state is TransferState.DONE and transfer.problem is None

@@ -116,6 +116,8 @@ class Ranks:
                         transfer.set_rank(_rank_transfer(reply, rank, address))
                         if reply.transfer_id:
                             transfer.parts[rank] = reply.transfer_id
+                        if transfer.ranks[rank].state.ended:
+                            break  # whatever becomes of the stream
                 finally:
                     call.cancel()
         except KvferryError as error:
