@@ -7,6 +7,7 @@ vLLM is installed for.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -37,10 +38,10 @@ class Scheduler:
         self.side = SchedulerSide(VllmConfig(kv_transfer_config=kv), caches, Options())
         self._requests: dict[str, Request] = {}
 
-    def comes(self, *names: str) -> None:
+    def comes(self, *names: str, tokens: Sequence[int] = TOKENS) -> None:
         for name in names:
             more = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": LEASE})
-            self._requests[name] = Request(name, TOKENS, more, None)
+            self._requests[name] = Request(name, list(tokens), more, None)
             self.side.admit(self._requests[name])
 
     def schedules(self, name: str, cached: int = 0) -> bool:
@@ -102,6 +103,19 @@ def main() -> None:
     fails.arrives("a", well=False)
     fails.aborts("b")
     told["the last of them leaves"] = fails.step()
+
+    for end in ("arrives", "leaves"):
+        other = Scheduler()
+        other.comes("a")
+        other.comes("b", tokens=TOKENS[::-1])
+        reads, steps = [other.schedules("a"), other.schedules("b")], [other.step()]
+        if end == "leaves":
+            other.aborts("a")
+            reads.append(other.schedules("b"))
+            steps.append(other.step())
+        other.arrives("a", well=end == "arrives")
+        reads.append(other.schedules("b"))
+        told[f"another prompt, {end}"] = reads, [*steps, other.step()]
     print(json.dumps(told))
 
 

@@ -103,16 +103,33 @@ def test_several_answers_to_one_prompt_are_those_of_one_engine(engines: Pair, le
     assert eventually(lambda: not engines.leases())
 
 
-def test_a_lease_is_not_ended_by_a_request_while_another_reads_it_nor_by_an_answer_to_the_same_prompt() -> None:
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """By shared_leases.py."""
     script = Path(__file__).with_name("shared_leases.py")
     done = subprocess.run([PYTHON, script], timeout=START_S, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    only_a = {"load": ["a"], "cancel": [], "release": []}
-    assert told["answers to one prompt"] == [[True, False, False, False], only_a | {"load": ["0_a"]}]
-    assert told["another request leaves, waiting"] == told["another request leaves, queued"] == only_a
-    assert told["another request, late"] == [False, only_a | {"release": ["b"]}]
-    assert told["the last of them leaves"] == only_a | {"release": ["b"]}
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+ONLY_A = {"load": ["a"], "cancel": [], "release": []}
+
+
+def test_a_lease_is_not_ended_by_a_request_while_another_reads_it_nor_by_an_answer_to_the_same_prompt(
+    told: dict[str, Any],
+) -> None:
+    assert told["answers to one prompt"] == [[True, False, False, False], ONLY_A | {"load": ["0_a"]}]
+    assert told["another request leaves, waiting"] == told["another request leaves, queued"] == ONLY_A
+    assert told["another request, late"] == [False, ONLY_A | {"release": ["b"]}]
+    assert told["the last of them leaves"] == ONLY_A | {"release": ["b"]}
+
+
+def test_a_lease_is_in_one_load_at_a_time_whatever_the_prompt(told: dict[str, Any]) -> None:
+    """Also where vLLM has finished the request of the first, until that load has ended on all ranks."""
+    only_b, cancelled = ONLY_A | {"load": ["b"]}, {"load": [], "cancel": ["a"], "release": []}
+    assert told["another prompt, arrives"] == [[True, False, True], [ONLY_A, only_b]]
+    assert told["another prompt, leaves"] == [[True, False, False, True], [ONLY_A, cancelled, only_b]]
 
 
 def test_several_prompts_in_one_body_are_those_of_one_engine(engines: Pair) -> None:

@@ -45,8 +45,6 @@ class Exchange:
     """Where its KV is to be read from; None once the read has begun."""
     problem: KvferryError | None = None
     """Why its kv_transfer_params cannot be followed."""
-    loading: str = ""
-    """The name of the lease that is being read for it."""
     waits: bool = False
     """It has waited for another request, which reads the lease that it came with."""
     published: bool = False
@@ -75,16 +73,15 @@ class SchedulerSide:
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
-        self._left: dict[str, tuple[Request, str]] = {}
-        """Since the last step: requests that vLLM has finished during their load, and the name of what they read."""
         self._attempts = Attempts()
         self._expected: Remembered[bytes] = Remembered()
         """By remote request id: the digest of the last prompt that came with it."""
         self._answered: Remembered[str] = Remembered()
         """By the name that vLLM gives to several answers to one prompt: the last of them that has published."""
-        self._loads: Remembered[tuple[bytes, bool, str]] = Remembered()
-        """By remote request id: the digest of the tokens whose KV is read, whether all of it has arrived, and for which
-        prompt."""
+        self._loading: dict[str, Load] = {}
+        """By request: under way, until they have ended on every rank, though vLLM may have finished the request."""
+        self._loads: Remembered[Load] = Remembered()
+        """By remote request id: the load under way, or the last one, where all of it has arrived."""
         self._step = Step()
         self.missed = Missed()
 
@@ -130,17 +127,18 @@ class SchedulerSide:
 
         A request that is refused asks for one token, which then fails to arrive: the one way vLLM has to end it.
         None: ask again later. Several answers to one prompt (`n`) come with one lease, which is read for the first; the
-        others wait until that has ended, find in the prefix cache what it has read, and compute the rest.
+        others wait until that has ended, find in the prefix cache what it has read, and compute the rest. A request of
+        another prompt waits too, and is refused by the source then: daemons know a load by the lease's name, and where
+        ranks are in different loads of it one would be read into the blocks of the other.
         """
         exchange = self._exchanges.get(request.request_id)
         if exchange is None:
             return 0, False
-        if (origin := exchange.origin) is not None:
-            digest, there, _ = self._loads.get(origin.request_id, (None, False, ""))
-            if digest == origin.digest:
-                if not there:
-                    exchange.waits = True
-                    return None, False
+        if (origin := exchange.origin) is not None and (load := self._loads.get(origin.request_id)) is not None:
+            if self._under_way(load):
+                exchange.waits = True
+                return None, False
+            if load.origin.digest == origin.digest:
                 self._release(exchange)
         count = 1 if exchange.problem else self._reach(exchange.origin, request) - computed
         return (count, True) if count > 0 else (0, False)
@@ -159,9 +157,9 @@ class SchedulerSide:
             reach = self._reach(exchange.origin, request)
             tables = self._tables(block_ids, reach - external, reach)
             tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
-            self._step.load.append(self._load(request, exchange.origin, tables, tokens))
-            exchange.loading = exchange.origin.request_id
-            self._loads[exchange.loading] = exchange.origin.digest, False, _prompt_of(request.request_id)
+            load = self._load(request, exchange.origin, tables, tokens)
+            self._step.load.append(load)
+            self._loading[request.request_id] = self._loads[load.origin.request_id] = load
             exchange.origin = None
         else:
             if exchange.origin is not None and exchange.origin.num_tokens and not self._reach(exchange.origin, request):
@@ -171,31 +169,21 @@ class SchedulerSide:
     def ended(self, request_ids: Collection[str], failed: Collection[str]) -> None:
         """Loads that have ended on every rank, well or not. Where vLLM is not to recompute what has failed, it finishes
         such a request just before: then there is nothing left to be cancelled."""
-        for request_id in self._left.keys() & set(request_ids):
-            request, name = self._left.pop(request_id)
-            if request_id in failed:
-                self._failed(request, name)
-        for request_id in self._exchanges.keys() & set(request_ids):
-            exchange = self._exchanges[request_id]
-            if exchange.loading and request_id in failed:
-                self._failed(exchange.request, exchange.loading)
-            self._loaded(exchange, request_id not in failed)
+        for request_id in self._loading.keys() & set(request_ids):
+            load, lives = self._loading.pop(request_id), request_id in self._exchanges
+            if left := request_id in self._step.cancel:
+                self._step.cancel.remove(request_id)
+            if request_id in failed and (lives or left):
+                self._missed(load, "failed", f"request {load.origin.request_id} of the source was not read")
+            if (request_id in failed or not lives) and self._loads.get(load.origin.request_id) is load:
+                del self._loads[load.origin.request_id]  # the next request that comes with this lease reads it itself
 
-    def _failed(self, request: Request, name: str) -> None:
-        self._missed(request, "failed", f"request {name} of the source was not read")
+    def _under_way(self, load: Load) -> bool:
+        return self._loading.get(load.request_id) is load
 
-    def _missed(self, request: Request, reason: str, why: str) -> None:
+    def _missed(self, request: Request | Load, reason: str, why: str) -> None:
         self.missed.add(reason)
         log.warning("request %s: nothing was handed over (%s): %s", request.request_id, reason, why)
-
-    def _loaded(self, exchange: Exchange, there: bool) -> None:
-        """Where it is not there, the next request that comes with this lease reads it itself."""
-        name, exchange.loading = exchange.loading, ""
-        if there and name in self._loads:
-            digest, _, prompt = self._loads[name]
-            self._loads[name] = digest, True, prompt
-        else:
-            self._loads.pop(name, None)
 
     def next_step(self, output: SchedulerOutput, block_ids: Callable[[str], tuple[list[int], ...]]) -> Step:
         """What the workers are to do with this step. `block_ids`: a request's blocks by group."""
@@ -206,8 +194,6 @@ class SchedulerSide:
             exchange = self._exchanges.get(request_id)
             if exchange is not None and exchange.handoff.do_remote_decode and self._early and not exchange.complete:
                 self._computing(exchange, exchange.request.num_computed_tokens + count, block_ids)
-        self._step.cancel += self._left
-        self._left.clear()
         step, self._step = self._step, Step()
         step.idle = not output.num_scheduled_tokens
         return step
@@ -233,9 +219,8 @@ class SchedulerSide:
         exchange = self._exchanges.pop(request.request_id, None)
         if exchange is None:
             return False, None
-        if exchange.loading:
-            self._left[request.request_id] = request, exchange.loading
-            self._loaded(exchange, False)
+        if request.request_id in self._loading:
+            self._step.cancel.append(request.request_id)
         self._release(exchange)
         handoff = exchange.handoff
         again = self._options.second_turn and not self._behind  # a state may be some tokens ahead of num_tokens
@@ -277,9 +262,12 @@ class SchedulerSide:
         origin, exchange.origin = exchange.origin, None
         if origin is None:
             return
-        digest, there, prompt = self._loads.get(origin.request_id, (None, False, ""))
-        shared = exchange.waits or not there or prompt == _prompt_of(exchange.request.request_id)
-        if digest != origin.digest or not shared:
+        if (load := self._loads.get(origin.request_id)) is not None:
+            waited = exchange.waits or _prompt_of(load.request_id) == _prompt_of(exchange.request.request_id)
+            shared = self._under_way(load) or (waited and load.origin.digest == origin.digest)
+        else:
+            shared = False
+        if not shared:
             nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
             tokens = origin.num_tokens, origin.num_tokens
             self._step.release.append(self._load(exchange.request, origin, nothing, tokens))
