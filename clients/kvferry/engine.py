@@ -20,17 +20,17 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
+from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
 from kvferry.memory.fences import Fence, Fences
 from kvferry.outcomes import Lease, ReceiveCancelled, Received, Receiving, TransferFailed, Unsettled
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.schemas import LeaseState, SourceBody
+from kvferry.schemas import LeaseState, SourceBody, TransferState
 from kvferry.session import CALL_S, Said, Session, refuse, settle
 from kvferry.tables import Tables
 from kvferry.v1 import engine_pb2, layout_pb2
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineClient", "Lease", "ReceiveCancelled", "Received", "TransferFailed", "Unsettled"]
 
+E = TypeVar("E", LeaseState, TransferState)
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
@@ -419,16 +420,19 @@ class EngineClient:
         match event.WhichOneof("kind"):
             case "transfer_ended" | "blocks_safe" as kind:
                 told: engine_pb2.TransferEnded | engine_pb2.BlocksSafe = getattr(event, kind)
+                if isinstance(told, engine_pb2.TransferEnded):
+                    _end_of_kind(TransferState, told.state)
                 receiving = self._unquiet.pop(told.transfer_id, None) or self._receives.get(told.request_id)
                 if receiving is not None:
                     receiving.hear(told)
             case "lease_ended":
+                state = _end_of_kind(LeaseState, event.lease_ended.state)
                 lease = self._leases.pop(event.lease_ended.request_id, None)
                 if lease is not None and not lease._ended.done():
                     if event.lease_ended.HasField("problem"):
                         refuse(lease._ended, problem_from_proto(event.lease_ended.problem))
                     else:
-                        lease._ended.set_result(LeaseState(event.lease_ended.state))
+                        lease._ended.set_result(state)
             case "draining":
                 if event.draining.cancelled:
                     self.draining.clear()
@@ -452,6 +456,15 @@ class EngineClient:
         self.lost = tuple(self._leases)
         self._leases.clear()
         self._unquiet.clear()
+
+
+def _end_of_kind(states: type[E], state: str) -> E:
+    """The end that an event tells of. Raises KvferryError (`malformed_event`) for a state of no known end."""
+    ends = {each.value: each for each in states if each.ended}
+    if state not in ends:
+        message, remedy = "the daemon told of an end that is not known", "run the engine and its daemon at one version"
+        raise PeerFailed("malformed_event", message, field="state", value=state, remedy=remedy)
+    return ends[state]
 
 
 def _time_for(nbytes: int) -> float:

@@ -66,9 +66,9 @@ class Session:
         on_over: Callable[[KvferryError | None], None],
         call_timeout_s: float = CALL_S,
     ) -> None:
-        """hear: called with every event except answers. on_end: called once, with the error that calls raise from then
-        on. on_over: called once; with None when nothing of the session is read or written any more, or with the reason
-        why that will never be known."""
+        """hear: called with every event except answers; a KvferryError that it raises ends the session. on_end: called
+        once, with the error that calls raise from then on. on_over: called once; with None when nothing of the session
+        is read or written any more, or with the reason why that will never be known."""
         self._whom = f"the daemon on {socket}"
         self._socket, self._hear, self._on_end, self._on_over = socket, hear, on_end, on_over
         self.call_timeout_s = call_timeout_s
@@ -231,6 +231,8 @@ class Session:
                         said.settled.set_result(None)
         except grpc.aio.AioRpcError as error:
             why = error_of(error, self._whom, ended=why)
+        except KvferryError as malformed:
+            why = malformed
         finally:
             self._end(session_closed() if self._closing else why)
 

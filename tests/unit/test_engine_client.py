@@ -79,6 +79,10 @@ class Daemon(engine_pb2_grpc.EngineServicer):
                 self.more.clear()
                 await self.more.wait()
 
+    def end_lease(self, state: str) -> None:
+        ended = engine_pb2.LeaseEnded(request_id="R", state=state)
+        self.events.put_nowait(engine_pb2.Event(lease_ended=ended))
+
     def end(self, transfer_id: str, state: str = "done", *, safe: bool = True) -> None:
         ended = engine_pb2.TransferEnded(request_id="R", transfer_id=transfer_id, state=state, blocks_safe=safe)
         self.events.put_nowait(engine_pb2.Event(transfer_ended=ended))
@@ -282,9 +286,30 @@ async def test_a_refused_publish_leaves_nothing(both: Both) -> None:
     with pytest.raises(KvferryError):
         await client.publish("R", TABLES, 4)
     assert client._leases == {"R": lease}, "what was published before is still held"
-    ended = engine_pb2.LeaseEnded(request_id="R", state="released")
-    daemon.events.put_nowait(engine_pb2.Event(lease_ended=ended))
+    daemon.end_lease("released")
     assert await lease.ended() is LeaseState.RELEASED
+
+
+@pytest.mark.parametrize("state", ["vanished", "publishing", ""])
+async def test_an_end_that_is_not_known_ends_the_session(both: Both, state: str) -> None:
+    daemon, client = both
+    receiving = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    if state == "publishing":
+        lease = await client.publish("R", TABLES, 5)
+        daemon.end_lease(state)
+    else:
+        daemon.end("t0", state)
+    with pytest.raises(TransferFailed) as failed:
+        await receiving
+    await failed.value.quiesced()
+    assert (failed.value.code, failed.value.field, failed.value.value) == ("malformed_event", "state", state)
+    with pytest.raises(KvferryError) as refused:
+        await client.publish("R", TABLES, 5)
+    assert refused.value.code == "malformed_event"
+    if state == "publishing":
+        with pytest.raises(KvferryError):
+            await lease.ended()
 
 
 CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {
