@@ -44,13 +44,13 @@ class Scheduler:
             self._requests[name] = Request(name, list(tokens), more, None)
             self.side.admit(self._requests[name])
 
-    def schedules(self, name: str, cached: int = 0) -> bool:
+    def schedules(self, name: str, cached: int = 0, fewer: int = 0) -> bool:
         """Whether the request reads; blocks are given to it where it does not have to wait. cached: tokens that are
-        in the prefix cache."""
+        in the prefix cache. fewer: tokens at the end that vLLM will compute all the same."""
         request = self._requests[name]
         count, _ = self.side.loadable(request, cached)
         if count is not None:
-            self.side.allocated(request, ([0, 1],), count)
+            self.side.allocated(request, ([1, 2],), count - fewer)
         return bool(count)
 
     def arrives(self, name: str, *, well: bool = True) -> None:
@@ -116,6 +116,12 @@ def main() -> None:
         other.arrives("a", well=end == "arrives")
         reads.append(other.schedules("b"))
         told[f"another prompt, {end}"] = reads, [*steps, other.step()]
+
+    part = Scheduler()
+    part.comes("a")
+    part.schedules("a", fewer=BLOCK)
+    (load,) = part.side._step.load
+    told["fewer than there are"] = load.tokens, load.tables["0"].first_token, load.tables["0"].block_ids.tolist()
     print(json.dumps(told))
 
 

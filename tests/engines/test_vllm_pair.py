@@ -132,6 +132,11 @@ def test_a_lease_is_in_one_load_at_a_time_whatever_the_prompt(told: dict[str, An
     assert told["another prompt, leaves"] == [[True, False, False, True], [ONLY_A, cancelled, only_b]]
 
 
+def test_what_vllm_does_not_want_of_a_lease_is_left_out_at_its_end(told: dict[str, Any]) -> None:
+    """vLLM cuts what it is offered to whole blocks of its own where it computes a window again."""
+    assert told["fewer than there are"] == [[0, 16], 0, [1]]
+
+
 def test_several_prompts_in_one_body_are_those_of_one_engine(engines: Pair) -> None:
     """As routers send them, with one kv_transfer_params. It is the first prompt's: decode prefills the others."""
     prompts = [prompt(length, seed=15) for length in (200, 90, 33)]

@@ -45,6 +45,8 @@ class Exchange:
     """Where its KV is to be read from; None once the read has begun."""
     problem: KvferryError | None = None
     """Why its kv_transfer_params cannot be followed."""
+    computed: int = 0
+    """How many of its first tokens are here already: what is read begins after them."""
     waits: bool = False
     """It has waited for another request, which reads the lease that it came with."""
     published: bool = False
@@ -140,6 +142,7 @@ class SchedulerSide:
                 return None, False
             if load.origin.digest == origin.digest:
                 self._release(exchange)
+        exchange.computed = computed
         count = 1 if exchange.problem else self._reach(exchange.origin, request) - computed
         return (count, True) if count > 0 else (0, False)
 
@@ -154,9 +157,9 @@ class SchedulerSide:
             if external:
                 self._step.refuse.append(request.request_id)
         elif exchange.origin is not None and external:
-            reach = self._reach(exchange.origin, request)
-            tables = self._tables(block_ids, reach - external, reach)
-            tokens = reach - external, max(reach, min(self._room(reach), exchange.origin.room))
+            start, stop = exchange.computed, exchange.computed + external  # vLLM may want fewer than there are
+            tables = self._tables(block_ids, start, stop)
+            tokens = start, max(stop, min(self._room(stop), exchange.origin.room))
             load = self._load(request, exchange.origin, tables, tokens)
             self._step.load.append(load)
             self._loading[request.request_id] = self._loads[load.origin.request_id] = load
