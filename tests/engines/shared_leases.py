@@ -7,7 +7,7 @@ vLLM is installed for.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -20,6 +20,7 @@ from kvferry.handoff import Handoff
 from kvferry.vllm import register
 from kvferry.vllm.options import Options
 from kvferry.vllm.scheduler import SchedulerSide
+from kvferry.vllm.step import Address
 
 TOKENS, BLOCK = list(range(100, 132)), 16
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -38,9 +39,9 @@ class Scheduler:
         self.side = SchedulerSide(VllmConfig(kv_transfer_config=kv), caches, Options())
         self._requests: dict[str, Request] = {}
 
-    def comes(self, *names: str, tokens: Sequence[int] = TOKENS) -> None:
+    def comes(self, *names: str, tokens: Sequence[int] = TOKENS, params: Mapping[str, object] = LEASE) -> None:
         for name in names:
-            more = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": LEASE})
+            more = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": dict(params)})
             self._requests[name] = Request(name, list(tokens), more, None)
             self.side.admit(self._requests[name])
 
@@ -55,6 +56,12 @@ class Scheduler:
 
     def arrives(self, name: str, *, well: bool = True) -> None:
         self.side.ended({name}, set() if well else {name})
+
+    def publishes(self, name: str) -> None:
+        self.schedules(name)
+        self._requests[name].num_computed_tokens = len(TOKENS)
+        self._requests[name].append_output_token_ids(7)
+        self.ends(name, RequestStatus.FINISHED_LENGTH_CAPPED)
 
     def aborts(self, name: str) -> None:
         self.ends(name, RequestStatus.FINISHED_ABORTED)
@@ -116,6 +123,14 @@ def main() -> None:
         other.arrives("a", well=end == "arrives")
         reads.append(other.schedules("b"))
         told[f"another prompt, {end}"] = reads, [*steps, other.step()]
+
+    for names in (("0", "1"), ("0_0", "1_0")):
+        publishes = Scheduler()
+        publishes.side.reached_at({(0, 0): Address("127.0.0.1:9")})
+        publishes.comes(*names, params={"do_remote_decode": True})
+        for name in names:
+            publishes.publishes(name)
+        told[f"published as {names[0]} and {names[1]}"] = publishes.side._step.unread
 
     part = Scheduler()
     part.comes("a")

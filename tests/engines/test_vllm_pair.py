@@ -137,6 +137,12 @@ def test_what_vllm_does_not_want_of_a_lease_is_left_out_at_its_end(told: dict[st
     assert told["fewer than there are"] == [[0, 16], 0, [1]]
 
 
+def test_requests_of_vllm_without_a_server_are_not_answers_to_one_prompt(told: dict[str, Any]) -> None:
+    """It names them 0, 1, ...; the answers to the prompt of request 0 are 0_0, 1_0, ..."""
+    assert told["published as 0 and 1"] == []
+    assert told["published as 0_0 and 1_0"] == ["0_0"]
+
+
 def test_several_prompts_in_one_body_are_those_of_one_engine(engines: Pair) -> None:
     """As routers send them, with one kv_transfer_params. It is the first prompt's: decode prefills the others."""
     prompts = [prompt(length, seed=15) for length in (200, 90, 33)]

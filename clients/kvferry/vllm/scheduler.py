@@ -317,6 +317,7 @@ def _shorten(request: Request, count: int) -> None:
 
 
 def _prompt_of(request_id: str) -> str:
-    """What the names have in common that vLLM gives to several answers to one prompt: 0_name, 1_name, ..."""
-    index, _, name = request_id.partition("_")
-    return name if index.isdigit() else request_id
+    """What the names have in common that vLLM gives to several answers to one prompt: 0_name, 1_name, ... Without a
+    server vLLM names requests 0, 1, ..."""
+    index, several, name = request_id.partition("_")
+    return name if several and index.isdigit() else request_id
