@@ -64,6 +64,8 @@ class Pair:
     source: Source
     rank: PeerRank
     arena: Arena
+    given: list[str] = field(default_factory=list)
+    """Names of pairings that are made anew."""
 
     def publish(self, request_id: str) -> Lease:
         return self.source.leases.publish(request_id, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
@@ -91,7 +93,11 @@ class Pair:
         opening.pairing, opening.last = self.rank.pairing, True
         opening.chunks, opening.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
         opening.MergeFrom(peer_pb2.PackOpen(**change))
-        return ChunkStream(view, opening, chunks)
+        return ChunkStream(view, opening, chunks, self.pair)
+
+    async def pair(self, forgotten: str) -> str:
+        assert forgotten not in self.given
+        return self.given.pop()
 
 
 def every_chunk() -> Sequence[Chunk]:
@@ -188,7 +194,6 @@ async def test_a_packing_that_fails_leaves_its_reading_and_others_alone(pair: Pa
     view, other = await pair.opened("first"), await pair.opened("other")
     beside = pair.stream(other)
     await asyncio.wait_for(beside.want(0), 5)
-    assert await refused(pair.stream(view, pairing="another")) == "unknown_pairing"
     assert await refused(pair.stream(view, nbytes=1)) == "cut_differs"
     await carried(pair.stream(view))
     beside.was_read(0)
@@ -196,6 +201,14 @@ async def test_a_packing_that_fails_leaves_its_reading_and_others_alone(pair: Pa
         await beside.want(1)
     beside.was_read(1)
     await beside.vouched()
+
+
+async def test_a_stream_whose_pairing_is_forgotten_makes_another_one_once(pair: Pair) -> None:
+    pair.given = [pair.rank.pairing, "forgotten too"]
+    assert await refused(pair.stream(await pair.opened("first"), pairing="forgotten")) == "unknown_pairing"
+    lease = pair.publish("second")
+    await carried(pair.stream(await pair.announced("second"), pairing="forgotten"))
+    assert not pair.given and await ended(lease) is LeaseState.RELEASED
 
 
 async def test_the_end_of_the_stream_ends_what_is_not_packed_and_gives_slots_back(pair: Pair) -> None:

@@ -55,7 +55,7 @@ async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackO
     source = reader.source
     loop = asyncio.get_running_loop()
     for again in (True, False):
-        wanted.pairing = source.pairing or await source.pair(peer.plan, max(0.0, deadline - loop.time()))
+        wanted.pairing = await source.pair(peer.plan, max(0.0, deadline - loop.time()), wanted.pairing)
         asked = peer_pb2.SumRequest(engine_id=peer.engine_id, epoch=peer.epoch, wanted=wanted, wide=True)
         try:
             async with asking(source.channel.contact):
@@ -67,5 +67,4 @@ async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackO
         except KvferryError as error:
             if error.code != "unknown_pairing" or not again:
                 raise
-            source.pairing = ""
     raise AssertionError

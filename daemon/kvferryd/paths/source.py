@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvferry.errors import Conflict, KvferryError
@@ -194,6 +194,8 @@ class SourceReader:
     def close(self, *, complete: bool) -> None:
         """The reading is over. complete: all that was wanted has been read, or there was nothing to read."""
         self._open_no_more()
+        if self._chunks is not None:
+            self._chunks.close()
         if self._stream is not None:
             self._stream.close_reading(self.request_id, complete=complete, nbytes=self.nbytes, number=self.number)
         elif complete:
@@ -239,11 +241,15 @@ class ChunkStream:
     """The chunks of one gather, over the stream on which the lease is read.
 
     Everything that is wanted and read by the time a message can be sent goes out in that message; callers do not wait
-    for it. The first message has the opening. After the last chunk has been read, await `vouched`.
+    for it. The first message has the opening. After the last chunk has been read, await `vouched`. A source that has
+    forgotten the pairing has packed nothing: the stream pairs anew by itself, once, and wants the same again.
     """
 
-    def __init__(self, reader: SourceReader, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk]) -> None:
-        """Raises KvferryError when the reading is over."""
+    def __init__(
+        self, reader: SourceReader, opening: peer_pb2.PackOpen, chunks: Sequence[Chunk],
+        pair: Callable[[str], Coroutine[None, None, str]],
+    ) -> None:  # fmt: skip
+        """pair: gives another pairing for one that was forgotten. Raises KvferryError when the reading is over."""
         source = reader.source
         assert source.staging is not None
         self.chunks, self.agent_name = chunks, source.agent_name
@@ -255,9 +261,20 @@ class ChunkStream:
         self._wanted_at = [0.0] * len(chunks)
         self._in_time = True
         self._vouched: asyncio.Future[None] = self._loop.create_future()
-        self._number, self._stream = reader.gather(self, opening)
-        self._reading = reader.number
-        self._pending = peer_pb2.Pack(reading=self._reading, packing=self._number, open=opening)
+        self._reader, self._opening, self._pair = reader, opening, pair
+        self._pairing: asyncio.Task[None] | None = None
+        """Pairs anew, or has."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """A gather of all chunks, of which those that are wanted already are asked for."""
+        self._number, self._stream = self._reader.gather(self, self._opening)
+        self._pending = self._message(
+            open=self._opening, want=[at for at, since in enumerate(self._wanted_at) if since]
+        )
+
+    def _message(self, **more: Any) -> peer_pb2.Pack:
+        return peer_pb2.Pack(reading=self._reader.number, packing=self._number, **more)
 
     def want(self, index: int) -> asyncio.Future[peer_pb2.Packed]:
         """Ask for a chunk. The caller has a slot for it, or will have one when a copy has ended. Done when packed."""
@@ -288,7 +305,7 @@ class ChunkStream:
         self._stream.ask(self._take)
 
     def _take(self) -> peer_pb2.ReadRequest:
-        taken, self._pending = self._pending, peer_pb2.Pack(reading=self._reading, packing=self._number)
+        taken, self._pending = self._pending, self._message()
         return peer_pb2.ReadRequest(pack=taken)
 
     def on_reply(self, reply: peer_pb2.PackReply) -> None:
@@ -305,7 +322,25 @@ class ChunkStream:
         if reply.vouched and not self._vouched.done():
             self._vouched.set_result(None)
         if reply.HasField("problem"):
-            self.fail(of_peer(problem_from_proto(reply.problem)))
+            why = of_peer(problem_from_proto(reply.problem))
+            if why.code == "unknown_pairing" and self._pairing is None:
+                self._pairing = asyncio.create_task(self._pair_anew())
+            else:
+                self.fail(why)
+
+    async def _pair_anew(self) -> None:
+        try:
+            self._opening.pairing = await self._pair(self._opening.pairing)
+            self._opening.ClearField("request_id")  # the lease is open by now
+            self._begin()
+            self._queue()
+        except KvferryError as why:
+            self.fail(why)
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        if self._pairing is not None:
+            self._pairing.cancel()
 
     def _fail_broken(self, why: str) -> None:
         self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))

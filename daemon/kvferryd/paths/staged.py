@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
-from kvferryd.aio import all_over, beside, together
+from kvferryd.aio import beside, together
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Flight, Move, Moved, PathName, packed_whole
@@ -54,18 +53,37 @@ class Staged:
     async def move(self, move: Move) -> Moved:
         """One descriptor for each chunk. Raises TransportError of the first read that fails, KvferryError of a source
         that gives up."""
-        try:
-            return await _move(move)
-        except KvferryError as error:
-            if error.code != "unknown_pairing":
-                raise
-            for rank in move.peer.ranks.values():
-                rank.pairing = ""
-            for flight in move.flights:
-                flight.abandon()
-            # Nothing of this try may come after the next one has written.
-            await all_over([flight.quiet for flight in move.flights])
-        return await _move(move)
+        peer, bound, arena = move.peer, move.bound, move.engine.arena
+        assert arena is not None
+        journey = _Journey(move, arena, move.engine.addresses)
+        stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
+        chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, arena.slot_nbytes)
+        readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
+        timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
+        pair = {reader.source.rank: functools.partial(reader.source.pair, peer.plan, timeout_s) for reader in readers}
+        pairings = {rank: await known() for rank, known in pair.items()}
+        by_rank: dict[int, list[Chunk]] = defaultdict(list)
+        for chunk in await beside(bound.segment_count, lambda: cut(moves(bound), chunk_nbytes)):
+            by_rank[chunk.source_rank].append(chunk)
+        streams = []
+        for reader in readers:
+            rank = reader.source.rank
+            chunks = by_rank[rank]
+            assert chunks, "segments have bytes"
+            opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes)
+            opening.pairing, opening.chunks = pairings[rank], len(chunks)
+            opening.nbytes = sum(chunk.nbytes for chunk in chunks)
+            # The source may release the lease once all is packed, unless other bytes need its validity word.
+            earlier = [one for one in move.before if rank in one.ranks]
+            opening.last = move.states and not move.then_summed and (not earlier or packed_whole(rank, earlier))
+            streams.append(ChunkStream(reader, opening, chunks, pair[rank]))
+        counts = [len(chunks) for chunks in by_rank.values()]
+        # Ranks by turns, so that all sources work at once.
+        every = [(stream, index) for index in range(max(counts)) for stream in streams if index < len(stream.chunks)]
+        turns = iter(every)
+        await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, arena.most, len(every))))
+        await together(stream.vouched() for stream in streams)
+        return Moved(move.ranks, len(every), packed=move.ranks)
 
 
 def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: int) -> int:
@@ -73,43 +91,6 @@ def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: int) -> int:
     part = -(-2 * nbytes // (2 * DEPTH - 1) // SLOT_ALIGN) * SLOT_ALIGN  # a quarter more at either end
     least = min(LEAST_NBYTES[staging.span.kind] for staging in stagings)
     return min([own, *(staging.slot_nbytes for staging in stagings), max(least, part)])
-
-
-async def _move(move: Move) -> Moved:
-    peer, bound, arena = move.peer, move.bound, move.engine.arena
-    assert arena is not None
-    journey = _Journey(move, arena, move.engine.addresses)
-    stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
-    chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, arena.slot_nbytes)
-    readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
-    timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
-    pairings = {
-        reader.source.rank: reader.source.pairing or await reader.source.pair(peer.plan, timeout_s)
-        for reader in readers
-    }
-    by_rank: dict[int, list[Chunk]] = defaultdict(list)
-    for chunk in await beside(bound.segment_count, lambda: cut(moves(bound), chunk_nbytes)):
-        by_rank[chunk.source_rank].append(chunk)
-    streams = []
-    for reader in readers:
-        chunks = by_rank[reader.source.rank]
-        assert chunks, "segments have bytes"
-        opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes)
-        opening.pairing, opening.chunks = pairings[reader.source.rank], len(chunks)
-        opening.nbytes = sum(chunk.nbytes for chunk in chunks)
-        # The source may release the lease once all is packed, unless other bytes need its validity word.
-        earlier = [one for one in move.before if reader.source.rank in one.ranks]
-        opening.last = (
-            move.states and not move.then_summed and (not earlier or packed_whole(reader.source.rank, earlier))
-        )
-        streams.append(ChunkStream(reader, opening, chunks))
-    counts = [len(chunks) for chunks in by_rank.values()]
-    # Ranks by turns, so that all sources work at once.
-    every = [(stream, index) for index in range(max(counts)) for stream in streams if index < len(stream.chunks)]
-    turns = iter(every)
-    await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, arena.most, len(every))))
-    await together(stream.vouched() for stream in streams)
-    return Moved(move.ranks, len(every), packed=move.ranks)
 
 
 Turn = tuple[ChunkStream, int]

@@ -112,9 +112,12 @@ class PeerRank:
         """Whether the source has ended the stream. Another daemon, with other memory, may answer at its address now."""
         return self._stream is not None and self._stream.over
 
-    async def pair(self, plan: Plan, timeout_s: float) -> str:
+    async def pair(self, plan: Plan, timeout_s: float, forgotten: str = "") -> str:
         """Have this rank plan as we did, once: both ends then know what a staging slot carries. Its name for the plan,
-        which others may find forgotten meanwhile. Raises KvferryError."""
+        which others may find forgotten meanwhile. forgotten: a name that it does not know any more. Raises
+        KvferryError."""
+        if self.pairing not in ("", forgotten):
+            return self.pairing
         sources = [manifest_to_proto(source) for source in plan.sources.values()]
         request = peer_pb2.PairRequest(
             engine_id=self.manifest.engine_id, epoch=self.manifest.epoch, sources=sources,
