@@ -258,5 +258,7 @@ def test_a_name_that_leads_here_does_not_make_a_page_ours() -> None:
     """Whoever owns it decides where it leads: a browser would think the page and this daemon one origin."""
     rebound = {"origin": "http://rebound.example:7410", "host": "rebound.example:7410"}
     problem(asked(lambda client: client.post("/v1/drain", headers=rebound)), 403, "cross_origin")
+    no_url = {"origin": "http://[x", "host": "[x"}
+    problem(asked(lambda client: client.post("/v1/drain", headers=no_url)), 403, "cross_origin")
     program = {"host": "kvferry.example:7410"}
     assert asked(lambda client: client.post("/v1/drain", headers=program)).status_code == 200

@@ -107,8 +107,8 @@ class Gate:
 
 def _own(origin: str) -> bool:
     """Whether it is an address, or this machine: no name server is asked then."""
-    host = urlsplit(origin).hostname or ""
     try:
+        host = urlsplit(origin).hostname or ""
         return host == "localhost" or bool(ip_address(host))
     except ValueError:
         return False
