@@ -31,6 +31,8 @@ class Refusal:
 
 
 Refusals: TypeAlias = tuple[Refusal, ...]
+LONGEST = 4000
+"""Characters of a text of an error: it may hold what another process said."""
 
 
 class Kind(enum.Enum):
@@ -78,12 +80,12 @@ class KvferryError(Exception):
     def __init__(
         self, code: str, message: str, *, field: str = "", value: object = "", remedy: str = "", refusals: Refusals = ()
     ) -> None:
-        super().__init__(_text(message))
         self.code = code
-        self.message = _text(message)
-        self.field = _text(field)
+        self.message = shorten(message, LONGEST)
+        self.field = shorten(field, LONGEST)
         self.value = shorten(value)
-        self.remedy = _text(remedy)
+        self.remedy = shorten(remedy, LONGEST)
+        super().__init__(self.message)
         self.refusals = refusals
 
     def __str__(self) -> str:
@@ -181,12 +183,8 @@ def first_breach(error: ValidationError, root: str, code: str, remedy: str) -> M
     return Malformed(code, f"{field}: {first['msg']}", field=field, value=first.get("input", ""), remedy=remedy)
 
 
-def _text(value: str) -> str:
-    """Text that any encoding takes: a value from a JSON body may hold lone surrogates, written here as `\\ud800`."""
-    return value.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def shorten(value: object, limit: int = 200) -> str:
-    """At most `limit` characters of it, as text that any encoding takes."""
-    text = _text(str(value))
+    """At most `limit` characters of it, as text that any encoding takes: a value from a JSON body may hold lone
+    surrogates, written here as `\\ud800`."""
+    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

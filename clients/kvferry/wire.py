@@ -5,6 +5,7 @@ Messages are checked here, so that no other code meets an unchecked one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -134,13 +135,16 @@ def problem_to_proto(error: KvferryError) -> pb.Problem:
 
 
 def problem_from_proto(message: pb.Problem) -> KvferryError:
-    """The error as the other side raised it; one that names no code is `internal`, and so is one of no known kind."""
+    """The error as the other side raised it; one that names no code is `internal`, and so is one of no known kind. No
+    more of its refusals than `problem_to_proto` sends."""
     kind = next((kind for kind, number in _KINDS.items() if number == message.kind), Kind.INTERNAL)
+    sizes = itertools.accumulate(refusal.ByteSize() for refusal in message.refusals)
+    told = message.refusals[: sum(1 for _ in itertools.takewhile(MAX_PROBLEM_BYTES.__ge__, sizes))]
     return CLASSES[kind](
-        message.code or "internal",
+        shorten(message.code) or "internal",
         message.message or "the other side failed and did not say why",
         field=message.field,
         value=message.value,
         remedy=message.remedy,
-        refusals=tuple(Refusal(r.code, r.component, r.source, r.destination) for r in message.refusals),
+        refusals=tuple(Refusal(r.code, r.component, r.source, r.destination) for r in told),
     )

@@ -8,7 +8,7 @@ from caches import array, attention, cache, table
 from hypothesis import given
 from strategies import Case, cases, tried
 
-from kvferry.errors import KvferryError, Refusal
+from kvferry.errors import LONGEST, KvferryError, Refusal
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.tables import MAX_BLOCKS, BlockTable
 from kvferry.v1 import layout_pb2 as pb
@@ -179,6 +179,15 @@ def test_very_many_refusals_still_fit_into_metadata() -> None:
     assert sent.ByteSize() <= MAX_PROBLEM_BYTES
     assert len(sent.refusals) > 100
     assert problem_from_proto(sent).refusals == many[: len(sent.refusals)]
+
+
+def test_a_problem_that_another_process_tells_is_no_longer_than_ours() -> None:
+    long, some = "x" * (1 << 20), pb.Refusal(code="dtype", component="0.k", source="bfloat16", destination="float16")
+    said = pb.Problem(code=long, message=long, field=long, value=long, remedy=long, refusals=[some] * (1 << 16))
+    back = problem_from_proto(said)
+    assert max(map(len, (back.code, back.message, back.field, back.value, back.remedy, *back.args))) <= LONGEST
+    assert len(str(back)) < 4 * LONGEST + 2 * MAX_PROBLEM_BYTES
+    assert not problem_from_proto(pb.Problem(refusals=[pb.Refusal(source=long)])).refusals
 
 
 @pytest.mark.parametrize("given", [{"full": [7, 3, 9]}, [7, 3, 9]])

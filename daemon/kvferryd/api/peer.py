@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from kvferry import __version__
-from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed, NotFound
+from kvferry.errors import LONGEST, Conflict, Forbidden, KvferryError, Malformed, NotFound, shorten
 from kvferry.manifest import Manifest
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, manifest_to_proto, problem_to_proto
@@ -185,7 +185,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Abort(self, request: peer_pb2.AbortRequest, context: Context) -> peer_pb2.AbortReply:
         check_request_id(request.request_id)
         engine = self._ferry.registry.get(request.engine_id)
-        why = request.reason or "by a peer"
+        why = shorten(request.reason, LONGEST) or "by a peer"
         from_rank = engine.has_rank_with(request.key)
         if request.attempt:
             attempt, failed = request.attempt, request.failed

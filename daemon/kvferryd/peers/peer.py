@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvferry.errors import Conflict, KvferryError
+from kvferry.errors import LONGEST, Conflict, KvferryError, shorten
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaRegion, cuda
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
@@ -159,7 +159,7 @@ class PeerRank:
                 self._held.append(await runner.open(_exported(reply.slots), 0))
             except KvferryError as error:  # another host's, or a GPU that is hidden from us: UCX cannot map it either
                 log.debug("arena not held", address=self.address, why=str(error))
-        self.unmapped = "this daemon is strict" if strict else reply.refusal
+        self.unmapped = "this daemon is strict" if strict else shorten(reply.refusal, LONGEST)
         try:
             if not self.unmapped:
                 await self._map_regions(runner, {region.id: region for region in reply.regions})
