@@ -124,3 +124,15 @@ async def test_source_ranks_that_disagree_fail_the_transfer_and_nothing_else(
     with pytest.raises(TransferFailed) as failed:
         await receiving
     assert failed.value.code == "ranks_disagree"
+
+
+async def test_daemons_dial_each_other_past_a_proxy_for_http(
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as proxied:
+        proxied.setenv("http_proxy", "http://127.0.0.1:9")
+        proxied.delenv("no_proxy", raising=False)
+        (near,) = await daemons.start("proxied")
+    source, reader, _ = await two(far, near, stack, "proxied")
+    await published(source, "r")
+    await reader.receive("r", reader.take(ALL), source=source.source())

@@ -153,6 +153,7 @@ def _dial(address: str, identity: Identity | None) -> grpc.aio.Channel:
         *PEER_OPTIONS,
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_http_proxy", 0),  # http_proxy is not for daemons, of which a proxy knows nothing
         ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits connection and backoff of a closed one
     ]
     if identity is None:
