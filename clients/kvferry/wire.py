@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from kvferry.errors import CLASSES, Kind, KvferryError, Malformed, Refusal, shorten
 from kvferry.manifest import Manifest, ManifestError
+from kvferry.manifest.model import MOST
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.tables import BlockTable, Tables, check_count
 from kvferry.v1 import layout_pb2 as pb
@@ -58,7 +59,8 @@ def manifest_from_proto(message: pb.Manifest) -> Manifest:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """The fields of a message by name; absent messages and absent optional fields are left out."""
+    """The fields of a manifest, or of a part of it, by name; absent messages and absent optional fields are left out.
+    Where there are too many of a kind one too many is read, which Manifest refuses."""
     plain: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.has_presence and not message.HasField(field.name):
@@ -67,9 +69,9 @@ def _plain(message: Message) -> dict[str, Any]:
         if isinstance(value, Message):
             value = _plain(value)
         elif isinstance(value, Mapping):
-            value = dict(value)
+            value = dict(itertools.islice(value.items(), MOST[field.name] + 1))
         elif field.message_type is not None:
-            value = [_plain(each) for each in value]
+            value = [_plain(each) for each in itertools.islice(value, MOST[field.name] + 1)]
         plain[field.name] = value
     return plain
 

@@ -1,5 +1,6 @@
 """Manifests, tables and problems as protobuf messages and back."""
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -74,6 +75,24 @@ def test_an_unspecified_or_unknown_group_kind_is_refused(kind: int) -> None:
     error = refused(sent)
     assert (error.code, error.field) == ("malformed_manifest", "groups[full].kind")
     assert "paged" in error.remedy
+
+
+@pytest.mark.parametrize("name", ["regions", "groups", "parallel"])
+def test_of_what_a_manifest_has_too_many_no_more_than_that_is_read(name: str) -> None:
+    """A peer may send 16 MiB of them."""
+    sent = message()
+    if name == "parallel":
+        sent.parallel.update({str(number): 1 for number in range(300_000)})
+    else:
+        getattr(sent, name).extend([getattr(sent, name)[0]] * 300_000)
+    tracemalloc.start()
+    try:
+        error = refused(sent)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert name in error.field
+    assert peak < 300_000 * 64
 
 
 def test_an_empty_message_is_refused() -> None:

@@ -12,6 +12,7 @@ from pydantic import FailFast, Field, ValidationError
 from kvferry.manifest.model import (
     BLOCK,
     ITEMSIZE,
+    MOST,
     SLOT,
     Component,
     Group,
@@ -37,10 +38,10 @@ class Manifest(Part):
     model: ModelInfo
     rank: Small = 0
     world_size: SmallCount = 1
-    parallel: dict[str, Small] = Field(default_factory=dict)
-    regions: Annotated[tuple[Region, ...], Field(min_length=1, max_length=4096)]
-    groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=1024)]
-    components: Annotated[tuple[Component, ...], Field(min_length=1, max_length=65536), FailFast()]
+    parallel: dict[str, Small] = Field(default_factory=dict, max_length=MOST["parallel"])
+    regions: Annotated[tuple[Region, ...], Field(min_length=1, max_length=MOST["regions"])]
+    groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=MOST["groups"])]
+    components: Annotated[tuple[Component, ...], Field(min_length=1, max_length=MOST["components"]), FailFast()]
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:

@@ -18,6 +18,10 @@ ITEMSIZE = {
 """Bytes of one element, by the dtype names that torch and numpy (ml_dtypes) share."""
 
 
+MOST = {"regions": 4096, "groups": 1024, "components": 65536, "axes": 16, "parallel": 1024}
+"""Of each in a manifest, or in a component."""
+
+
 class ManifestError(Malformed):
     """A manifest that breaks a rule. `field` names the component and field, `value` what stands there."""
 
@@ -95,7 +99,7 @@ class Component(Part):
     dtype: Name
     region: Small
     offset: Position
-    axes: Annotated[tuple[Axis, ...], Field(min_length=1, max_length=16)]
+    axes: Annotated[tuple[Axis, ...], Field(min_length=1, max_length=MOST["axes"])]
     shard: Shard | None = None
 
     @property

@@ -17,14 +17,15 @@ from cachetools import LRUCache
 from kvferry import __version__
 from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.manifest import Manifest
+from kvferry.manifest.model import MOST
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_from_proto
 from kvferryd.aio import Tasks, to_the_end
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
-from kvferryd.copy.chunks import ALIGN
 from kvferryd.engine import Engine
+from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.certificates import Certificates
@@ -33,6 +34,7 @@ from kvferryd.peers.contact import asking
 from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.plan.cost import COSTS, cheapest
+from kvferryd.staging.arena import SLOT_ALIGN
 from kvferryd.staging.share import prepare_scatter
 from kvferryd.transport.metadata import Metadata, Screen, parse
 from kvferryd.transport.read import Span, TransportError
@@ -212,7 +214,7 @@ class Peers:
             await self._check_home(engine, engine_id, home, ordered=ordered)
             with took(took_s, "planning"):
                 planned = await asyncio.to_thread(plan, [rank.manifest for rank in ranks.values()], engine.manifest)
-            if self._wants_staging(engine, planned):
+            if await asyncio.to_thread(self._wants_staging, engine, planned):
                 with took(took_s, "arenas"):
                     await self._have_arenas(engine, engine_id, planned, ranks, asked)
             addresses = {address, *(rank.address for rank in asked)}
@@ -287,7 +289,7 @@ class Peers:
         """Make every rank readable, and the first transfer as fast as the next."""
         read, metadata = [peer.ranks[number] for number in peer.plan.reads_from], {}
         for number, rank in peer.ranks.items():
-            metadata[number] = parse(rank.agent_name, rank.metadata)
+            metadata[number] = await asyncio.to_thread(parse, rank.agent_name, rank.metadata)
         await to_the_end(
             [
                 *(self._map(rank, peer) for rank in read),
@@ -395,6 +397,7 @@ class Peers:
         try:
             async with asking(channel.contact):
                 reply = await channel.stub.Handshake(request, timeout=self._config.connect_timeout_s)
+            _check_size(reply, address)
             manifest = await asyncio.to_thread(self._manifest, reply.manifest)
             rank = _rank(reply, manifest, channel, engine, engine_id or manifest.engine_id)
             return rank, {each.rank: each.address for each in reply.members}
@@ -527,6 +530,14 @@ def _taken(engine_id: str, home: Home) -> Conflict:
     return Conflict("engine_taken", why, field="source.engine_id", value=engine_id, remedy=remedy)
 
 
+def _check_size(reply: peer_pb2.HandshakeReply, address: str) -> None:
+    """Before anything is made of it. Raises KvferryError (`malformed_handshake`)."""
+    for name, most in {"regions": MOST["regions"], "members": MAX_WORLD_SIZE}.items():
+        if (count := len(getattr(reply, name))) > most:
+            why, remedy = f"peer {address} answered with more than {most} {name}", "see what listens there"
+            raise PeerFailed("malformed_handshake", why, field=name, value=count, remedy=remedy)
+
+
 def _rank(
     reply: peer_pb2.HandshakeReply, manifest: Manifest, channel: Channel, engine: Engine, engine_id: str
 ) -> PeerRank:
@@ -543,7 +554,7 @@ def _rank(
     regions, staging = {region.id: _span(region) for region in reply.regions}, None
     if reply.HasField("staging"):
         staging = Staging(_span(reply.staging), reply.staging.slot_nbytes)
-        if not ALIGN <= staging.slot_nbytes <= staging.span.nbytes:
+        if not SLOT_ALIGN <= staging.slot_nbytes <= staging.span.nbytes:
             raise wrong("has no sensible staging slots", "staging.slot_nbytes", staging.slot_nbytes)
     # A strict daemon tells where its staging slots are, and nothing else.
     for region in manifest.regions if regions or staging is None else ():
