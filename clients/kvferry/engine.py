@@ -274,10 +274,7 @@ class EngineClient:
             if error.code == "lease_ended" and self._leases.get(request_id) is not known:
                 return await self._publish(request, withdraw=withdraw)
             if withdraw and known is not None and not known.over:
-                try:
-                    await self.abort(request_id)
-                except Unsettled as unsettled:
-                    await unsettled.quiesced()
+                await self.withdraw(request_id)
             raise
         if lease.over:
             return lease
@@ -399,6 +396,20 @@ class EngineClient:
         if (receiving := self._receives.get(request_id)) is not None:
             receiving.aborted = True
         await self._session.command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+
+    async def withdraw(self, request_id: str) -> None:
+        """`abort`, and return when nobody reads the request's blocks any more: they may be reused.
+
+        Raises Unsettled when that is not known in twice `call_timeout_s`: the daemon lives and is silent.
+        """
+        try:
+            await self.abort(request_id)
+        except Unsettled as error:
+            try:
+                async with asyncio.timeout(self._session.call_timeout_s):
+                    await error.quiesced()
+            except TimeoutError:
+                raise error from None
 
     async def close(self) -> None:
         """End the session: this engine does not touch its memory any more. Leases on daemon-owned memory stay readable

@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from small_engine import BLOCK, attached
 
-from kvferry.sglang import sender
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
 from kvferry.sglang.sender import Sender
@@ -65,7 +64,7 @@ def refused(request: Sender, url: str) -> dict[str, object]:
 def silent(request: Sender, daemon: int) -> dict[str, object]:
     """It fails on another rank while its daemon stands still."""
     until(lambda: any(lease["state"] == "published" for lease in leases(sys.argv[2])))
-    sender.GONE_S = 1.0
+    request._daemon.client._session.call_timeout_s = 1.0
     os.kill(daemon, signal.SIGSTOP)
     try:
         request.failure_exception()

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import EngineClient, ReceiveCancelled, TransferFailed
+from kvferry.engine import EngineClient, ReceiveCancelled, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
@@ -310,6 +310,19 @@ async def test_an_end_that_is_not_known_ends_the_session(both: Both, state: str)
     if state == "publishing":
         with pytest.raises(KvferryError):
             await lease.ended()
+
+
+async def test_what_is_withdrawn_is_safe_or_said_not_to_be_known(both: Both) -> None:
+    daemon, client = both
+    await client.publish("R", TABLES, 5)
+    await client.withdraw("R")
+    client._session.call_timeout_s = 0.1
+    daemon.answers.clear()
+    with pytest.raises(Unsettled) as unknown:
+        await client.withdraw("R")
+    assert unknown.value.code == "deadline" and not unknown.value.blocks_safe
+    daemon.answers.set()
+    await unknown.value.quiesced()
 
 
 CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {

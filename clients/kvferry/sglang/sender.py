@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from kvferry.sglang.manager import Manager
 
 log = logging.getLogger(__name__)
-GONE_S = 20.0
-"""How long a daemon may take to say that nobody reads a request's pages any more."""
 
 
 def lease_of(room: int | None) -> str:
@@ -164,9 +162,7 @@ class Sender(BaseKVSender):
             if self.kv_mgr.senders.get(self._room) is not self:  # its lease has ended: another's may be there
                 return
             try:
-                await self._daemon.client.abort(lease_of(self._room))
-            except Unsettled as error:
-                await error.quiesced()
+                await self._daemon.client.withdraw(lease_of(self._room))
             finally:
                 self.kv_mgr.senders.pop(self._room, None)
 
@@ -179,10 +175,9 @@ class Sender(BaseKVSender):
         self._revoke()
         try:
             if self._revoked is not None:
-                self._revoked.result(GONE_S)
-        except TimeoutError:
-            why = f"no answer of the daemon in {GONE_S:g} s: a reader may be in the pages of {lease_of(self._room)}"
-            raise SystemExit(f"kvferry: {why}; see the daemon's log") from None
+                self._revoked.result()
+        except Unsettled as error:
+            raise SystemExit(f"kvferry: a reader may be in the pages of {lease_of(self._room)}: {error}") from None
         except KvferryError as error:  # refused, so there is no lease; or the client is closed, as the engine stops
             log.debug("%s", error)
         why = self._why or "it failed on another rank"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 log = init_logger("vllm.kvferry.session")
-GONE_S = 5.0
-"""How long after a call that failed it is to be certain that nothing is read any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,10 +201,7 @@ class Session:
 
     async def _revoke(self, request_id: str, kept: Kept) -> None:
         async with kept.order:
-            try:
-                await self._daemon.client.abort(lease_name(request_id))
-            except Unsettled as error:  # a daemon that is gone serves no reader, one that is silent may
-                await asyncio.wait_for(error.quiesced(), GONE_S)
+            await self._daemon.client.withdraw(lease_name(request_id))
 
     async def _load(self, load: Load, before: Before | None) -> None:
         end = End.FAILED
