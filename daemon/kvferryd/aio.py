@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import time
 from collections import deque
@@ -69,6 +70,34 @@ def submit(
 
     hand_over(run)
     return future
+
+
+async def made_on(
+    hand_over: Callable[[Callable[[], None]], object], make: Callable[[], T], end: Callable[[T], None]
+) -> T:
+    """What `make` makes on the thread to which `hand_over` hands work. If the caller is cancelled before it has it, the
+    thread ends it, also after the loop has closed."""
+    there: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            made = make()
+        except Exception as error:  # noqa: BLE001  raised where it is awaited
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                there.set_exception(error)
+            return
+        try:
+            there.set_result(made)
+        except concurrent.futures.InvalidStateError:  # cancelled
+            end(made)
+
+    hand_over(work)
+    try:
+        return await asyncio.wrap_future(there)
+    except asyncio.CancelledError:
+        if not there.cancel() and there.exception() is None:
+            hand_over(lambda: end(there.result()))
+        raise
 
 
 def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | None) -> None:

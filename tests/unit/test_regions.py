@@ -52,6 +52,26 @@ async def test_a_region_that_is_made_while_its_session_is_retired_is_closed() ->
     assert memory.closed and not session.regions
 
 
+def test_a_region_that_is_made_while_the_daemon_stops_is_closed() -> None:
+    """Its caller is gone by then, and so is the event loop."""
+    memory, begun, let_go = Memory(), threading.Event(), threading.Event()
+
+    def make() -> Any:
+        begun.set()
+        assert let_go.wait(60)
+        return memory
+
+    async def stopped() -> None:
+        adding = asyncio.create_task(Session(Rank("e", "1", 0, 1)).add(0, 1, make))
+        await asyncio.to_thread(begun.wait, 60)
+        adding.cancel()
+        await asyncio.wait([adding])
+        let_go.set()
+
+    asyncio.run(stopped())
+    assert memory.closed
+
+
 async def test_an_arena_for_which_there_was_nothing_left_is_made_when_it_is_needed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

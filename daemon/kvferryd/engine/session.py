@@ -11,7 +11,7 @@ from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.outbox import Outbox
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
-from kvferryd.aio import to_the_end
+from kvferryd.aio import made_on, to_the_end
 from kvferryd.engine.fences import Fences
 from kvferryd.memory import Region
 from kvferryd.observe import logs
@@ -138,17 +138,8 @@ def _several(events: list[engine_pb2.Event]) -> engine_pb2.Event:
 async def made(make: Callable[[], Region]) -> Region:
     """Filling a large file with pages, or mapping GPU memory, takes a while: on a thread. Not kept when the caller is
     cancelled."""
-    task = asyncio.create_task(asyncio.to_thread(make))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(_unwanted)
-        raise
-
-
-def _unwanted(made: asyncio.Task[Region]) -> None:
-    if made.exception() is None:
-        asyncio.get_running_loop().run_in_executor(None, made.result().close)
+    loop = asyncio.get_running_loop()
+    return await made_on(lambda work: loop.run_in_executor(None, work), make, lambda region: region.close())
 
 
 async def give_back(regions: Iterable[Region]) -> None:
