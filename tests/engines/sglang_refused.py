@@ -1,7 +1,7 @@
-"""Print what is left of a request whose last publish a real daemon refuses; with the daemon's PID, what its sender says
-when it fails while that daemon stands still. Run by the Python that SGLang is installed for.
+"""Print what is left of a request whose last publish a real daemon refuses; with the daemon's PID and a method of its
+sender, what that raises when a part was sent and the daemon stands still. Run by the Python of SGLang's environment.
 
-.venv-sglang/bin/python tests/engines/sglang_refused.py SOCKET URL [PID]
+.venv-sglang/bin/python tests/engines/sglang_refused.py SOCKET URL [PID METHOD]
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def main() -> None:
     request = Sender(manager, "address", 7)
     request._prompt = Prompt(50, b"digest")
     request.init(4)
-    for pages in ([1, 2], [3, 4]):
+    for pages in ([1, 2],) if stop else ([1, 2], [3, 4]):
         request.send(np.array(pages, np.int32))
-    print(json.dumps(silent(request, stop) if stop else refused(request, sys.argv[2])))
+    print(json.dumps(silent(request, stop, sys.argv[4]) if stop else refused(request, sys.argv[2])))
     client.close()
 
 
@@ -61,13 +61,13 @@ def refused(request: Sender, url: str) -> dict[str, object]:
     return {"failed": request.poll() == KVPoll.Failed, "why": why, "left": left}
 
 
-def silent(request: Sender, daemon: int) -> dict[str, object]:
-    """It fails on another rank while its daemon stands still."""
-    until(lambda: any(lease["state"] == "published" for lease in leases(sys.argv[2])))
+def silent(request: Sender, daemon: int, method: str) -> dict[str, object]:
+    """It fails on another rank, or is aborted, while its daemon stands still."""
+    until(lambda: bool(leases(sys.argv[2])))
     request._daemon.client._session.call_timeout_s = 1.0
     os.kill(daemon, signal.SIGSTOP)
     try:
-        request.failure_exception()
+        getattr(request, method)()
     except (SystemExit, KVTransferError) as error:
         return {"raised": type(error).__name__, "why": str(error)}
     finally:

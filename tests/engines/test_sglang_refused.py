@@ -24,10 +24,11 @@ def test_a_last_publish_that_is_refused_ends_what_was_published_before_it() -> N
     assert told["left"] == []
 
 
-def test_an_engine_ends_rather_than_take_back_pages_that_a_reader_may_be_in() -> None:
+@pytest.mark.parametrize("method", ["failure_exception", "abort"])
+def test_an_engine_ends_rather_than_take_back_pages_that_a_reader_may_be_in(method: str) -> None:
     """SGLang survives every Exception of a sender, and gives the pages to another request."""
     with lone_daemon() as daemon:
-        told = _told(str(daemon.socket), daemon.url, str(daemon.process.pid))
+        told = _told(str(daemon.socket), daemon.url, str(daemon.process.pid), method)
     assert told["raised"] == "SystemExit"
     assert "room-7" in told["why"]
 

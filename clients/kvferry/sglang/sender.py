@@ -44,7 +44,7 @@ def reason(error: BaseException) -> str:
 class Sender(BaseKVSender):
     """Publishes each chunk when it has been computed. It does not wait until decode asks for it.
 
-    The scheduler calls, and never waits: the daemon's answers come to the client's event loop.
+    The scheduler calls, and waits only where it takes pages back: the daemon's answers come to the client's event loop.
     """
 
     _early_send_wait_event: torch.cuda.Event | None = None
@@ -63,7 +63,6 @@ class Sender(BaseKVSender):
         self._lease: Lease | None = None
         self._end: Future[LeaseState] | None = None
         """Of the lease, once all of it has been sent."""
-        self._revoked: Future[None] | None = None
         self._state: int | None = None
         self._why = ""
         self._aborted = mgr.senders.setdefault(bootstrap_room, self) is not self
@@ -128,8 +127,7 @@ class Sender(BaseKVSender):
                 self.kv_mgr.senders.pop(self._room, None)
 
     def poll(self) -> Any:
-        told = self._revoked is None or self._revoked.done()
-        if self._state is None and self._end is not None and self._end.done() and told:
+        if self._state is None and self._end is not None and self._end.done():
             error = self._end.exception()
             if error is None and self._end.result() is LeaseState.RELEASED:
                 self._state = KVPoll.Success
@@ -143,19 +141,24 @@ class Sender(BaseKVSender):
         self._state, self._why = KVPoll.Failed, why
 
     def abort(self) -> None:
-        """The pages are SGLang's again: at once where not all of them had been sent, as then no reader can finish;
-        otherwise when this fails or succeeds."""
-        self._revoke()
+        """SGLang takes the pages back when this returns, where not all of them have been sent; otherwise when this
+        fails or succeeds. Raises SystemExit as `failure_exception`."""
+        self._withdraw()
         if self._end is None and self._state is None:
             self._fail("it was aborted")
 
-    def _revoke(self) -> None:
-        if not self._aborted:
-            self._aborted = True
-            try:
-                self._revoked = self._daemon.start(self._tell_readers())
-            except KvferryError as error:
-                log.debug("%s", error)
+    def _withdraw(self) -> None:
+        if self._aborted:
+            return
+        self._aborted = True
+        try:
+            told = self._daemon.start(self._tell_readers())
+            if self._began is not None:
+                told.result()
+        except Unsettled as error:
+            raise SystemExit(f"kvferry: a reader may be in the pages of {lease_of(self._room)}: {error}") from None
+        except KvferryError as error:  # refused, so there is no lease; or the client is closed, as the engine stops
+            log.debug("%s", error)
 
     async def _tell_readers(self) -> None:
         async with self._order:
@@ -172,14 +175,7 @@ class Sender(BaseKVSender):
 
         Raises SystemExit where that is not known in time: a reader would be told that it has this prompt, when the
         pages hold another one by then."""
-        self._revoke()
-        try:
-            if self._revoked is not None:
-                self._revoked.result()
-        except Unsettled as error:
-            raise SystemExit(f"kvferry: a reader may be in the pages of {lease_of(self._room)}: {error}") from None
-        except KvferryError as error:  # refused, so there is no lease; or the client is closed, as the engine stops
-            log.debug("%s", error)
+        self._withdraw()
         why = self._why or "it failed on another rank"
         raise KVTransferError(self._room, f"kvferry: {why}", is_from_another_rank=not self._why)
 
