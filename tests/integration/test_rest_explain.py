@@ -25,6 +25,19 @@ def changed(body: dict[str, Any], *path: Any, to: object) -> dict[str, Any]:
     return result
 
 
+def many_runs(body: dict[str, Any]) -> dict[str, Any]:
+    """Of one token 2^26: its elements lie in another order on either side."""
+    result, extent = copy.deepcopy(body), 1 << 13
+    for side, strides in ((result["sources"][0], (2 * extent, 2)), (result["destination"], (2, 2 * extent))):
+        axes = side["components"][0]["axes"]
+        for axis, stride in zip(axes[2:], strides, strict=True):
+            axis.update(extent=extent, stride=stride)
+        axes[1]["stride"] = 2 * extent**2
+        axes[0]["stride"] = axes[1]["stride"] * axes[1]["extent"]
+        side["regions"][0]["nbytes"] = axes[0]["stride"] * axes[0]["extent"]
+    return result
+
+
 @pytest.mark.parametrize("name", ["summary", "every run"])
 def test_the_examples_of_the_documentation_are_answered_as_it_says(name: str) -> None:
     answer = post("/v1/explain", EXPLAIN["bodies"][name]["value"])
@@ -62,6 +75,8 @@ def test_a_refused_pair_lists_why_with_both_values() -> None:
         (changed(RUNS, "tables", "source", to={"x": {}, "0": {}}), "malformed_tables", "tables.source.x"),
         (changed(RUNS, "tables", "destination", to={"full": [1]}), "malformed_tables", "tables.destination.full"),
         (changed(RUNS, "tables", "destination", "full", "block_ids", to=[0] * 300_000), "too_many_runs", "tables"),
+        (many_runs(RUNS), "too_many_runs", "tables"),
+        (many_runs(SUMMARY), "too_many_runs", "sources"),
     ],
 )
 def test_what_is_malformed_is_named(body: dict[str, Any], code: str, field: str) -> None:

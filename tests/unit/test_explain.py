@@ -1,6 +1,7 @@
 """`kvferry explain`: the JSON of design section 9, the words, and every way to be refused."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
-from kvferryd.explain import explain_json, explain_text, main, source_tables_from_json
+from kvferryd.explain import explain_json, explain_text, main, source_tables_from_json, summary
 from kvferryd.explain.parts import parts
 from kvferryd.plan import PlanRefused, bind, plan
 
@@ -103,7 +104,9 @@ def test_anything_that_can_be_planned_can_be_explained(case: Case) -> None:
     assert explain_text(case.sources, case.destination, None)
     tables = case.source_tables, case.destination_tables, case.tokens
     runs = explain_json(case.sources, case.destination, tables)["runs"]
-    assert [tuple(run) for run in runs] == as_tuples(bind(chosen, *tables))
+    bound = bind(chosen, *tables)
+    assert [tuple(run) for run in runs] == as_tuples(bound)
+    assert bound.most_runs >= len(runs)
     assert explain_text(case.sources, case.destination, tables)
 
 
@@ -139,6 +142,38 @@ def test_words_with_tables_count_runs_by_size() -> None:
 def test_words_for_an_empty_range() -> None:
     held = {i: {"full": table(4, 5)} for i in range(2)}
     assert "nothing is moved" in explain_text(TWO, ONE, (held, {"full": table(3)}, (4, 4)))
+
+
+def turned(head: int, dim: int, blocks: int = 4) -> tuple[Manifest, Manifest]:
+    """Two caches in which no two elements of a token follow one another on both sides."""
+    source, own = (
+        cache(array(order=order, block=blocks, slot=1024, head=head, dim=dim))
+        for order in ("block slot head dim", "block slot dim head")
+    )
+    return source, own.of_engine("decode", "1")
+
+
+@pytest.mark.parametrize("tables", [None, ({0: {"full": table(0)}}, {"full": table(1)}, (0, 1))])
+def test_runs_are_counted_before_any_is_made(tables: Any) -> None:
+    source, own = turned(4096, 4096)
+    tracemalloc.start()
+    try:
+        with pytest.raises(KvferryError) as refused:
+            explain_json([source], own, tables, 1 << 18)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert (refused.value.code, refused.value.value) == ("too_many_runs", str(1 << (24 if tables else 34)))
+
+
+def test_where_a_token_has_many_runs_fewer_tokens_are_typical(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, own = turned(16, 16)
+    chosen = plan([source], own)
+    assert len(summary.summarise(chosen).run_nbytes) == pytest.approx(4096 * 16 * 16, rel=0.01)
+    monkeypatch.setattr(summary, "MOST_RUNS", 1024 * 16 * 16)
+    fewer = summary.summarise(chosen)
+    assert len(fewer.run_nbytes) == pytest.approx(1024 * 16 * 16, rel=0.01)
+    assert fewer.descriptors_per_token == pytest.approx(16 * 16, rel=0.01)
 
 
 def test_functions_raise_what_the_planner_raises() -> None:

@@ -18,6 +18,8 @@ Bindings: TypeAlias = tuple[dict[int, Tables], Tables, tuple[int, int]]
 """Source tables by rank, destination tables, global tokens [first, last)."""
 MOST_TOKENS = 4096
 """A typical request is at most this long: enough for the block sizes of both sides to meet in every way."""
+MOST_RUNS = 1 << 22
+"""Of a typical request: some 300 MB. Where there would be more it has fewer tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +42,23 @@ class Summary:
         return int(sizes[np.searchsorted(so_far, so_far[-1] / 2)])
 
 
-def explain_json(sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None) -> dict[str, Any]:
+def explain_json(
+    sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None, most: int | None = None
+) -> dict[str, Any]:
     """The JSON form of `explain --json`.
 
     With tables `{"runs": [[source_rank, source_region, source_offset, destination_region, destination_offset,
     nbytes], ...]}`. Without, what a long request in scattered blocks would do: `sources` (one object per rank that is
     read; bytes_per_token is an average, state_bytes come once per request), `run_bytes` (half of all bytes travel in
-    runs of at least this size), `descriptors_per_token`, `path`. Raises PlanRefused, or KvferryError for tables.
+    runs of at least this size), `descriptors_per_token`, `path`. most: of the runs with tables. Raises PlanRefused, or
+    KvferryError for tables, and `too_many_runs`.
     """
     chosen = plan_distinct(sources, destination)
     if tables is not None:
-        return {"runs": run_rows(bind(chosen, *tables))}
+        bound = bind(chosen, *tables)
+        if most is not None:
+            _check_runs(bound.most_runs, most, "tables")
+        return {"runs": run_rows(bound)}
     summary = summarise(chosen)
     return {
         "sources": [_source(summary, rank) for rank in chosen.reads_from],
@@ -75,6 +83,13 @@ def plan_distinct(sources: Sequence[Manifest], destination: Manifest) -> Plan:
     return plan(sources, destination)
 
 
+def _check_runs(runs: int, most: int, field: str) -> None:
+    """Before any is made. Raises KvferryError (`too_many_runs`)."""
+    if runs > most:
+        why, remedy = f"these make {runs} runs, and one answer is of {most} at most", "explain fewer blocks, or layers"
+        raise Malformed("too_many_runs", why, field=field, value=runs, remedy=remedy)
+
+
 def run_rows(bound: Bound) -> list[list[int]]:
     """Every run as in the JSON form; offsets and sizes in bytes."""
     return [
@@ -90,7 +105,9 @@ def summarise(chosen: Plan) -> Summary:
     """What a long request in scattered blocks would do, by binding the plan to one."""
     paged = [copy for copy in chosen.copies if copy.destination_group.kind == "paged"]
     states = [copy for copy in chosen.copies if copy.destination_group.kind == "state"]
-    tokens = _typical_tokens(paged)
+    per_token = sum(copy.most_runs(copy.segment) / copy.segment for copy in paged)
+    tokens = _typical_tokens(paged, MOST_RUNS / max(per_token, 1))
+    _check_runs(sum(copy.most_runs(1) for copy in states) + round(per_token * tokens), MOST_RUNS, "sources")
     source_tables: dict[int, dict[str, BlockTable]] = {}
     destination_tables: dict[str, BlockTable] = {}
     for copy in chosen.copies:
@@ -154,15 +171,16 @@ def _source(summary: Summary, rank: int) -> dict[str, Any]:
     }
 
 
-def _typical_tokens(paged: Sequence[Copy]) -> int:
-    """So many that all blocks and token shards have met once or more, as far as the smallest cache reaches."""
+def _typical_tokens(paged: Sequence[Copy], most: float) -> int:
+    """So many that all blocks and token shards have met once or more, as far as the smallest cache reaches; `most` at
+    most, unless that takes more."""
     period, capacity = 1, MOST_TOKENS
     for group in (group for copy in paged for group in (copy.source_group, copy.destination_group)):
         ring = group.token_shard.size * group.token_shard.interleave
         period = math.lcm(period, ring if group.token_shard.size > 1 else 1, group.block_size * group.token_shard.size)
         rings = group.num_blocks * group.block_size // group.token_shard.interleave
         capacity = min(capacity, rings * ring if group.token_shard.size > 1 else group.num_blocks * group.block_size)
-    return capacity // period * period or capacity
+    return min(int(most), capacity) // period * period or min(period, capacity)
 
 
 def _scattered(group: Group, tokens: int, *, ascending: bool) -> BlockTable:

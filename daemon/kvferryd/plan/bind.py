@@ -87,6 +87,16 @@ class Bound:
         """How many runs there are, before those of different rows are joined."""
         return sum(len(each.nbytes) * len(each.pattern.source_offsets) for _, found in self._repeated for each in found)
 
+    @property
+    def most_runs(self) -> int:
+        """At least run_count, without making any run."""
+        lengths = ((copy, *np.unique(segments.tokens, return_counts=True)) for copy, segments in self.pairs)
+        return sum(
+            copy.most_runs(tokens) * times
+            for copy, found, counts in lengths
+            for tokens, times in zip(found.tolist(), counts.tolist(), strict=True)
+        )
+
     @cached_property
     def _repeated(self) -> list[tuple[Copy, list[Repeated]]]:
         return [(copy, list(_repeat(copy, segments))) for copy, segments in self.pairs]

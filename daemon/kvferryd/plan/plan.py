@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvferry.errors import Malformed, Refusal
 from kvferry.manifest import Component, Group, Manifest, TokenShard
 from kvferryd.plan.axes import Box, Ints, Layout, Loop, Radix, Span, layouts, offsets, pair, step
-from kvferryd.plan.rows import Pattern, patterns
+from kvferryd.plan.rows import Pattern, most_runs, patterns
 
 
 class PlanRefused(Malformed):
@@ -80,8 +80,21 @@ class Copy:
     def patterns(self) -> Callable[[int], list[Pattern]]:
         """The runs of one segment of so many tokens, see `rows.patterns`; computed once per length. Block sizes in the
         hundreds have many partial lengths, so not all of them are kept."""
-        steps = step(self.source.slot), step(self.destination.slot)
-        return lru_cache(maxsize=64)(lambda tokens: patterns(self.boxes, Loop(tokens, *steps)))
+        return lru_cache(maxsize=64)(lambda tokens: patterns(self.boxes, self._slots(tokens)))
+
+    def most_runs(self, tokens: int) -> int:
+        """At least as many runs as a segment of so many tokens has, without making any."""
+        return most_runs(self.boxes, self._slots(tokens))
+
+    def _slots(self, tokens: int) -> Loop:
+        return Loop(tokens, step(self.source.slot), step(self.destination.slot))
+
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment where no two blocks of a request follow one another."""
+        groups = self.source_group, self.destination_group
+        shares = (each.token_shard.interleave for each in groups if each.token_shard.size > 1)
+        return min(*(each.block_size for each in groups), self.source.grain, self.destination.grain, *shares)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +116,8 @@ class Plan:
         """Bytes of a run of what is paged by tokens, where no two blocks of a request follow one another."""
         runs, nbytes = 0.0, 0
         for copy in self.copies:
-            source, own = copy.source_group, copy.destination_group
-            if own.kind == "paged":
-                shares = (each.token_shard.interleave for each in (source, own) if each.token_shard.size > 1)
-                tokens = min(source.block_size, own.block_size, copy.source.grain, copy.destination.grain, *shares)
-                runs += sum(len(each.source_offsets) for each in copy.patterns(tokens)) / tokens
+            if copy.destination_group.kind == "paged":
+                runs += sum(len(each.source_offsets) for each in copy.patterns(copy.segment)) / copy.segment
                 nbytes += copy.bytes_per_token
         return nbytes / runs if runs else float("inf")
 

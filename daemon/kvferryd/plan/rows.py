@@ -6,6 +6,7 @@ segment's first byte. It is computed once per plan and length; a request then on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,12 @@ def patterns(boxes: Sequence[tuple[Box, int]], token_loop: Loop) -> list[Pattern
     source, destination, lengths = coalesce(*(np.concatenate(column) for column in zip(*found, strict=True)))
     chosen = ((int(length), lengths == length) for length in np.unique(lengths))
     return [Pattern(source[of_length], destination[of_length], length) for length, of_length in chosen]
+
+
+def most_runs(boxes: Sequence[tuple[Box, int]], token_loop: Loop) -> int:
+    """How many runs `patterns` has, before any are joined; none is made."""
+    found = (_contiguous([*box.loops, token_loop], item)[0] for box, item in boxes)
+    return sum(math.prod(loop.extent for loop in loops) for loops in found)
 
 
 def coalesce(source: Ints, destination: Ints, nbytes: Ints) -> tuple[Ints, Ints, Ints]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from kvferry.errors import Full, KvferryError, Malformed
 from kvferry.manifest import Manifest
@@ -20,8 +21,9 @@ from kvferryd.plan import plan
 
 AT_ONCE = 2
 """Explanations in work: they take whole seconds of a core where manifests are large."""
-MAX_SEGMENTS = 1 << 18
-"""Blocks times components in one explanation: every run is listed, and 2^18 of them are some 20 MB of JSON."""
+MAX_RUNS = 1 << 18
+"""In one explanation with tables: every one is listed, and 2^18 of them are some 20 MB of JSON. So many blocks times
+components, too, before runs are counted."""
 
 
 def routes(ferry: Ferry) -> APIRouter:
@@ -33,11 +35,11 @@ def routes(ferry: Ferry) -> APIRouter:
             raise Full("full", f"{AT_ONCE} explanations are in work", remedy="ask again")
         return places
 
-    @router.post("/explain", responses=problems(413, 415, 429))
-    async def explain(body: ExplainRequest) -> dict[str, Any]:
+    @router.post("/explain", response_model=dict[str, Any], responses=problems(413, 415, 429))
+    async def explain(body: ExplainRequest) -> Response:
         """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
         async with place():
-            return await asyncio.to_thread(_explain, body)
+            return Response(await asyncio.to_thread(_explain, body), media_type="application/json")
 
     @router.get("/plan", responses=problems(404, 429))
     async def planned(engine_id: Name, destination: Name | None = None) -> PlanRecord:
@@ -68,13 +70,15 @@ def _plan(peer: PeerEngine, told: Mapping[int, Manifest | KvferryError]) -> Plan
     )  # fmt: skip
 
 
-def _explain(body: ExplainRequest) -> dict[str, Any]:
+def _explain(body: ExplainRequest) -> bytes:
     from kvferryd.explain import explain_json  # pulls in the planner
 
     sources = [_manifest(source, f"sources.{i}") for i, source in enumerate(body.sources)]
     destination = _manifest(body.destination, "destination")
     tables = _tables(body.tables, sources, destination) if body.tables else None
-    return explain_json(sources, destination, tables)
+    explained = explain_json(sources, destination, tables, MAX_RUNS)
+    # Not json.dumps: that makes 20 MB in one go, and whoever else wants the interpreter waits.
+    return "".join(json.JSONEncoder().iterencode(explained)).encode()
 
 
 def _manifest(data: Mapping[str, Any], place: str) -> Manifest:
@@ -93,7 +97,7 @@ def _tables(
     held = source_tables_from_json(tables.source, sources, "tables.source")
     wanted = tables_from_json(tables.destination, "tables.destination")
     blocks = sum(len(table.block_ids) for of_rank in (*held.values(), wanted) for table in of_rank.values())
-    if blocks * len(destination.components) > MAX_SEGMENTS:
+    if blocks * len(destination.components) > MAX_RUNS:
         raise Malformed(
             "too_many_runs", "these tables make more runs than one answer should hold", field="tables", value=blocks,
             remedy="explain fewer blocks, or use the command kvferry explain",
