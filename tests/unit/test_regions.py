@@ -8,6 +8,7 @@ import errno
 import functools
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from test_arena import Memory
 from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferryd.config import Config
+from kvferryd.copy.runner import Runner
 from kvferryd.engine.registration import _made_arena
 from kvferryd.engine.registry import Engines
 from kvferryd.engine.session import Rank, Session, made
@@ -70,6 +73,44 @@ def test_a_region_that_is_made_while_the_daemon_stops_is_closed() -> None:
 
     asyncio.run(stopped())
     assert memory.closed
+
+
+class Gpu:
+    """A driver that takes its time to map."""
+
+    index = 0
+
+    def __init__(self) -> None:
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.mapped = 0
+
+    def bind(self) -> None: ...
+
+    def stream(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: None, close=lambda: None)
+
+    def open(self, handle: bytes) -> Any:
+        self.begun.set()
+        assert self.let_go.wait(60)
+        self.mapped += 1
+        return SimpleNamespace(close=self._unmap)
+
+    def _unmap(self) -> None:
+        self.mapped -= 1
+
+
+async def test_a_mapping_that_comes_when_nobody_waits_for_it_any_more_is_ended() -> None:
+    """As that of a handshake that has timed out: it would keep the peer's memory taken."""
+    gpu = Gpu()
+    runner = Runner(SimpleNamespace(device=gpu, close=lambda: None), 1)  # type: ignore[arg-type]
+    opening = asyncio.create_task(runner.open(cuda.Exported(b"", 0, 1, ""), 1))
+    await asyncio.to_thread(gpu.begun.wait, 60)
+    opening.cancel()
+    await asyncio.wait([opening])
+    gpu.let_go.set()
+    await runner.call(lambda: None)  # after it, on the thread
+    assert gpu.mapped == 0
+    assert await runner.close()
 
 
 async def test_an_arena_for_which_there_was_nothing_left_is_made_when_it_is_needed_again(

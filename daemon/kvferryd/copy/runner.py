@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.memory import CudaRegion, cuda
-from kvferryd.aio import settle, submit
+from kvferryd.aio import made_on, settle, submit
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import USUAL, Copier, NotPrepared, Shape
 from kvferryd.memory import Probe
@@ -149,7 +149,14 @@ class Runner:
 
         End it with `unmap`. Raises KvferryError: `probe_failed`, `cuda_ipc_failed`, ...
         """
-        return await self.call(lambda: self._open(allocation, nbytes, probe))
+        if self._closing:
+            raise _closed()
+        try:
+            return await made_on(
+                self._inbox.put, lambda: self._open(allocation, nbytes, probe), lambda region: self._unmap([region])
+            )
+        except Exception as error:  # noqa: BLE001  as in `submit`
+            raise typed(error) from None
 
     async def unmap(self, regions: Sequence[CudaRegion]) -> None:
         """Nothing may use them any more."""
