@@ -28,8 +28,8 @@ demo_fleet.PORTS = demo_fleet.PORTS[WORKER::WORKERS]
 
 FOLDERS = ("soak", "faults", "e2e", "integration", "fuzz", "deploy")
 """Those whose modules take the longest come first, so that no process is left alone with one at the end."""
-PAIRS = 2
-"""Processes that start the daemons that most tests of tests/integration share."""
+SHARED = {"pair", "victim", "near", "far"}
+"""Daemons of tests/integration: one process starts them, and has all modules that use them."""
 
 FUZZ_SEED = os.environ.setdefault("FUZZ_SEED", str(random.randrange(1 << 32)))
 """What tests/fuzz makes its cases from. In the environment, so that workers have the same."""
@@ -39,9 +39,8 @@ FUZZ_SEED = os.environ.setdefault("FUZZ_SEED", str(random.randrange(1 << 32)))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `--dist loadgroup`: the tests of a module go to one process, which has its daemons, unless they say more."""
     groups = {item.path: item.nodeid.partition("::")[0] for item in items}
-    sharing = dict.fromkeys(item.path for item in items if {"pair", "victim"} & {*getattr(item, "fixturenames", ())})
-    for number, path in enumerate(path for path in sharing if path.parent.name == "integration"):
-        groups[path] = f"pair-{number % PAIRS}"
+    sharing = {item.path for item in items if SHARED & {*getattr(item, "fixturenames", ())}}
+    groups |= {path: "shared" for path in sharing if path.parent.name == "integration"}
     groups |= {
         path: "gpu" for path in groups if path.parent.name == "gpu"
     }  # one at a time: they measure free GPU memory
@@ -49,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(groups[item.path]))
     folders = dict(zip(FOLDERS, itertools.count(), strict=False))
-    items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
+    items.sort(key=lambda item: (groups[item.path] != "shared", folders.get(item.path.parent.name, len(folders))))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

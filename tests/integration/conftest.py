@@ -16,23 +16,43 @@ from victim import OWN_FAULT, SHAPE, Victim, a_good_transfer
 
 from kvferry.router import RouterClient
 from kvferry.v1 import engine_pb2, engine_pb2_grpc, peer_pb2
-from kvferryd.demo.fleet import Fleet
+from kvferryd.demo.fleet import DaemonService, Fleet
 
 PREFILL = Shape.tp(2, block_size=16, num_blocks=320)
 DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=240)
 
 
+@pytest.fixture
+def daemons(own_fleet: Fleet) -> Daemons:
+    """Those of one test: they end with it."""
+    return Daemons(own_fleet)
+
+
 @pytest.fixture(scope="session")
-async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
+async def shared_daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
+    """Those that several tests share. Each of them costs the others CPU until the last test."""
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
         yield Daemons(fleet)
 
 
 @pytest.fixture(scope="session")
-async def shared_pair(daemons: Daemons) -> AsyncIterator[Pair]:
+async def near(shared_daemons: Daemons) -> DaemonService:
+    """One of two that have no flags and no engine: each test brings its own, and takes it away."""
+    (daemon,) = await shared_daemons.start("near")
+    return daemon
+
+
+@pytest.fixture(scope="session")
+async def far(shared_daemons: Daemons) -> DaemonService:
+    (daemon,) = await shared_daemons.start("far")
+    return daemon
+
+
+@pytest.fixture(scope="session")
+async def shared_pair(shared_daemons: Daemons) -> AsyncIterator[Pair]:
     # Not auto: these two have runs of 16 bytes, and most tests are about reads that take a while.
     prefill_daemons, decode_daemons = await asyncio.gather(
-        daemons.start("p", 2, "--way", "direct"), daemons.start("d", 3, "--way", "direct")
+        shared_daemons.start("p", 2, "--way", "direct"), shared_daemons.start("d", 3, "--way", "direct")
     )
     prefill, decode = await asyncio.gather(
         TestEngine.start("prefill", prefill_daemons, PREFILL), TestEngine.start("decode", decode_daemons, DECODE)
@@ -52,9 +72,9 @@ async def pair(shared_pair: Pair) -> AsyncIterator[Pair]:
 
 
 @pytest.fixture(scope="session")
-async def victim(daemons: Daemons, shared_pair: Pair) -> AsyncIterator[Victim]:
+async def victim(shared_daemons: Daemons, shared_pair: Pair) -> AsyncIterator[Victim]:
     """One daemon that everything bad is done to."""
-    (daemon,) = await daemons.start("victim")
+    (daemon,) = await shared_daemons.start("victim")
     engine = await TestEngine.start("victim", [daemon], SHAPE)
     async with (
         RouterClient(daemon.url) as router,

@@ -47,19 +47,13 @@ class Two:
         return bool(line["announced"])
 
 
-@pytest.fixture(scope="module")
-async def both(daemons: Daemons) -> tuple[DaemonService, DaemonService]:
-    (near,), (far,) = await asyncio.gather(daemons.start("source"), daemons.start("reader"))
-    return near, far
-
-
 @pytest.fixture
-async def two(both: tuple[DaemonService, DaemonService], stack: AsyncExitStack, request_id: str) -> Two:
+async def two(far: DaemonService, near: DaemonService, stack: AsyncExitStack, request_id: str) -> Two:
     """Warm: the stream of leases between them is open."""
-    (near, far), tail = both, request_id[-8:]
-    source, router = await engine_on(stack, f"source-{tail}", near)
-    reader, _ = await engine_on(stack, f"reader-{tail}", far)
-    two = Two(source, reader, router, far)
+    tail = request_id[-8:]
+    source, router = await engine_on(stack, f"source-{tail}", far)
+    reader, _ = await engine_on(stack, f"reader-{tail}", near)
+    two = Two(source, reader, router, near)
     kv, _ = await published(source, f"warm-up-{tail}")
     await receives(reader, f"warm-up-{tail}", kv, source.source())
     assert not await two.was_announced(f"warm-up-{tail}")
@@ -99,13 +93,12 @@ async def test_an_announced_lease_that_was_revoked_is_not_read(two: Two, request
 
 
 async def test_a_lease_that_is_opened_and_closed_in_one_breath_has_been_read(
-    both: tuple[DaemonService, DaemonService], stack: AsyncExitStack, request_id: str
+    far: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
     """A read of some tens of milliseconds opens its lease and closes it soon after. A busy source gets both at once."""
-    daemon, _ = both
-    source, _ = await engine_on(stack, "source-breath", daemon)
+    source, _ = await engine_on(stack, "source-breath", far)
     reader = peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1)
-    async with peer_stub(daemon) as stub:
+    async with peer_stub(far) as stub:
         hand = ByHand(stub, peer_pb2.ReadOpening(engine_id="source-breath", epoch=source.epoch, reader=reader))
         await published(source, "known to the reader")
         assert (await hand.open("known to the reader")).HasField("update")

@@ -18,6 +18,7 @@ from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 ARENA = 16 << 20
+"""As the fleet's daemons have it."""
 LARGE = {"num_blocks": 400, "block_size": 16}
 
 
@@ -39,39 +40,39 @@ async def moves(source: TestEngine, reader: TestEngine, router: RouterClient, re
     return record.path
 
 
+@pytest.fixture(scope="module")
+async def three(shared_daemons: Daemons) -> list[DaemonService]:
+    """Two of one source, one reader's."""
+    p, d = await asyncio.gather(shared_daemons.start("need-p", 2), shared_daemons.start("need-d"))
+    return p + d
+
+
 async def test_short_runs_make_an_arena_on_both_sides_and_it_goes_with_the_engine(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    three: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
-    flags = ("--arena-mb", "16")
-    p, d = await asyncio.gather(daemons.start("need-p", 2, *flags), daemons.start("need-d", 1, *flags))
-    shape = Shape.tp(2, **LARGE)
-    source = await TestEngine.start("need-prefill", p, shape)
+    source = await TestEngine.start("need-prefill", three[:2], Shape.tp(2, **LARGE))
     stack.push_async_callback(source.close)
-    reader, router = await engine_on(stack, "need-decode", d[0], Shape(axes=HND, **LARGE))
-    assert await arenas([*p, *d]) == [0, 0, 0]
+    reader, router = await engine_on(stack, "need-decode", three[2], Shape(axes=HND, **LARGE))
+    assert await arenas(three) == [0, 0, 0]
 
     assert await moves(source, reader, router, request_id, MANY) == "staged"
-    assert await arenas([*p, *d]) == [ARENA] * 3
+    assert await arenas(three) == [ARENA] * 3
     assert await moves(source, reader, router, f"{request_id}-few", 1) == "direct"  # a slot would cost more
     ways = [peer.ways for peer in await router.peers()]
     assert [(each["staged"], each["direct"]) for each in ways] == [("", "")] * 2
 
-    await reader.close()
+    await asyncio.gather(reader.close(), source.close())
 
     async def freed() -> bool:
-        return await arenas(d) == [0]
+        return await arenas(three) == [0, 0, 0]
 
-    await until(freed, "the arena goes with its engine")
+    await until(freed, "each arena goes with its engine")
 
 
 async def test_long_runs_and_a_source_that_may_not_stage_cost_nobody_an_arena(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    daemons: Daemons, three: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
-    flags = ("--arena-mb", "16")
-    (plain,), (none,), (reads,) = await asyncio.gather(
-        daemons.start("long-p", 1, *flags), daemons.start("long-n", 1, "--arena-mb", "0"),
-        daemons.start("long-d", 1, *flags),
-    )  # fmt: skip
+    (none,), (plain, _, reads) = await daemons.start("none", 1, "--arena-mb", "0"), three
     wide = Shape(num_blocks=40, block_size=256)  # a run is 24 KiB
     same, _ = await engine_on(stack, "long-prefill", plain, wide)
     other, _ = await engine_on(stack, "long-none", none, Shape(axes=HND, **LARGE))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 from typing import Any
 
 import pytest
-from fleet import Daemons, ended
 from pair import Pair
 from ranks import Kv, TestEngine
 from victim import NOWHERE, SHAPE, Victim, unused_address
@@ -16,6 +14,7 @@ from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import DaemonError
 from kvferry.schemas import OrderBody, PeerRequest, SourceBody
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
 
@@ -154,10 +153,9 @@ async def test_an_address_that_is_not_allowed_is_not_dialled(victim: Victim, req
 
 
 async def test_an_engine_of_another_model_is_refused_with_both_values(
-    victim: Victim, daemons: Daemons, request_id: str
+    victim: Victim, far: DaemonService, request_id: str
 ) -> None:
-    started = await daemons.start("stranger")
-    stranger = await TestEngine.start("stranger", started, SHAPE, fingerprint="another model")
+    stranger = await TestEngine.start("stranger", [far], SHAPE, fingerprint="another model")
     kv, blocks = Kv.random(10), stranger.take(10)
     stranger.write(kv, blocks)
     await stranger.publish(request_id, blocks, 10)
@@ -170,8 +168,8 @@ async def test_an_engine_of_another_model_is_refused_with_both_values(
         (why,) = error.refusals
         assert (why.code, why.destination) == ("fingerprint", "f")
         assert why.source.startswith("another model")
+    await stranger.ranks[0].client.abort(request_id)
     await stranger.close()
-    assert await ended(started[0], signal.SIGTERM) == 0
 
 
 async def test_an_engine_does_not_read_from_itself(victim: Victim, request_id: str) -> None:

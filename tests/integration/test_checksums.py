@@ -29,10 +29,11 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-async def scene(daemons: Daemons) -> AsyncIterator[Scene]:
+async def scene(shared_daemons: Daemons) -> AsyncIterator[Scene]:
     """Two ranks to three, other blocks, other axes. Only the readers compare."""
     theirs, ours = await asyncio.gather(
-        daemons.start("sums-s", 2, "--way", "staged"), daemons.start("sums-r", 3, "--way", "staged", "--checksum")
+        shared_daemons.start("sums-s", 2, "--way", "staged"),
+        shared_daemons.start("sums-r", 3, "--way", "staged", "--checksum"),
     )
     source, reader = await asyncio.gather(
         TestEngine.start("sums-s", theirs, Shape.tp(2)),

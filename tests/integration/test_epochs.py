@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from fleet import Daemons
 from pair import TOKENS, Pair, prefilled
 from ranks import Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.schemas import LeaseState, SourceBody
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
-async def third(daemons: Daemons) -> AsyncIterator[TestEngine]:
+async def third(near: DaemonService) -> AsyncIterator[TestEngine]:
     """A second decode engine: TP1."""
-    engine = await TestEngine.start("decode-b", await daemons.start("third"), Shape.tp(1, block_size=5))
+    engine = await TestEngine.start("decode-b", [near], Shape.tp(1, block_size=5))
     yield engine
     await engine.close()
 
@@ -39,9 +39,9 @@ async def test_a_lease_for_two_readers_is_released_by_the_second(
 
 
 @pytest.fixture
-async def phoenix(daemons: Daemons, request_id: str) -> AsyncIterator[list[TestEngine]]:
+async def phoenix(far: DaemonService, request_id: str) -> AsyncIterator[list[TestEngine]]:
     """Starts of one engine, the last one alive."""
-    starts = [await TestEngine.start("phoenix", await daemons.start(f"phoenix-{request_id[-8:]}"), Shape.tp(1))]
+    starts = [await TestEngine.start(f"phoenix-{request_id[-8:]}", [far], Shape.tp(1))]
     yield starts
     await starts[-1].close()
 

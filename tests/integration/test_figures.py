@@ -70,8 +70,8 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-async def scene(daemons: Daemons) -> AsyncIterator[Scene]:
-    sources, readers = await asyncio.gather(daemons.start("slow-p"), daemons.start("slow-d", 2))
+async def scene(shared_daemons: Daemons) -> AsyncIterator[Scene]:
+    sources, readers = await asyncio.gather(shared_daemons.start("slow-p"), shared_daemons.start("slow-d", 2))
     prefill, decode = await asyncio.gather(
         TestEngine.start("slow-prefill", sources, Shape.tp(1)), TestEngine.start("slow-decode", readers, Shape.tp(2))
     )

@@ -27,6 +27,7 @@ from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
 from kvferry.v1 import engine_pb2
 from kvferryd.api.handover import HELD_S, MAX_CONNECTIONS
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 
@@ -228,9 +229,8 @@ async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim
 
 
 @asynccontextmanager
-async def engine(daemons: Daemons, name: str, *flags: str) -> AsyncIterator[TestEngine]:
+async def engine(daemon: DaemonService, name: str) -> AsyncIterator[TestEngine]:
     """One rank whose memory is a memfd of ours, which the daemon adopts: no file has a name."""
-    (daemon,) = await daemons.start(name, 1, *flags)
     epoch = os.urandom(8).hex()
     async with await EngineClient.connect(str(daemon.socket), engine_id=name, epoch=epoch, timeout_s=20) as client:
         region = memfd_region(TP1.nbytes(0))
@@ -241,11 +241,11 @@ async def engine(daemons: Daemons, name: str, *flags: str) -> AsyncIterator[Test
     region.close()
 
 
-async def test_memory_without_a_path_is_adopted_both_ways(daemons: Daemons, request_id: str) -> None:
-    async with (
-        engine(daemons, f"s-{request_id[-8:]}") as source,
-        engine(daemons, f"d-{request_id[-8:]}") as destination,
-    ):
+async def test_memory_without_a_path_is_adopted_both_ways(
+    far: DaemonService, near: DaemonService, request_id: str
+) -> None:
+    tail = request_id[-8:]
+    async with engine(far, f"s-{tail}") as source, engine(near, f"d-{tail}") as destination:
         kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
         source.write(kv, blocks)
         expected = destination.snapshot()
@@ -279,11 +279,11 @@ async def fences_of(rank: Rank) -> Fences:
     return fences
 
 
-async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(daemons: Daemons, request_id: str) -> None:
-    async with (
-        engine(daemons, f"s-{request_id[-8:]}") as source,
-        engine(daemons, f"d-{request_id[-8:]}") as destination,
-    ):
+async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(
+    far: DaemonService, near: DaemonService, request_id: str
+) -> None:
+    tail = request_id[-8:]
+    async with engine(far, f"s-{tail}") as source, engine(near, f"d-{tail}") as destination:
         fences = await fences_of(source.ranks[0])
         kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
         expected = destination.snapshot()
@@ -303,12 +303,10 @@ async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(daemons: 
 
 
 async def test_a_fence_that_is_never_reached_fails_the_reader_and_tells_the_engine(
-    daemons: Daemons, request_id: str
+    daemons: Daemons, near: DaemonService, request_id: str
 ) -> None:
-    async with (
-        engine(daemons, f"s-{request_id[-8:]}", "--fence-timeout-s", "0.5") as source,
-        engine(daemons, f"d-{request_id[-8:]}") as destination,
-    ):
+    (hasty,), tail = await daemons.start("hasty", 1, "--fence-timeout-s", "0.5"), request_id[-8:]
+    async with engine(hasty, f"s-{tail}") as source, engine(near, f"d-{tail}") as destination:
         fences = await fences_of(source.ranks[0])
         (lease,) = await source.publish(request_id, source.take(50), 50, after=fences.take())
         (outcome,) = await destination.outcomes(request_id, destination.take(50), source=source.source())
@@ -323,9 +321,11 @@ async def test_a_fence_that_is_never_reached_fails_the_reader_and_tells_the_engi
         fences.close()
 
 
-async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(daemons: Daemons, request_id: str) -> None:
-    (daemon,) = await daemons.start(f"k-{request_id[-8:]}")
-    async with engine(daemons, f"d-{request_id[-8:]}") as destination, RouterClient(daemon.url) as router:
+async def test_an_engine_killed_while_a_fence_is_pending_leaves_nothing(
+    daemons: Daemons, near: DaemonService, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("survivor")
+    async with engine(near, f"d-{request_id[-8:]}") as destination, RouterClient(daemon.url) as router:
         before = -1
         for n in range(2):
             name = f"mortal-{n}"

@@ -22,18 +22,6 @@ pytestmark = pytest.mark.anyio
 HALF, ALL = 16, 32
 
 
-@pytest.fixture(scope="module")
-async def far(daemons: Daemons) -> DaemonService:
-    (daemon,) = await daemons.start("handshakes-far")
-    return daemon
-
-
-@pytest.fixture(scope="module")
-async def near(daemons: Daemons) -> DaemonService:
-    (daemon,) = await daemons.start("handshakes-near")
-    return daemon
-
-
 async def two(
     far: DaemonService, near: DaemonService, stack: AsyncExitStack, name: str
 ) -> tuple[TestEngine, TestEngine, RouterClient]:
@@ -91,15 +79,14 @@ async def test_a_handshake_that_fails_leaves_the_connection_to_others(
 
 
 async def test_an_order_that_names_another_address_is_read_from_there(
-    daemons: Daemons, far: DaemonService, near: DaemonService, stack: AsyncExitStack
+    pair: Pair, far: DaemonService, near: DaemonService, stack: AsyncExitStack
 ) -> None:
     source, reader, _ = await two(far, near, stack, "moved")
     await published(source, "first")
     await reader.receive("first", reader.take(ALL), source=source.source())
     source.daemons[0].signal(signal.SIGSTOP)  # its node is gone, and nobody said so
     try:
-        (elsewhere,) = await daemons.start("moved-elsewhere")
-        replica = await TestEngine.start(source.engine_id, [elsewhere], source.shape)
+        replica = await TestEngine.start(source.engine_id, pair.prefill.daemons[:1], source.shape)
         await published(replica, "second")
         await reader.receive("second", reader.take(ALL), source=replica.source())
         await replica.close()

@@ -14,14 +14,32 @@ from ranks import Kv, TestEngine
 from kvferry.engine import TransferFailed
 from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import OrderBody, SourceBody, TransferState
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(scope="module")
+async def shared_daemon(shared_daemons: Daemons) -> DaemonService:
+    (daemon,) = await shared_daemons.start("survivor")
+    return daemon
+
+
+@pytest.fixture
+async def daemon(shared_daemon: DaemonService) -> DaemonService:
+    """Without any engine: those of earlier tests are retired."""
+    async with RouterClient(shared_daemon.url) as router:
+
+        async def empty() -> bool:
+            return not await router.engines()
+
+        await until(empty, "the engines of the last test are retired")
+    return shared_daemon
+
+
 async def test_what_a_killed_engine_published_stays_readable_and_then_its_memory_goes(
-    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+    pair: Pair, daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("survivor")
     router = await stack.enter_async_context(RouterClient(daemon.url))
     async with killable(daemon, "mortal-a", "publish", request_id) as process:
         process.kill()
@@ -43,10 +61,9 @@ async def test_what_a_killed_engine_published_stays_readable_and_then_its_memory
 
 
 async def test_a_reader_is_told_at_once_when_an_engine_dies_in_the_middle_of_its_prefill(
-    pair: Pair, daemons: Daemons, request_id: str
+    pair: Pair, daemon: DaemonService, request_id: str
 ) -> None:
     unborn = f"{request_id}-unborn"
-    (daemon,) = await daemons.start("halfway")
     async with killable(daemon, "mortal-b", "publish-partly", request_id) as process:
         source = SourceBody(engine_id="mortal-b", address=daemon.peer)
         reading = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(50), source=source))
@@ -63,9 +80,8 @@ async def test_a_reader_is_told_at_once_when_an_engine_dies_in_the_middle_of_its
 
 
 async def test_what_a_killed_engine_was_to_receive_is_ended(
-    daemons: Daemons, stack: AsyncExitStack, pair: Pair, request_id: str
+    daemon: DaemonService, stack: AsyncExitStack, pair: Pair, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("bereft")
     router = await stack.enter_async_context(RouterClient(daemon.url))
     async with killable(daemon, "mortal-c", "receive", request_id) as process:
 
@@ -83,8 +99,9 @@ async def test_what_a_killed_engine_was_to_receive_is_ended(
     assert refused.value.code == "unknown_engine"
 
 
-async def test_an_engine_that_dies_while_it_registers_leaves_nothing(daemons: Daemons, stack: AsyncExitStack) -> None:
-    (daemon,) = await daemons.start("cradle")
+async def test_an_engine_that_dies_while_it_registers_leaves_nothing(
+    daemon: DaemonService, stack: AsyncExitStack
+) -> None:
     _, router = await engine_on(stack, "cradle", daemon)
     idle = owned_regions(daemon)
     for _ in range(3):
@@ -104,9 +121,8 @@ async def test_an_engine_that_dies_while_it_registers_leaves_nothing(daemons: Da
 
 
 async def test_a_dead_engines_leases_outlive_it_only_as_long_as_their_ttl(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("mourner")
     engine, router = await engine_on(stack, "mourner", daemon)
     await published(engine, request_id, ttl_s=0.3)
     await engine.close()

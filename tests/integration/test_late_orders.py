@@ -32,11 +32,11 @@ async def tapped() -> AsyncIterator[tuple[Tap, str]]:
 
 
 @pytest.fixture(scope="module")
-async def pair(daemons: Daemons, tapped: tuple[Tap, str]) -> AsyncIterator[Pair]:
+async def pair(shared_daemons: Daemons, tapped: tuple[Tap, str]) -> AsyncIterator[Pair]:
     """A pair of its own: what is said to rank 1 of the decode engine can be heard."""
     tapping, address = tapped
-    (source,), (first,) = await daemons.start("late-p"), await daemons.start("late-d")
-    second = await daemons.start_rank("late-d-1", first, "--advertise", address)
+    (source,), (first,) = await shared_daemons.start("late-p"), await shared_daemons.start("late-d")
+    second = await shared_daemons.start_rank("late-d-1", first, "--advertise", address)
     tapping.to = second.peer
     prefill = await TestEngine.start("prefill", [source], Shape.tp(1, num_blocks=320))
     decode = await TestEngine.start("decode", [first, second], Shape.tp(2, axes=HND, block_size=24, num_blocks=240))

@@ -26,6 +26,13 @@ pytestmark = pytest.mark.anyio
 # drain
 
 
+@pytest.fixture(scope="module")
+async def daemon(shared_daemons: Daemons) -> DaemonService:
+    """Of those tests that leave a daemon as they found it."""
+    (daemon,) = await shared_daemons.start("drained")
+    return daemon
+
+
 async def test_sigterm_waits_until_leases_are_read_and_then_exits_0(
     pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
@@ -50,20 +57,18 @@ async def test_sigterm_waits_until_leases_are_read_and_then_exits_0(
 
 
 async def test_a_drain_ends_when_the_last_lease_expires(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("drain-b", 1, "--drain-timeout-s", "60")
     engine, router = await engine_on(stack, "drain-b", daemon)
     await published(engine, request_id, ttl_s=0.5)
     status = await router.drain(wait_s=20)
     assert (status.leases, status.drained) == (0, True)
-    assert await ended(daemon, signal.SIGTERM) == 0
+    await router.cancel_drain()
 
 
 async def test_a_drain_that_is_asked_for_does_not_end_the_daemon(
-    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+    pair: Pair, daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("drain-c")
     engine, router = await engine_on(stack, "drain-c", daemon)
     kv, _ = await published(engine, request_id)
     assert not (await router.drain()).drained
@@ -71,12 +76,12 @@ async def test_a_drain_that_is_asked_for_does_not_end_the_daemon(
     await receives(pair.decode, request_id, kv, engine.source())
     assert (await waiting).drained
     assert await router.healthy()
+    await router.cancel_drain()
 
 
 async def test_a_drain_can_be_taken_back_and_the_log_says_who_asked(
-    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+    pair: Pair, daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("drain-f", 1, "--drain-timeout-s", "60")
     engine, router = await engine_on(stack, "drain-f", daemon)
     draining = engine.ranks[0].client.draining
     kv, leases = await published(engine, request_id)
@@ -95,37 +100,27 @@ async def test_a_drain_can_be_taken_back_and_the_log_says_who_asked(
     assert f'"asked_by": "127.0.0.1 (kvferry/{__version__})"' in log
 
 
-async def told_to_stop(
-    name: str, daemons: Daemons, stack: AsyncExitStack, request_id: str
-) -> tuple[DaemonService, RouterClient]:
-    """A daemon whose engine knows that it drains, and holds a lease that nobody reads."""
-    (daemon,) = await daemons.start(name, 1, "--drain-timeout-s", "60")
-    engine, router = await engine_on(stack, name, daemon)
-    await published(engine, request_id)
-    daemon.signal(signal.SIGTERM)
-    await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
-    return daemon, router
-
-
-async def test_a_daemon_that_stops_cannot_be_called_back(
+async def test_a_daemon_that_stops_cannot_be_called_back_and_a_second_signal_stops_it_without_waiting(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
-    _, router = await told_to_stop("drain-g", daemons, stack, request_id)
+    (daemon,) = await daemons.start("drain-d", 1, "--drain-timeout-s", "60")
+    engine, router = await engine_on(stack, "drain-d", daemon)
+    await published(engine, request_id)  # a lease that nobody reads
+    daemon.signal(signal.SIGTERM)
+    await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
     with pytest.raises(DaemonError) as refused:
         await router.cancel_drain()
     assert (refused.value.code, refused.value.status) == ("stopping", 409)
-
-
-async def test_a_second_signal_stops_without_waiting_and_leaves_nothing(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
-) -> None:
-    daemon, _ = await told_to_stop("drain-d", daemons, stack, request_id)
     assert await ended(daemon, signal.SIGTERM) == 0
     assert "not drained" in daemon.tail()
 
 
-async def test_who_waits_for_a_transfer_is_told_that_the_daemon_stops(daemons: Daemons) -> None:
+async def test_who_waits_for_a_transfer_is_told_that_the_daemon_stops_its_sockets_removed_or_not(
+    daemons: Daemons,
+) -> None:
     (daemon,) = await daemons.start("drain-h")
+    daemon.socket.unlink()
+    daemon.socket.with_name(f"{daemon.socket.name}{SUFFIX}").unlink()
     host, _, port = daemon.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET /v1/transfers?request_id=never&wait=60 HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
@@ -137,13 +132,6 @@ async def test_who_waits_for_a_transfer_is_told_that_the_daemon_stops(daemons: D
     writer.close()
     assert answer.startswith(b"HTTP/1.1 503") and b'"code": "draining"' in answer, answer
     assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
-
-
-async def test_a_daemon_whose_sockets_were_removed_still_stops_cleanly(daemons: Daemons, stack: AsyncExitStack) -> None:
-    (daemon,) = await daemons.start("drain-i")
-    daemon.socket.unlink()
-    daemon.socket.with_name(f"{daemon.socket.name}{SUFFIX}").unlink()
-    assert await ended(daemon, signal.SIGTERM) == 0
     assert "Traceback" not in daemon.tail()
 
 

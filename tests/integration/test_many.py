@@ -42,9 +42,9 @@ class Crowd:
 
 
 @pytest.fixture(scope="module")
-async def crowd(daemons: Daemons) -> AsyncIterator[Crowd]:
+async def crowd(shared_daemons: Daemons) -> AsyncIterator[Crowd]:
     flags = ("--history", "20", "--max-transfers", "64")
-    started = await asyncio.gather(*(daemons.start(name, 1, *flags) for name in SHAPES))
+    started = await asyncio.gather(*(shared_daemons.start(name, 1, *flags) for name in SHAPES))
     engines = await asyncio.gather(
         *(TestEngine.start(name, own, shape) for (name, shape), own in zip(SHAPES.items(), started, strict=True))
     )

@@ -7,6 +7,7 @@ import errno
 import os
 import queue
 import signal
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -58,16 +59,26 @@ class Engine:
         self.client.receive(request_id, BLOCKS.tables(), source=named).result(TIMEOUT_S)
 
 
+@pytest.fixture(scope="module")
+async def two(shared_daemons: Daemons) -> list[DaemonService]:
+    """As the last test left them, one of them perhaps dead."""
+    flags = ("--connect-timeout-s", "20")  # what is asked may just have been started
+    started = await asyncio.gather(*(shared_daemons.start(side, 1, *flags) for side in ("source", "destination")))
+    return [daemon for (daemon,) in started]
+
+
 @pytest.fixture
-async def both(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> tuple[Engine, Engine]:
-    engines = []
-    for side in ("source", "destination"):
-        name = f"{side}-{request_id[-8:]}"
-        (daemon,) = await daemons.start(name, 1, "--connect-timeout-s", "20")  # both have just been started
-        engine = await asyncio.to_thread(Engine.start, name, daemon, request_id)
+async def both(
+    shared_daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack, request_id: str
+) -> AsyncIterator[tuple[Engine, Engine]]:
+    fleet, engines = shared_daemons.fleet, []
+    for daemon in [fleet.again(daemon) if daemon.process.poll() is not None else daemon for daemon in two]:
+        await fleet.ready(daemon, timeout_s=TIMEOUT_S)
+        engine = await asyncio.to_thread(Engine.start, f"{daemon.name}-{request_id[-8:]}", daemon, request_id)
         stack.push_async_callback(asyncio.to_thread, engine.client.close)
         engines.append(engine)
-    return engines[0], engines[1]
+    yield engines[0], engines[1]
+    two[:] = [engine.daemon for engine in engines]
 
 
 def exchanged(source: Engine, destination: Engine, request_id: str) -> bool:
@@ -91,7 +102,7 @@ def exchanged(source: Engine, destination: Engine, request_id: str) -> bool:
     ],
 )
 async def test_an_engine_attaches_again_when_its_daemon_is_back(
-    daemons: Daemons, both: tuple[Engine, Engine], side: int, number: signal.Signals
+    shared_daemons: Daemons, both: tuple[Engine, Engine], side: int, number: signal.Signals
 ) -> None:
     assert await asyncio.to_thread(exchanged, *both, "before")
     engine = both[side]
@@ -100,18 +111,18 @@ async def test_an_engine_attaches_again_when_its_daemon_is_back(
     await asyncio.to_thread(engine.daemon.process.wait, TIMEOUT_S)
     with pytest.raises(KvferryError, match=r"ended the session|does not answer"):
         await asyncio.to_thread(engine.publish, "meanwhile", Kv.random(40))
-    engine.daemon = daemons.fleet.again(engine.daemon)
+    engine.daemon = shared_daemons.fleet.again(engine.daemon)
     assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
     assert await asyncio.to_thread(exchanged, *both, "after")
 
 
 async def test_memory_that_was_handed_over_again_outlives_its_engine_as_before(
-    daemons: Daemons, both: tuple[Engine, Engine]
+    shared_daemons: Daemons, both: tuple[Engine, Engine]
 ) -> None:
     source, destination = both
     source.daemon.signal(signal.SIGKILL)
     await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    source.daemon = daemons.fleet.again(source.daemon)
+    source.daemon = shared_daemons.fleet.again(source.daemon)
     for word in ("has gone", "there again"):
         assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
     kv, wanted = Kv.random(40), np.zeros_like(destination.region.array())
@@ -123,13 +134,13 @@ async def test_memory_that_was_handed_over_again_outlives_its_engine_as_before(
 
 
 async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
-    daemons: Daemons, both: tuple[Engine, Engine]
+    shared_daemons: Daemons, both: tuple[Engine, Engine]
 ) -> None:
     source, destination = both
     await asyncio.to_thread(source.publish, "lost", Kv.random(40))
     source.daemon.signal(signal.SIGKILL)
     await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    source.daemon = daemons.fleet.again(source.daemon)
+    source.daemon = shared_daemons.fleet.again(source.daemon)
     for word in ("has gone", "there again"):
         assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
     with pytest.raises(TransferFailed) as failed:
@@ -138,7 +149,9 @@ async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
     assert await asyncio.to_thread(exchanged, *both, "lost")  # under the same name
 
 
-async def test_an_engine_that_lacks_a_descriptor_tries_again(daemons: Daemons, both: tuple[Engine, Engine]) -> None:
+async def test_an_engine_that_lacks_a_descriptor_tries_again(
+    shared_daemons: Daemons, both: tuple[Engine, Engine]
+) -> None:
     source, _ = both
     attach = source.client._attach
 
@@ -149,14 +162,14 @@ async def test_an_engine_that_lacks_a_descriptor_tries_again(daemons: Daemons, b
     source.client._attach = without_descriptor
     source.daemon.signal(signal.SIGKILL)
     await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    source.daemon = daemons.fleet.again(source.daemon)
+    source.daemon = shared_daemons.fleet.again(source.daemon)
     for word in ("has gone", "there again"):
         assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
     assert await asyncio.to_thread(exchanged, *both, "after")
 
 
 async def test_an_engine_that_is_refused_says_why_and_tries_again(
-    daemons: Daemons, both: tuple[Engine, Engine]
+    shared_daemons: Daemons, both: tuple[Engine, Engine]
 ) -> None:
     """Readers were told another address than the daemon has now."""
     engine = both[0]
@@ -164,7 +177,7 @@ async def test_an_engine_that_is_refused_says_why_and_tries_again(
     await asyncio.to_thread(engine.daemon.process.wait, TIMEOUT_S)
     assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
     engine.client._address = "127.0.0.1:1"
-    engine.daemon = daemons.fleet.again(engine.daemon)
+    engine.daemon = shared_daemons.fleet.again(engine.daemon)
     assert "address" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
     engine.client._address = engine.daemon.peer
     assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)

@@ -22,8 +22,8 @@ TP2 = Shape.tp(2, num_blocks=16)
 
 
 @pytest.fixture(scope="module")
-async def two(daemons: Daemons) -> list[DaemonService]:
-    return await daemons.start("two", 2)
+async def two(shared_daemons: Daemons) -> list[DaemonService]:
+    return await shared_daemons.start("two", 2)
 
 
 async def rank_of(stack: AsyncExitStack, engine_id: str, daemon: DaemonService, rank: int, epoch: str = "1") -> Rank:
@@ -55,9 +55,9 @@ async def test_every_rank_learns_of_all_ranks_from_the_seed(pair: Pair) -> None:
 
 
 async def test_a_handshake_waits_for_a_rank_that_joins_late(
-    pair: Pair, two: list[DaemonService], stack: AsyncExitStack, daemons: Daemons
+    pair: Pair, two: list[DaemonService], stack: AsyncExitStack
 ) -> None:
-    first, second = await daemons.start("late", 2)
+    first, second = two
     await rank_of(stack, "late", first, 0)
     shaking = asyncio.create_task(pair.routers[0].prewarm(PeerRequest(engine_id="late", address=first.peer)))
     await rank_of(stack, "late", second, 1)
@@ -87,9 +87,9 @@ async def test_a_handshake_names_the_ranks_that_are_missing(
     ],
 )
 async def test_a_roster_that_is_missing_or_forbidden_is_told_by_readyz_and_the_log(
-    daemons: Daemons, stack: AsyncExitStack, flags: tuple[str, ...], why: str
+    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack, flags: tuple[str, ...], why: str
 ) -> None:
-    (daemon,) = await daemons.start(f"astray-{len(flags)}", 1, *flags)
+    (daemon,) = await daemons.start("astray", 1, *flags) if flags else two[:1]
     await rank_of(stack, "astray", daemon, 1)
     async with RouterClient(daemon.url) as router:
         reasons = (await router.ready()).reasons
@@ -142,9 +142,9 @@ async def test_two_engines_may_share_daemons_and_read_from_each_other(
 
 
 async def test_a_rank_that_dies_leaves_and_the_next_start_is_whole_again(
-    daemons: Daemons, stack: AsyncExitStack
+    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack
 ) -> None:
-    first, second = await daemons.start("mortal", 2)
+    first, second = two[0], await daemons.start_rank("mortal", two[0])
     await rank_of(stack, "mortal", first, 0)
     await rank_of(stack, "mortal", second, 1)
 

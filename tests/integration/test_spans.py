@@ -61,7 +61,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         serving.join()
 
 
-async def test_both_sides_of_a_request_are_below_the_routers_span(
+async def test_both_sides_of_a_request_are_below_the_routers_span_and_a_failure_is_one_of_its_own(
     collector: Collector, daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
     (source,), (reader,) = await daemons.start("span-p"), await daemons.start("span-d")
@@ -89,19 +89,14 @@ async def test_both_sides_of_a_request_are_below_the_routers_span(
     assert about["kvferry.request_id"].string_value == request_id
     assert about["kvferry.source"].string_value == "span-prefill"
 
-
-async def test_a_failed_transfer_is_a_span_with_an_error_and_a_trace_of_its_own(
-    collector: Collector, daemons: Daemons, stack: AsyncExitStack, request_id: str
-) -> None:
-    (daemon,) = await daemons.start("span-late")
-    engine, _ = await engine_on(stack, "span-late", daemon)
-    (outcome,) = await engine.outcomes(request_id, engine.take(1), deadline_s=0.05)
+    (outcome,) = await decode.outcomes(f"{request_id}-late", decode.take(1), deadline_s=0.05)
     assert isinstance(outcome, TransferFailed)
 
-    async def arrived() -> bool:
+    async def failed() -> bool:
         return any(span.status.message == "deadline" for span in list(collector.spans))
 
-    await until(arrived, "the failure is sent")
+    await until(failed, "a failure is sent, as a span with an error and a trace of its own")
+    assert not any(span.status.message for span in collector.of(trace_id).values())
 
 
 def test_without_an_endpoint_no_sdk_is_imported() -> None:

@@ -31,9 +31,9 @@ DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=480)
 
 
 @pytest.fixture(scope="module")
-async def staged(daemons: Daemons) -> AsyncIterator[Pair]:
+async def staged(shared_daemons: Daemons) -> AsyncIterator[Pair]:
     prefill_daemons, decode_daemons = await asyncio.gather(
-        daemons.start("staged-p", 2, *FLAGS), daemons.start("staged-d", 3, *FLAGS)
+        shared_daemons.start("staged-p", 2, *FLAGS), shared_daemons.start("staged-d", 3, *FLAGS)
     )
     prefill, decode = await asyncio.gather(
         TestEngine.start("staged-prefill", prefill_daemons, PREFILL),
@@ -327,15 +327,13 @@ async def test_a_reader_that_read_late_has_the_source_vouch_for_its_slots(staged
 
 
 @pytest.fixture(scope="module")
-async def warm(daemons: Daemons) -> AsyncIterator[tuple[TestEngine, TestEngine]]:
+async def warm(staged: Pair) -> AsyncIterator[tuple[TestEngine, TestEngine]]:
     """A source and a reader of one rank each, with the stream between them open: the source announces its leases."""
-    near, far = await asyncio.gather(*(daemons.start(f"staged-{side}", 1, *FLAGS) for side in ("near", "far")))
-    source = await TestEngine.start("staged-near", near, Shape.tp(1, num_blocks=640))
-    reader = await TestEngine.start("staged-far", far, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
-    async with RouterClient(far[0].url) as router:
-        assert await moves(source, reader, router, "warm-up", TOKENS) == "staged"
+    far, near = staged.prefill.daemons[:1], staged.decode.daemons[:1]
+    source = await TestEngine.start("staged-far", far, Shape.tp(1, num_blocks=640))
+    reader = await TestEngine.start("staged-near", near, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
+    assert await moves(source, reader, staged.routers[0], "warm-up", TOKENS) == "staged"
     yield source, reader
-    await idle([*near, *far])
     await asyncio.gather(source.close(), reader.close())
 
 

@@ -27,10 +27,10 @@ STRICT = ("--strict", "--arena-mb", "4", "--ucx", "TLS=all")
 
 
 @pytest.fixture(scope="module")
-async def engines(daemons: Daemons) -> AsyncIterator[dict[str, TestEngine]]:
+async def engines(shared_daemons: Daemons) -> AsyncIterator[dict[str, TestEngine]]:
     """Two strict ones, and one as open as the default is."""
     flags = {"strict-p": STRICT, "strict-d": STRICT, "open": ("--way", "direct")}
-    started = await asyncio.gather(*(daemons.start(name, 1, *more) for name, more in flags.items()))
+    started = await asyncio.gather(*(shared_daemons.start(name, 1, *more) for name, more in flags.items()))
     shapes = (SHAPE, Shape.tp(1, axes=HND, block_size=24), SHAPE)
     engines = await asyncio.gather(
         *(TestEngine.start(name, own, shape) for name, own, shape in zip(flags, started, shapes, strict=True))

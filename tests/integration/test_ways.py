@@ -19,6 +19,7 @@ from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 
@@ -64,12 +65,12 @@ async def ran(*command: str) -> tuple[int | None, str, str]:
 
 
 async def test_a_forced_way_that_is_impossible_fails_and_says_why(
-    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str
+    daemons: Daemons, far: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
     (daemon,) = await daemons.start("forced", 1, "--way", "mapped")
     router = await stack.enter_async_context(RouterClient(daemon.url))
     engine, _ = await engine_on(stack, "forced", daemon)
-    source, _ = await engine_on(stack, "source", (await daemons.start("forced-source"))[0])
+    source, _ = await engine_on(stack, "source", far)
     await published(source, request_id)
     with pytest.raises(TransferFailed, match="host memory") as caught:
         await engine.receive(request_id, engine.take(50), source=source.source())
