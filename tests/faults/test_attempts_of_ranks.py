@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, until
+from fleet import TIMEOUT_S, Daemons, retired, until
 from pair import is_in
 from ranks import Kv, Shape, TestEngine, start_rank
 
@@ -64,10 +64,19 @@ async def released(lease: Lease) -> bool:
         return await lease.ended() is LeaseState.RELEASED
 
 
+@pytest.fixture(scope="module")
+async def shared(daemons: Daemons) -> tuple[DaemonService, list[DaemonService]]:
+    """The source's daemon, and those of the reader's ranks: as the last test started them."""
+    (ours,), theirs = await asyncio.gather(daemons.start("source"), daemons.start("reader", 3))
+    return ours, theirs
+
+
 @pytest.fixture
-async def scene(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> Scene:
-    (ours,) = await daemons.start(f"source-{request_id[-8:]}")
-    theirs = list(await daemons.start(f"reader-{request_id[-8:]}", 3))
+async def scene(
+    daemons: Daemons, shared: tuple[DaemonService, list[DaemonService]], stack: AsyncExitStack, request_id: str
+) -> Scene:
+    ours, theirs = shared
+    await retired(*theirs)
     source = await TestEngine.start(f"source-{request_id[-8:]}", [ours], ONE)
     reader = await TestEngine.start(f"reader-{request_id[-8:]}", theirs, THREE)
     for engine in (source, reader):
@@ -129,11 +138,13 @@ async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(sc
 
 
 async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservation(
-    scene: Scene, daemons: Daemons, stack: AsyncExitStack, request_id: str
+    scene: Scene, stack: AsyncExitStack, request_id: str
 ) -> None:
     """The router numbers its attempts; the engine's reservation for the next one is counted by its daemon."""
-    source, name = scene.source, f"alone-{request_id[-8:]}"
-    reader = await TestEngine.start(name, await daemons.start(name), ONE)
+    source, daemon = scene.source, scene.daemons[0]
+    await scene.reader.close()
+    await retired(daemon)
+    reader = await TestEngine.start(f"alone-{request_id[-8:]}", [daemon], ONE)
     stack.push_async_callback(reader.close)
     blocks = reader.take(TOKENS)
     await scene.published(request_id)

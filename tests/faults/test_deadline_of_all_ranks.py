@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import Daemons, Joining, peer_stub, until
+from fleet import Daemons, Joining, peer_stub, retired, until
 from pair import is_in, prewarmed
 from ranks import Kv, Shape, TestEngine, start_rank
 from stopping import stopped
@@ -28,8 +28,15 @@ end; without a deadline of its own such a transfer stayed for a minute or for ev
 ONE, TWO = Shape.tp(1, num_blocks=16), Shape.tp(2, num_blocks=16)
 
 
-async def source_of(stack: AsyncExitStack, daemons: Daemons, name: str, request_id: str) -> TestEngine:
-    engine = await TestEngine.start(name, await daemons.start(name), ONE)
+@pytest.fixture(scope="module")
+async def three(daemons: Daemons) -> list[DaemonService]:
+    """The source's, and those of a reader of two ranks."""
+    theirs, ours = await asyncio.gather(daemons.start("source"), daemons.start("reader", 2))
+    return theirs + ours
+
+
+async def source_of(stack: AsyncExitStack, three: Sequence[DaemonService], name: str, request_id: str) -> TestEngine:
+    engine = await TestEngine.start(name, three[:1], ONE)
     stack.push_async_callback(engine.close)
     blocks = engine.take(TOKENS)
     engine.write(Kv.random(TOKENS), blocks)
@@ -38,10 +45,11 @@ async def source_of(stack: AsyncExitStack, daemons: Daemons, name: str, request_
 
 
 async def reader_of_two(
-    stack: AsyncExitStack, daemons: Daemons, name: str
+    stack: AsyncExitStack, three: Sequence[DaemonService], name: str
 ) -> tuple[Sequence[DaemonService], TestEngine, list[RouterClient]]:
     """An engine with two ranks: (their daemons, the engine, a client of each daemon)."""
-    ours = await daemons.start(name, 2)
+    ours = three[1:]
+    await retired(*ours)
     reader = await TestEngine.start(name, ours, TWO)
     stack.push_async_callback(reader.close)
     return ours, reader, [await stack.enter_async_context(RouterClient(daemon.url)) for daemon in ours]
@@ -63,9 +71,11 @@ def fails_at_rank_1(record: TransferRecord) -> None:
     assert error is not None and (error.code, error.field, error.value) == ("deadline", "rank", "1")
 
 
-async def test_a_rank_whose_daemon_is_stopped(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
-    source = await source_of(stack, daemons, "stopped-source", request_id)
-    ours, reader, (router, _) = await reader_of_two(stack, daemons, "stopped-reader")
+async def test_a_rank_whose_daemon_is_stopped(
+    three: list[DaemonService], stack: AsyncExitStack, request_id: str
+) -> None:
+    source = await source_of(stack, three, "stopped-source", request_id)
+    ours, reader, (router, _) = await reader_of_two(stack, three, "stopped-reader")
     await prewarmed(source, [router])
     receiving = asyncio.create_task(reader.ranks[0].client.receive(request_id, reader.take(TOKENS).tables()))
     with stopped(ours[1].process.pid):
@@ -75,11 +85,11 @@ async def test_a_rank_whose_daemon_is_stopped(daemons: Daemons, stack: AsyncExit
 
 
 async def test_a_rank_that_was_handed_an_order_names_the_deadline_that_was_ordered(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    three: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
     """And not what was left of it. It passes before rank 0, which stands still, is taken for gone."""
-    source = await source_of(stack, daemons, "handed-source", request_id)
-    ours, _, (first, second) = await reader_of_two(stack, daemons, "handed-reader")
+    source = await source_of(stack, three, "handed-source", request_id)
+    ours, _, (first, second) = await reader_of_two(stack, three, "handed-reader")
     await first.order(OrderBody(request_id=request_id, source=source.source(), deadline_ms=DEADLINE_MS))
     await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
     with stopped(ours[0].process.pid):
@@ -89,11 +99,11 @@ async def test_a_rank_that_was_handed_an_order_names_the_deadline_that_was_order
 
 
 async def test_an_attempt_that_is_deleted_late_leaves_the_next_one_alone(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    three: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
     """The first goes on at a rank whose daemon is stopped, so it is not over."""
-    source = await source_of(stack, daemons, "late-source", request_id)
-    ours, _, (first, second) = await reader_of_two(stack, daemons, "late-reader")
+    source = await source_of(stack, three, "late-source", request_id)
+    ours, _, (first, second) = await reader_of_two(stack, three, "late-reader")
     body = OrderBody(request_id=request_id, source=source.source(), attempt=1)
     before = await first.order(body)
     await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
@@ -123,9 +133,12 @@ class Silent(Joining):
 
 
 @pytest.mark.slow
-async def test_a_rank_whose_daemon_answers_nothing(daemons: Daemons, stack: AsyncExitStack, request_id: str) -> None:
-    source = await source_of(stack, daemons, "silent-source", request_id)
-    (ours,) = await daemons.start("silent-reader")
+async def test_a_rank_whose_daemon_answers_nothing(
+    three: list[DaemonService], stack: AsyncExitStack, request_id: str
+) -> None:
+    source = await source_of(stack, three, "silent-source", request_id)
+    ours = three[1]
+    await retired(ours)
     epoch, ring = "1", itertools.cycle(range(TWO.num_blocks))
     blocks = TestEngine("silent-reader", epoch, TWO, [], [], ring, ring)
     rank = await start_rank("silent-reader", ours.socket, TWO, 0, epoch, "f")

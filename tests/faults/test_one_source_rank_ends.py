@@ -13,18 +13,28 @@ from ranks import Kv, Shape, TestEngine
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import Awaited, TransferState
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 TOKENS, SOME, MORE = 40, 16, 32
 
 
+@pytest.fixture(scope="module")
+async def three(daemons: Daemons) -> list[DaemonService]:
+    """Those of the source's ranks and the reader's: as the last test left them, one of them perhaps dead."""
+    theirs, ours = await asyncio.gather(daemons.start("p", 2), daemons.start("d"))
+    return theirs + ours
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["which has more to come", "which is whole"])
 @pytest.mark.parametrize("dies", [True, False], ids=["its daemon dies", "its lease is revoked"])
 async def test_a_source_rank_that_ends_is_noticed_while_another_is_waited_for(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str, dies: bool, whole: bool
+    daemons: Daemons, three: list[DaemonService], stack: AsyncExitStack, request_id: str, dies: bool, whole: bool
 ) -> None:
     name = request_id[-8:]
-    theirs, (ours,) = await asyncio.gather(daemons.start(f"{name}-p", 2), daemons.start(f"{name}-d"))
+    three[:] = [daemons.fleet.again(each) if each.process.poll() is not None else each for each in three]
+    await daemons.fleet.ready(*three, timeout_s=TIMEOUT_S)
+    theirs, ours = three[:2], three[2]
     source = await TestEngine.start(f"{name}-p", theirs, Shape.tp(2, num_blocks=16))
     reader = await TestEngine.start(f"{name}-d", [ours], Shape.tp(1, num_blocks=16))
     stack.push_async_callback(reader.close)

@@ -16,6 +16,7 @@ import grpc
 import psutil
 
 from kvferry.errors import KvferryError
+from kvferry.router import RouterClient
 from kvferry.rpc import error_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
@@ -53,6 +54,17 @@ async def until(holds: Callable[[], Awaitable[object]], what: str, timeout_s: fl
     while not await holds():
         assert time.monotonic() < deadline, f"never: {what}"
         await asyncio.sleep(0.01)
+
+
+async def retired(*daemons: DaemonService) -> None:
+    """Until no engine of an earlier test is left on them."""
+    for daemon in daemons:
+        async with RouterClient(daemon.url) as router:
+
+            async def empty(router: RouterClient = router) -> bool:
+                return not await router.engines()
+
+            await until(empty, f"the engines of the last test on {daemon.name} are retired")
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, owned_regions, until
+from fleet import TIMEOUT_S, Daemons, owned_regions, retired, until
 from lives import TP1, engine_on, killable, published, receives
 from pair import Pair, all_read, is_in
 from ranks import Kv, TestEngine
@@ -27,13 +27,8 @@ async def shared_daemon(shared_daemons: Daemons) -> DaemonService:
 
 @pytest.fixture
 async def daemon(shared_daemon: DaemonService) -> DaemonService:
-    """Without any engine: those of earlier tests are retired."""
-    async with RouterClient(shared_daemon.url) as router:
-
-        async def empty() -> bool:
-            return not await router.engines()
-
-        await until(empty, "the engines of the last test are retired")
+    """Without any engine."""
+    await retired(shared_daemon)
     return shared_daemon
 
 

@@ -7,7 +7,7 @@ import signal
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import Daemons, Joining, ended, peer_stub, refusal, serving, until
+from fleet import Daemons, Joining, ended, peer_stub, refusal, retired, serving, until
 from pair import Pair
 from ranks import HND, Blocks, Kv, Rank, Shape, TestEngine, start_rank
 
@@ -35,16 +35,6 @@ async def rank_of(stack: AsyncExitStack, engine_id: str, daemon: DaemonService, 
 async def members(daemon: DaemonService, engine_id: str) -> dict[int, str]:
     async with RouterClient(daemon.url) as router:
         return next((each.members for each in await router.engines() if each.engine_id == engine_id), {})
-
-
-async def gone(daemon: DaemonService) -> None:
-    """Until no engine of an earlier test is left."""
-    async with RouterClient(daemon.url) as router:
-
-        async def empty() -> bool:
-            return not await router.engines()
-
-        await until(empty, "the engines of the last test are retired")
 
 
 async def test_every_rank_learns_of_all_ranks_from_the_seed(pair: Pair) -> None:
@@ -100,7 +90,7 @@ async def test_a_roster_that_is_missing_or_forbidden_is_told_by_readyz_and_the_l
 async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_ranks(
     pair: Pair, two: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
-    await gone(two[0])
+    await retired(two[0])
     rank = await rank_of(stack, "half-decode", two[1], 1)
     receiving = asyncio.create_task(rank.client.receive(request_id, Blocks((), None).tables()))
     async with RouterClient(two[1].url) as router:
@@ -124,7 +114,7 @@ async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_rank
 async def test_two_engines_may_share_daemons_and_read_from_each_other(
     two: list[DaemonService], request_id: str
 ) -> None:
-    await gone(two[0])
+    await retired(two[0])
     one = await TestEngine.start("one", two, TP2)
     other = await TestEngine.start("other", two, Shape.tp(2, axes=HND, block_size=5, num_blocks=60))
     try:
@@ -156,8 +146,7 @@ async def test_a_rank_that_dies_leaves_and_the_next_start_is_whole_again(
 
     await until(whole, "both ranks have joined")
     await stack.aclose()
-    await gone(first)
-    await gone(second)
+    await retired(first, second)
     await rank_of(stack, "mortal", first, 0, epoch="2")
     await rank_of(stack, "mortal", second, 1, epoch="2")
     await until(whole, "both ranks have joined in the next epoch")

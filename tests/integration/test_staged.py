@@ -327,13 +327,15 @@ async def test_a_reader_that_read_late_has_the_source_vouch_for_its_slots(staged
 
 
 @pytest.fixture(scope="module")
-async def warm(staged: Pair) -> AsyncIterator[tuple[TestEngine, TestEngine]]:
+async def warm(shared_daemons: Daemons) -> AsyncIterator[tuple[TestEngine, TestEngine]]:
     """A source and a reader of one rank each, with the stream between them open: the source announces its leases."""
-    far, near = staged.prefill.daemons[:1], staged.decode.daemons[:1]
+    far, near = await asyncio.gather(*(shared_daemons.start(f"staged-{side}", 1, *FLAGS) for side in ("far", "near")))
     source = await TestEngine.start("staged-far", far, Shape.tp(1, num_blocks=640))
     reader = await TestEngine.start("staged-near", near, Shape.tp(1, axes=HND, block_size=24, num_blocks=480))
-    assert await moves(source, reader, staged.routers[0], "warm-up", TOKENS) == "staged"
+    async with RouterClient(near[0].url) as router:
+        assert await moves(source, reader, router, "warm-up", TOKENS) == "staged"
     yield source, reader
+    await idle([*near, *far])
     await asyncio.gather(source.close(), reader.close())
 
 
