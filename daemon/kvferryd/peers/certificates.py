@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import ssl
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -59,7 +60,7 @@ def _leads_to(shown: bytes, authorities: bytes) -> bool:
     try:
         at, *chain = x509.load_pem_x509_certificates(shown)
         roots = x509.load_pem_x509_certificates(authorities)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         return False
     while not any(at == root or signed(at, root) for root in roots):
         above = next((each for each in chain if signed(at, each)), None)
@@ -75,7 +76,7 @@ class Certificates(abc.ABC):
 
     def __init__(self, setting: str, remedy: str, *files: Path) -> None:
         """Raises KvferryError (`bad_config`) when the files cannot be used."""
-        self._files = files
+        self._files, self._lock = files, threading.Lock()
         try:
             self._seen = self._stamps()
             self._current = self._read()
@@ -83,15 +84,16 @@ class Certificates(abc.ABC):
             raise bad_config(setting, files[0], f"{setting} cannot be used: {error}", remedy) from None
 
     def current(self) -> Identity:
-        try:
-            stamps = self._stamps()
-            if stamps != self._seen:
-                self._seen = stamps  # first: files that do not fit are reported once
-                self._current = self._read()
-                log.info("certificates were read again", file=str(self._files[0]))
-        except OSError as error:  # ssl.SSLError is one
-            log.error("new certificates do not fit, the old ones stay", file=str(self._files[0]), reason=str(error))
-        return self._current
+        with self._lock:
+            try:
+                stamps = self._stamps()
+                if stamps != self._seen:
+                    self._seen = stamps  # first: files that do not fit are reported once
+                    self._current = self._read()
+                    log.info("certificates were read again", file=str(self._files[0]))
+            except OSError as error:  # ssl.SSLError is one
+                log.error("new certificates do not fit, the old ones stay", file=str(self._files[0]), reason=str(error))
+            return self._current
 
     @abc.abstractmethod
     def _read(self) -> Identity:
@@ -122,7 +124,7 @@ def expires_at(pem: bytes) -> datetime | None:
 
     try:
         return x509.load_pem_x509_certificate(pem).not_valid_after_utc
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         return None
 
 
@@ -130,7 +132,7 @@ class CertificateFiles(Certificates):
     """The tls_* files."""
 
     def __init__(self, certificate: Path, key: Path, authority: Path) -> None:
-        remedy = "name a certificate, its own private key and the authority that signed it, all PEM"
+        remedy = "name a certificate, its own private key and the authority that signed it, all PEM, without a password"
         super().__init__("tls_cert", remedy, certificate, key, authority)
 
     @classmethod
@@ -142,9 +144,14 @@ class CertificateFiles(Certificates):
         certificate, key, authority = self._files
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, _no_password)
         context.load_verify_locations(authority)
         context.verify_mode = ssl.CERT_REQUIRED
         held = certificate.read_bytes(), key.read_bytes(), authority.read_bytes()
         expires = {"tls_cert": expires_at(held[0]), "tls_ca": expires_at(held[2])}
         return Identity(*held, expires={name: at.timestamp() for name, at in expires.items() if at}, context=context)
+
+
+def _no_password() -> str:
+    """Instead of OpenSSL, which would ask the terminal."""
+    raise OSError("the private key has a password, and nobody is there to type it")
