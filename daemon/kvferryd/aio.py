@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
@@ -98,6 +100,35 @@ async def made_on(
         if not there.cancel() and there.exception() is None:
             hand_over(lambda: end(there.result()))
         raise
+
+
+class Worker:
+    """A thread that does one thing after another, there from the first on. `close` it: one that hangs keeps nothing
+    waiting, and the process may end under it."""
+
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None):
+        """begin, end: the first and the last that it does."""
+        self._begin, self._end = begin, end
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def put(self, work: Callable[[], None] | None) -> None:
+        """None: its end. Nothing that comes after that is done."""
+        self._inbox.put(work)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    async def close(self, timeout_s: float) -> bool:
+        """Whether all is done within so many seconds, and the thread has ended. Idempotent."""
+        self.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._begin()
+        while (work := self._inbox.get()) is not None:
+            work()
+        self._end()
 
 
 def _settle(future: asyncio.Future[T], result: T | None, error: KvferryError | None) -> None:

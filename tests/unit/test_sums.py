@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import tracemalloc
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SENTINEL, blank
 from strategies import Case, cases, tried
+from test_channels_of_ranks import first_of
 from test_copy_host import Memory, sources_of
 from test_share import packed_by
 
-from kvferryd.copy import Batch, Chunk, Move, cut, host, mapped, moves
+from kvferry.errors import KvferryError
+from kvferryd.copy import Batch, Chunk, Move, cut, host, mapped, moves, sums
 from kvferryd.copy.batch import Side, Table
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.copy.sums import MOST_NBYTES, SLICE_NBYTES, HostSums, Sums
@@ -107,16 +111,39 @@ def test_runs_that_have_changed_places_are_noticed() -> None:
     assert len({found[-1] for found in each}) == 1, "of the chunks that were not touched"
 
 
+@pytest.mark.anyio
+async def test_a_sum_that_hangs_keeps_no_session_from_retiring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory stays mapped: it is still read."""
+    monkeypatch.setattr(sums, "CLOSE_S", 0.1)
+    engine, begun, let_go = first_of(), threading.Event(), threading.Event()
+    engine.session.engine = engine
+
+    def hang() -> list[Chunk]:
+        begun.set()
+        assert let_go.wait(60)
+        return []
+
+    hanging, behind = (asyncio.create_task(engine.sums.of(chunks, lambda *_: [])) for chunks in (hang, list))
+    await asyncio.to_thread(begun.wait, 60)
+    async with asyncio.timeout(50):
+        await engine.session.retire("it has gone", keep=False)
+    assert engine.session.stuck
+    let_go.set()
+    assert await hanging == []
+    with pytest.raises(KvferryError, match="the engine is gone"):
+        await behind
+
+
 def test_sums_that_are_closed_hold_no_memory() -> None:
     """Whoever holds them longer: an ended transfer holds its engine, and so the engine's sums."""
     memory = np.zeros(64 * 512, np.uint8)
 
     async def used() -> Sums:
-        sums = Sums()
+        own = Sums()
         chunks = runs_of(memory, 512, list(range(64)))
-        await sums.of(lambda: chunks, lambda chunk, at: chunk.gather({0: memory.ctypes.data}, at))
-        await sums.close()
-        return sums
+        await own.of(lambda: chunks, lambda chunk, at: chunk.gather({0: memory.ctypes.data}, at))
+        await own.close()
+        return own
 
     held = [asyncio.run(used())]  # with the keys, which all have together
     tracemalloc.start()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ from typing import TypeVar
 
 from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.memory import CudaRegion, cuda
-from kvferryd.aio import made_on, settle, submit
+from kvferryd.aio import Worker, made_on, settle, submit
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.cuda import USUAL, Copier, NotPrepared, Shape
 from kvferryd.memory import Probe
@@ -109,7 +107,6 @@ class Runner:
         self.device.bind()
         self._copier, self._stream = copier, copier.device.stream()
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
         self._waiting: list[tuple[tuple[int, int], GpuCopy]] = []
         self._in_flight: deque[_Launch] = deque()
@@ -117,8 +114,7 @@ class Runner:
         self._events: list[cuda.Event] = []
         self._order = itertools.count()
         self._mappings: set[CudaRegion] = set()
-        self._thread = threading.Thread(target=self._run, name=f"copies-{self.device.index}", daemon=True)
-        self._thread.start()
+        self._worker = Worker(f"copies-{self.device.index}", self.device.bind, self._free)
 
     def copy(
         self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0, programs: int | None = None
@@ -142,7 +138,7 @@ class Runner:
 
     def prepare_usual(self) -> None:
         """Compile, one by one between other work, what peers of other layouts may need. Triton keeps it on disk."""
-        self._inbox.put(lambda: self._compile(USUAL))
+        self._worker.put(lambda: self._compile(USUAL))
 
     async def open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None = None) -> CudaRegion:
         """Map a peer's region and make sure that it is the peer's; without `probe` it is only held, not read.
@@ -153,7 +149,7 @@ class Runner:
             raise _closed()
         try:
             return await made_on(
-                self._inbox.put, lambda: self._open(allocation, nbytes, probe), lambda region: self._unmap([region])
+                self._worker.put, lambda: self._open(allocation, nbytes, probe), lambda region: self._unmap([region])
             )
         except Exception as error:  # noqa: BLE001  as in `submit`
             raise typed(error) from None
@@ -176,15 +172,14 @@ class Runner:
         finally:
             if self._asking is not None:
                 self._asking.cancel()
-            self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, CLOSE_S)
-        return not self._thread.is_alive()
+            self._worker.put(None)
+        return await self._worker.close(CLOSE_S)
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run something on the thread. Raises what it raises, as KvferryError."""
         if self._closing:
             raise _closed()
-        return await submit(self._inbox.put, work, typed)
+        return await submit(self._worker.put, work, typed)
 
     # ---- on the event loop ----
 
@@ -280,18 +275,15 @@ class Runner:
                     self._wait(copy)
 
         if len(copies) > 1:
-            submit(self._inbox.put, lambda: self._copier.prepare(batches), typed)
+            submit(self._worker.put, lambda: self._copier.prepare(batches), typed)
             for copy in copies:
                 self._launch([copy])
             return
-        submit(self._inbox.put, lambda: self._copier.prepare(batches), typed).add_done_callback(again)
+        submit(self._worker.put, lambda: self._copier.prepare(batches), typed).add_done_callback(again)
 
     # ---- on the thread ----
 
-    def _run(self) -> None:
-        self.device.bind()
-        while (work := self._inbox.get()) is not None:
-            work()
+    def _free(self) -> None:
         try:
             self._stream.synchronize()
             self._unmap(list(self._mappings))
@@ -312,7 +304,7 @@ class Runner:
                 self._copier.compile(shapes[0])
             except Exception as error:  # noqa: BLE001  it fails again for who needs it
                 log.warning("kernel not compiled", shape=shapes[0], why=str(typed(error)))
-            self._inbox.put(lambda: self._compile(shapes[1:]))
+            self._worker.put(lambda: self._compile(shapes[1:]))
 
     def _open(self, allocation: cuda.Exported, nbytes: int, probe: Probe | None) -> CudaRegion:
         mapping = self.device.open(allocation.handle)

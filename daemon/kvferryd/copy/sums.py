@@ -8,20 +8,20 @@ so words that have changed places are too.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import Unavailable
 from kvferry.memory import cuda
+from kvferryd.aio import Worker, submit
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.chunks import Chunk
 from kvferryd.copy.cuda import Copier, load
 from kvferryd.copy.host import copy
+from kvferryd.copy.runner import typed
 
 SLICE_NBYTES = 1 << 20
 """A host's chunk, and what it sums at once: keys and buffer stay in the cache."""
@@ -29,6 +29,7 @@ MOST_NBYTES = 16 << 20
 """A GPU's chunk, and the most that a reader may ask for. With chunks of 1 MiB the host works 63 ms for 671 MB, before a
 GPU that needs a few is told; with these 2."""
 WORD_NBYTES = 4
+CLOSE_S = 10.0
 AT_ONCE = 1024
 """Chunks that a GPU sums in one launch."""
 Pack = Callable[[Chunk, int], Iterable[Batch]]
@@ -110,24 +111,28 @@ class Sums:
             HostSums if device is None else functools.partial(GpuSums, device, programs)
         )
         self._made: HostSums | GpuSums | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sums")
+        self._closed = False
+        self._worker = Worker("sums", end=self._unmake)
 
     async def of(self, chunks: Callable[[], Sequence[Chunk]], pack: Pack) -> list[int]:
         """Of each chunk. chunks: called on the thread too. Raises KvferryError."""
-        try:
-            summing = self._thread.submit(self._of, chunks, pack)
-        except RuntimeError:  # of a thread that was shut down
-            raise Unavailable("session_closed", "the engine is gone, and its memory with it") from None
-        return await asyncio.wrap_future(summing)
+        self._check_open()
+        return await submit(self._worker.put, lambda: self._of(chunks, pack), typed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("session_closed", "the engine is gone, and its memory with it")
 
     def _of(self, chunks: Callable[[], Sequence[Chunk]], pack: Pack) -> list[int]:
+        self._check_open()
         self._made = self._made or self._make()
         return self._made(chunks(), pack)
 
-    async def close(self) -> None:
-        """Nothing of it is left, also while somebody still holds this."""
-        self._thread.submit(self._unmake)
-        await asyncio.to_thread(self._thread.shutdown)
+    async def close(self) -> bool:
+        """Whether nothing of it is left, also while somebody still holds this: of what takes longer than CLOSE_S the
+        memory is still read."""
+        self._closed = True
+        return await self._worker.close(CLOSE_S)
 
     def _unmake(self) -> None:
         made, self._made = self._made, None

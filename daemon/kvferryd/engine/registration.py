@@ -134,7 +134,7 @@ class Engine:
             self.notes, self._arena_task = notes, None
 
     async def close(self) -> bool:
-        """Whether its copies and its agent have stopped: until they have, memory may still be written."""
+        """Whether its sums, its copies and its agent have stopped: until they have, memory is still used."""
         self.make_arena = None
         if self._arena_task is not None:
             await asyncio.wait([self._arena_task])
@@ -277,10 +277,10 @@ def _reader_key(secret: bytes, source: str) -> bytes:
 
 async def _close(sums: Sums, runner: Runner | None, agent: Agent, arena: Arena | None) -> bool:
     """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
-    Whether copies and agent have stopped."""
-    await sums.close()
+    Whether all of them have stopped."""
+    summed = await sums.close()
     copied = runner is None or await runner.close()
-    stopped = await agent.close() and copied
+    stopped = await agent.close() and copied and summed
     if arena is not None:
         await arena.close(unmap=stopped)
     return stopped
