@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from bounded import bounded
 from fleet import TIMEOUT_S, open_files
@@ -27,7 +29,7 @@ from wire import TCP
 
 from kvferryd.demo import fleet
 from kvferryd.demo.fleet import DaemonService, Fleet
-from kvferryd.process.keeper import LASTED_S, Deaths
+from kvferryd.process.keeper import HELP, LASTED_S, Deaths
 
 START_S = 5 * TIMEOUT_S
 """Of a keeper and its daemon, on a machine with other work."""
@@ -218,6 +220,40 @@ def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonSer
     daemon.signal(signal.SIGTERM)
     assert daemon.process.wait(TIMEOUT_S) == 0
     assert '"stopped"' in daemon.tail(1)
+
+
+def test_a_stop_while_an_upgrade_drains_waits_for_the_drain_and_nothing_follows(own_fleet: Fleet) -> None:
+    daemon = own_fleet.daemon("stopped", kept=True, flags=["--drain-timeout-s", "600"])
+    asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
+    engine = Engine("stopped", daemon, "1")
+    order = {"request_id": "r", "source": {"engine_id": "nobody", "address": "127.0.0.1:9"}}
+    with httpx.Client(base_url=daemon.url, trust_env=False, timeout=TIMEOUT_S) as http:
+        ordered = http.post("/v1/transfers", json=order).raise_for_status().json()
+        daemon.signal(signal.SIGHUP)
+        eventually(lambda: '"stopping"' in daemon.log.read_text(), "the one that serves drains")
+        daemon.signal(signal.SIGTERM)
+        eventually(lambda: len(children(daemon)) < 2, "nothing is to follow")
+        http.delete(f"/v1/transfers/{ordered['transfer_id']}").raise_for_status()
+        assert daemon.process.wait(TIMEOUT_S) == 0
+    log = daemon.log.read_text()
+    assert "not drained" not in log
+    assert log.count('"event": "serving"') == 1
+    engine.client.close()
+
+
+def test_the_help_of_a_keeper_says_how_it_is_upgraded(own_fleet: Fleet, tmp_path: Path) -> None:
+    match = re.search(r"pkill -HUP (-f '[^']+')", HELP)
+    assert match is not None
+    script = Path(sys.executable).with_name("kvferry")
+    command = [script, "keep", "--rest", "127.0.0.1:0", "--peer", "127.0.0.1:0", "--advertise", "127.0.0.1:9"]
+    with subprocess.Popen([*command, "--engine-socket", str(tmp_path / "engine.sock")]) as keeper:
+        try:
+            eventually(lambda: psutil.Process(keeper.pid).children(), "it keeps a daemon")
+            found = subprocess.run(f"pgrep {match[1]}", shell=True, capture_output=True, text=True, check=True).stdout
+            ours = {each.pid for each in psutil.Process().children(recursive=True)}
+            assert {int(pid) for pid in found.split()} & ours == {keeper.pid}
+        finally:
+            keeper.kill()
 
 
 def test_a_keeper_does_not_wait_for_who_reads_its_lines() -> None:

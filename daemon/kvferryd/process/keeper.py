@@ -42,25 +42,27 @@ Runs `kvferry serve` as its child and starts it again when it dies. Host memory 
 under a keeper GPU memory does too. The engine attaches again by itself: what was under way has failed, nothing else.
 Where one after the other dies within 5 s the next one waits, 4 s at most; nobody listens meanwhile.
 
-SIGTERM, SIGINT   the daemon drains and stops, and so does the keeper; a second one stops both at once
+SIGTERM, SIGINT   the daemon drains and stops, and so does the keeper; a second one stops both at once. An upgrade
+                  under way ends there
 SIGHUP            another daemon is loaded, of the code and the settings that are there now; then the one that serves
                   drains, stops, and is followed by it. If the new one does not load, the one that serves stays.
 
 examples:
   kvferry keep --device cuda:0 --engine-socket /run/kvferry/engine.sock
-  pip install --upgrade kvferry && kill -HUP $(pidof -s kvferry)      an upgrade under living engines"""
+  pip install --upgrade kvferry && pkill -HUP -f 'kvferry kee[p]'     an upgrade under living engines, by all keepers"""
 
 
 @dataclasses.dataclass(eq=False)
 class Daemon:
     """One start of it. `since`: when engines could attach; None before and after. `loading`: it has not said that it is
-    loaded, and may still. Times: of the monotonic clock."""
+    loaded, and may still. `told`: to stop, as another one follows. Times: of the monotonic clock."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
     started: float
     since: float | None = None
     loading: bool = True
+    told: bool = False
 
     def signal(self, number: int) -> None:
         """Not through Popen, which would reap it behind our back. Until we reap it the number is its own."""
@@ -170,6 +172,7 @@ class Keeper:
             case "loaded":
                 self._loads_s, daemon.loading = LOADS_S, False
                 if self._upgrading and daemon is self._standby:
+                    self._current.told = True
                     self._current.signal(signal.SIGTERM)
             case "serving":
                 daemon.loading = False
@@ -217,12 +220,12 @@ class Keeper:
             elif number == signal.SIGHUP:
                 self._upgrade()
             else:
-                self._stopping = True
+                first, self._stopping = not self._stopping, True
                 self._end_standby()
-                if self._next_turn is None:
-                    self._current.signal(number)
-                else:
+                if self._next_turn is not None:
                     self._ended(self._current.process.returncode)
+                elif not (first and self._current.told):  # it drains already, and a second signal ends that
+                    self._current.signal(number)
 
     def _upgrade(self) -> None:
         if not self._stopping and not self._upgrading and (self._next_turn or self._current.since is not None):
