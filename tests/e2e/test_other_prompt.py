@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
+from stage import Stage
 
-from kvferryd.demo.fleet import Fleet, Service
+from kvferryd.demo.fleet import Service
+
+pytestmark = pytest.mark.xdist_group("stage")
 
 LENGTH = 75
-START_S = 240
-"""Of all together, on a machine with other work."""
 PUBLISH = {"do_remote_decode": True}
-
-
-@dataclass(frozen=True)
-class Stage:
-    prefill: Service
-    decode: Service
-    bare: Service
-    """Without a prefix cache, so that the same blocks are used again. It computes what it cannot load."""
-    alone: Service
-    proxies: dict[str, Service]
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    fleet = Fleet()
-    try:
-        first, second, third = fleet.daemons("prefill", 1), fleet.daemons("decode", 2), fleet.daemons("bare", 1)
-        asyncio.run(fleet.ready(*fleet.services, timeout_s=START_S))  # an engine waits ten seconds for its daemon
-        prefill = fleet.engine("prefill", preset="tiny", block_size=8, daemons=first)
-        decode = fleet.engine("decode", preset="tiny", tp=2, layout="HND", block_size=5, daemons=second)
-        flags = ("--no-prefix-cache", "--on-load-failure", "recompute")
-        bare = fleet.engine("bare", preset="tiny", block_size=5, daemons=third, flags=flags)
-        alone = fleet.engine("alone", preset="tiny", flags=("--no-prefix-cache",))
-        proxies = {
-            order: fleet.proxy(prefill, bare, prefill_daemons=first, decode_daemons=third, order=order)
-            for order in ("engine", "router")
-        }
-        asyncio.run(fleet.ready(*fleet.services, timeout_s=START_S))
-        yield Stage(prefill, decode, bare, alone, proxies)
-    finally:
-        fleet.close()
 
 
 def prompt(seed: int, length: int = LENGTH) -> list[int]:
@@ -158,7 +126,7 @@ def test_the_params_of_a_later_prompt_are_refused(stage: Stage) -> None:
 def test_a_request_id_may_come_again_with_another_prompt(stage: Stage, order: str) -> None:
     for seed in range(30, 34):
         tokens = prompt(seed)
-        answer = ask(stage.proxies[order], tokens, "the-same")
+        answer = ask(stage.bare_proxies[order], tokens, "the-same")
         assert tokens_of(answer) == tokens_of(ask(stage.alone, tokens))
         assert received(answer) == LENGTH
         assert answer.headers["x-request-id"] == "the-same"
@@ -168,7 +136,7 @@ def test_a_request_id_may_come_again_with_another_prompt(stage: Stage, order: st
 def test_a_request_id_may_come_with_other_prompts_at_once(stage: Stage, order: str) -> None:
     prompts = [prompt(seed + 10 * len(order)) for seed in range(40, 48)]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda tokens: ask(stage.proxies[order], tokens, "at-once"), prompts))
+        answers = list(pool.map(lambda tokens: ask(stage.bare_proxies[order], tokens, "at-once"), prompts))
     expected = [tokens_of(ask(stage.alone, tokens)) for tokens in prompts]
     assert [tokens_of(answer) for answer in answers] == expected
     assert [received(answer) for answer in answers] == [LENGTH] * len(prompts)
@@ -177,7 +145,7 @@ def test_a_request_id_may_come_with_other_prompts_at_once(stage: Stage, order: s
 @pytest.mark.parametrize("order", ["engine", "router"])
 def test_an_id_as_long_as_the_proxy_takes_is_short_enough_for_the_engines(stage: Stage, order: str) -> None:
     tokens, request_id = prompt(50 + len(order)), "x" * 256
-    answer = ask(stage.proxies[order], tokens, request_id)
+    answer = ask(stage.bare_proxies[order], tokens, request_id)
     assert tokens_of(answer) == tokens_of(ask(stage.alone, tokens))
     assert answer.headers["x-request-id"] == request_id
 

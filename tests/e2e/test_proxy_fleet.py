@@ -7,54 +7,21 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from foreign_engine import events, leaves
+from stage import START_S, Stage
 
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseRecord, TransferRecord, TransferState
-from kvferryd.demo.fleet import DaemonService, Fleet, Service
+from kvferryd.demo.fleet import DaemonService, Fleet
 
-LEASE_TTL_S = 600
-"""Long beside every wait below: what is freed sooner was freed by an abort."""
+pytestmark = pytest.mark.xdist_group("stage")
+
 PROMPT = [(7 * i) % 300 for i in range(75)]
-START_S = 240
-"""Of all together, on a machine with other work."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    fleet: Fleet
-    prefill_daemon: DaemonService
-    decode_daemons: list[DaemonService]
-    prefill: Service
-    decode: Service
-    alone: Service
-    proxies: dict[str, Service]
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    fleet = Fleet()
-    try:
-        ttl = ("--lease-ttl-s", str(LEASE_TTL_S))
-        first, second = fleet.daemon("prefill-0", flags=ttl), fleet.daemons("decode", 2, flags=ttl)
-        asyncio.run(fleet.ready(first, *second, timeout_s=START_S))  # an engine waits ten seconds for its daemon
-        prefill = fleet.engine("prefill", preset="tiny", block_size=8, daemons=[first])
-        decode = fleet.engine("decode", preset="tiny", tp=2, layout="HND", block_size=5, num_blocks=100, daemons=second)
-        alone = fleet.engine("alone", preset="tiny")
-        proxies = {
-            order: fleet.proxy(prefill, decode, prefill_daemons=[first], decode_daemons=second, order=order)
-            for order in ("engine", "router")
-        }
-        asyncio.run(fleet.ready(*fleet.services, timeout_s=START_S))
-        yield Stage(fleet, first, second, prefill, decode, alone, proxies)
-    finally:
-        fleet.close()
 
 
 def asked(request_id: str, **more: Any) -> dict[str, Any]:
@@ -207,7 +174,7 @@ def test_a_storm_of_clients_that_leave_holds_nothing(order: str, stage: Stage) -
                 )
 
     asyncio.run(storm())
-    assert eventually(lambda: all(lease.state.ended for lease in leases(stage.prefill_daemon)))
+    assert eventually(lambda: not held(stage, f"storm-{order}"))
     assert "Traceback" not in stage.proxies[order].log.read_text()
     expected = tokens(complete(stage.alone.url, f"calm-{order}"))
     assert tokens(complete(url, f"calm-{order}")) == expected

@@ -179,13 +179,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield pair
 
 
+def test_what_a_prefill_and_a_decode_engine_compute_alone_are_the_tokens_of_one_engine(engine, pair):
+    prompts = [prompt(length, seed=length) for length in (1, 16, 70, 150)]
+    expected = [engine.tokens(tokens, 16) for tokens in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for other in (pair.prefill, pair.decode):
+            assert list(pool.map(lambda tokens, other=other: other.tokens(tokens, 16), prompts)) == expected
+            assert other.errors.read_text() == ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         ("--tp", "2", "--layout", "HND", "--block-size", "5", "--max-tokens-per-step", "17"),
-        pytest.param(("--tp", "4", "--layout", "cross_layer", "--block-size", "8"), marks=pytest.mark.slow),
-        pytest.param(("--tp", "3", "--layout", "interleaved", "--block-size", "32"), marks=pytest.mark.slow),
-        pytest.param(("--tp", "6", "--layout", "head dim slot block kv layer"), marks=pytest.mark.slow),
+        ("--tp", "4", "--layout", "cross_layer", "--block-size", "8"),
+        ("--tp", "3", "--layout", "interleaved", "--block-size", "32"),
+        ("--tp", "6", "--layout", "head dim slot block kv layer"),
     ],
     ids=lambda options: " ".join(options),
 )  # fmt: skip
@@ -335,9 +345,9 @@ def test_an_idle_worker_that_dies_brings_the_engine_down_too(tmp_path):
 
 
 def test_no_worker_outlives_a_killed_driver(tmp_path):
-    engine = serve(tmp_path, "--tp", "2")
+    engine = serve(tmp_path)
     workers = engine.workers()
-    assert len(workers) == 2
+    assert len(workers) == 1
     engine.process.kill()
     engine.process.wait(60)
     wait_until(lambda: not any(worker.is_running() for worker in workers))

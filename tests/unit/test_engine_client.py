@@ -417,7 +417,7 @@ def test_what_a_thread_begins_while_another_closes_ends_or_is_refused() -> None:
         return begun
 
     with ThreadPoolExecutor() as threads:
-        for _ in range(100):
+        for _ in range(25):
             client = BlockingEngineClient("/nowhere", EngineClient.connect)
             beginning = [threads.submit(begin, client) for _ in range(2)]
             time.sleep(0.002)
