@@ -90,6 +90,20 @@ def test_a_traceback_shows_no_local_variables(log: Log) -> None:
     assert token not in log.read().replace('token = "hunter2"', "")
 
 
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_line_of_a_library_is_of_bounded_length_and_ends_with_what_was_wrong(log: Log, form: str) -> None:
+    log.configure(log_format=form)
+    theirs = logging.getLogger("uvicorn.error")
+    theirs.warning("heard %s", "x" * (1 << 20))
+    try:
+        raise ValueError("y" * (1 << 20) + " last of all")
+    except ValueError:
+        theirs.exception("failed")
+    said = log.read()
+    assert len(said) < 3 * logs.LONGEST
+    assert "heard" in said and "Traceback" in said and "last of all" in said
+
+
 def test_an_event_writes_so_many_lines_a_second_and_says_what_was_left_out(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,8 @@ from kvferryd.observe.foreign import LOST, Writer
 
 MOST = 1000
 """Lines of one event in a second."""
+LONGEST = 1 << 14
+"""Characters of a text in a line: a library may log what a stranger sent it."""
 
 
 class _Bounded:
@@ -41,6 +43,14 @@ class _Bounded:
             line["left_out"] = wanted - MOST
         self._seen[event] = now, wanted + 1 if second == now else 1
         return line
+
+
+def _cut(logger: WrappedLogger, method: str, line: EventDict) -> EventDict:
+    """Texts that are too long lack their middle: a traceback ends with what is wrong."""
+    for name, value in line.items():
+        if isinstance(value, str) and len(value) > LONGEST:
+            line[name] = f"{value[: LONGEST // 2]} ... {value[-LONGEST // 2 :]}"
+    return line
 
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -112,16 +122,9 @@ def configure(config: Config, descriptor: int = 2) -> None:
     ]
     last: list[Processor]
     if config.log_format == "json":
-        last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+        last = [structlog.processors.JSONRenderer(default=str)]
     else:
-        last = [
-            structlog.dev.ConsoleRenderer(
-                colors=os.isatty(descriptor),
-                timestamp_key="time",
-                pad_event_to=0,
-                exception_formatter=structlog.dev.plain_traceback,  # rich's shows local variables, tokens among them
-            )
-        ]
+        last = [structlog.dev.ConsoleRenderer(colors=os.isatty(descriptor), timestamp_key="time", pad_event_to=0)]
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -135,7 +138,12 @@ def configure(config: Config, descriptor: int = 2) -> None:
     )
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.format_exc_info,  # not rich's, which shows local variables, tokens among them
+            _cut,
+            *last,
+        ],
     )
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
