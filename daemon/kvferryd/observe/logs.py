@@ -124,7 +124,14 @@ def configure(config: Config, descriptor: int = 2) -> None:
     if config.log_format == "json":
         last = [structlog.processors.JSONRenderer(default=str)]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=os.isatty(descriptor), timestamp_key="time", pad_event_to=0)]
+        last = [
+            structlog.dev.ConsoleRenderer(
+                colors=os.isatty(descriptor),
+                timestamp_key="time",
+                pad_event_to=0,
+                exception_formatter=structlog.dev.plain_traceback,  # without it, a warning of what is formatted already
+            )
+        ]
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
