@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from stepped import ARENA, Daemon, manifest_of
 from stepwise import Step, Stream, World
 
-from kvferry.errors import Conflict
+from kvferry.errors import Conflict, KvferryError
 from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
 from kvferryd.transfers.order import Order, Reservation
@@ -26,6 +30,7 @@ class Ranks:
         self.world = world
         self.source = Daemon(world, SOURCE, manifest_of("prefill", heads=len(RANKS)), {0: SOURCE})
         self.daemons = [self._daemon(rank) for rank in range(len(RANKS))]
+        self.stopping: list[asyncio.Task[None]] = []
 
     def _daemon(self, rank: int) -> Daemon:
         manifest = manifest_of("decode", heads=len(RANKS), rank=rank, of=len(RANKS))
@@ -42,8 +47,30 @@ class Ranks:
         daemon, reservation = self.daemons[rank], Reservation({"full": BlockTable.of(list(blocks))}, None)
         with self.world.within(daemon.process):
             return self.world.loop.call(  # type: ignore[no-any-return]
-                daemon.ferry.jobs.receive, daemon.engine, "r", reservation, None, None
+                daemon.ferry.jobs.receive, daemon.engine, "r", reservation, None, 30.0
             )
+
+    def restart(self, rank: int) -> None:
+        """Its daemon stops, and another one starts in the same epoch."""
+        before = self.daemons[rank]
+        self.world.kill(before.process)
+        with self.world.within(before.process):
+            self.stopping.append(self.world.loop.create_task(before.ferry.close()))
+        self.daemons[rank] = self._daemon(rank)
+
+    def abort(self, rank: int) -> None:
+        daemon = self.daemons[rank]
+        self.world.loop.call(daemon.ferry.abort_here, daemon.engine, "r", "by the engine")
+
+    def publish(self, _: int) -> None:
+        self.source.publish("r", range(4))
+
+    def come_to_rest(self) -> None:
+        """By the deadline, or what a daemon that stops may take."""
+        for _ in range(8):
+            self.world.run(2000)
+            self.world.loop.pass_time(5.0)
+        assert all(task.done() for task in self.stopping)
 
     def stop(self, transfer: Transfer) -> None:
         self.world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
@@ -55,13 +82,19 @@ class Ranks:
         ]  # fmt: skip
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
+@contextlib.contextmanager
+def alone() -> Iterator[Ranks]:
     world = World(ARENA)
     with pytest.MonkeyPatch.context() as patched:
         world.patch(patched)
         yield Ranks(world)
         world.dispose()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with alone() as ranks:
+        yield ranks
 
 
 def test_ranks_that_follow_each_other_come_to_rest_while_a_request_waits(ranks: Ranks) -> None:
@@ -107,3 +140,30 @@ def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Rank
     orders.break_down()
     ranks.world.run(500)
     assert transfer.ranks[1].state is TransferState.DONE and transfer.problem is None
+
+
+DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.publish, Ranks.abort, Ranks.restart)
+DONE_AT = st.tuples(st.sampled_from(DEEDS), st.integers(0, len(RANKS) - 1), st.integers(0, 30), st.integers(0, 7))
+"""What is done, at which rank, the steps before the next, and of which of those under way."""
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(DONE_AT, min_size=2, max_size=14))
+def test_ranks_come_to_rest_whatever_happens_and_call_none_done_that_is_not(
+    deeds: list[tuple[Callable[[Ranks, int], object], int, int, int]],
+) -> None:
+    with alone() as ranks:
+        for deed, rank, steps, choice in deeds:
+            with contextlib.suppress(KvferryError):  # refused
+                deed(ranks, rank)
+            for _ in range(steps):
+                ranks.world.step(choice)
+        ranks.come_to_rest()
+        every = [transfer for daemon in ranks.daemons for transfer in daemon.ferry.jobs]
+        assert all(transfer.over and transfer.quiet.is_set() for transfer in every)
+        by_id = {transfer.transfer_id: transfer for transfer in every}
+        for transfer in every:
+            for share in transfer.ranks.values():
+                part = by_id.get(transfer.parts.get(share.rank, ""))
+                assert share.state is not TransferState.DONE or part is None or part.state is TransferState.DONE
+        assert not ranks.world.loop.problems
