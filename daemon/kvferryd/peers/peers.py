@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
@@ -55,6 +55,15 @@ OVER = frozenset({"peer_unreachable", "peer_lost", "unknown_engine"})
 """What a handshake is answered with where the engine is no more."""
 
 
+class _Flight(NamedTuple):
+    """A handshake under way."""
+
+    engine: Engine
+    engine_id: str
+    address: str
+    ordered: bool
+
+
 class Peers:
     """Handshakes, one per (our engine, peer engine) at a time. Owns the channels, and the screen for NIXL metadata."""
 
@@ -63,7 +72,7 @@ class Peers:
         self.channels = Channels(config, certificates)
         self._screen = Screen()
         self._known: dict[tuple[Engine, str], PeerEngine] = {}
-        self._shaking: dict[tuple[Engine, str, str], asyncio.Task[PeerEngine]] = {}
+        self._shaking: dict[_Flight, asyncio.Task[PeerEngine]] = {}
         self._preparing, self._unloading = Tasks(), Tasks()
         self._homes: LRUCache[tuple[Engine, str], Home] = LRUCache(HOMES)
         """Whose an engine id is: a stranger may answer to it as well."""
@@ -108,14 +117,7 @@ class Peers:
                 self._presumed.pop((engine, engine_id), None)
             return known
         # Known elsewhere, in another epoch, or with a daemon that has gone: only the engine can say what holds now.
-        flight = (engine, engine_id, address)
-        shaking = self._shaking.get(flight)
-        if shaking is None:
-            shaking = self._shaking[flight] = asyncio.create_task(
-                self._shake(engine, engine_id, address, ordered=ordered)
-            )
-            shaking.add_done_callback(lambda task: self._shaken(flight, task))
-        peer = await asyncio.shield(shaking)
+        peer = await self._share(_Flight(engine, engine_id, address, ordered))
         if ordered:
             self._presumed.pop((engine, engine_id), None)
         if epoch and peer.epoch != epoch:
@@ -132,7 +134,22 @@ class Peers:
         peer.users += 1
         return peer
 
-    def _shaken(self, flight: tuple[Engine, str, str], task: asyncio.Task[PeerEngine]) -> None:
+    async def _share(self, flight: _Flight) -> PeerEngine:
+        """One handshake for all who want it. An order joins one that nobody has ordered, too, and begins its own where
+        that fails: it has more time, and the engine's id passes to what it names."""
+        other = flight._replace(ordered=not flight.ordered)
+        if flight not in self._shaking and other in self._shaking:
+            try:
+                return await asyncio.shield(self._shaking[other])
+            except KvferryError:
+                if not flight.ordered:
+                    raise
+        if flight not in self._shaking:
+            shaking = self._shaking[flight] = asyncio.create_task(self._shake(*flight[:3], ordered=flight.ordered))
+            shaking.add_done_callback(lambda task: self._shaken(flight, task))
+        return await asyncio.shield(self._shaking[flight])
+
+    def _shaken(self, flight: _Flight, task: asyncio.Task[PeerEngine]) -> None:
         del self._shaking[flight]
         if not task.cancelled():
             task.exception()  # retrieved: every caller may have given up
