@@ -24,6 +24,7 @@ from small_engine import BLOCK, attached
 
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
+from kvferry.sglang.receiver import Receiver
 from kvferry.sglang.sender import Sender
 
 WITHIN_S = 20.0
@@ -46,8 +47,18 @@ def main() -> None:
     request.init(4)
     for pages in ([1, 2],) if stop else ([1, 2], [3, 4]):
         request.send(np.array(pages, np.int32))
-    print(json.dumps(silent(request, stop, sys.argv[4]) if stop else refused(request, sys.argv[2])))
+    told = silent(request, stop, sys.argv[4]) if stop else refused(request, sys.argv[2])
+    print(json.dumps(told | {"rooms": odd_rooms(manager)}))
     client.close()
+
+
+def odd_rooms(manager: object) -> dict[str, list[bool]]:
+    """Which of the two ends refuse a room by name, by the room."""
+    told = {}
+    for room in (None, -1, 0, 1 << 63, 1 << 64):
+        ends = Sender(manager, "address", room), Receiver(manager, "address", room)
+        told[str(room)] = [end.poll() == KVPoll.Failed and "bootstrap_room" in end._why for end in ends]
+    return told
 
 
 def refused(request: Sender, url: str) -> dict[str, object]:

@@ -22,6 +22,7 @@ def test_a_last_publish_that_is_refused_ends_what_was_published_before_it() -> N
     assert told["failed"]
     assert "metadata" in told["why"]
     assert told["left"] == []
+    assert set(map(tuple, told["rooms"].values())) == {(True, True)}, "SGLang's rows hold none of these rooms"
 
 
 @pytest.mark.parametrize("method", ["failure_exception", "abort"])

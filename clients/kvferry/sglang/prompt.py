@@ -27,6 +27,15 @@ ROOMS = range(1, 1 << 63)
 """SGLang takes room 0 for that of a request whose rows have not come yet."""
 
 
+def lease_of(room: int | None) -> str:
+    """The request id by which daemons know what SGLang calls a bootstrap room. Raises KvferryError
+    (`unsupported_request`) for one that SGLang's rows cannot hold, which would end its scheduler."""
+    if not isinstance(room, int) or room not in ROOMS:  # a range is searched from its start for what is no int
+        why, remedy = "SGLang has no such bootstrap_room", f"send a number from {ROOMS.start} to {ROOMS.stop - 1}"
+        raise Malformed("unsupported_request", why, field="bootstrap_room", value=room, remedy=remedy)
+    return f"room-{room}"
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     num_tokens: int
@@ -58,7 +67,6 @@ def handed_over(req: Req, prompt: Prompt) -> tuple[Origin, int]:
         "remote_first_token, below the vocabulary's size": token is not None and token < (req.vocab_size or 0),
         "remote_num_tokens of the whole prompt": origin is not None and origin.num_tokens == prompt.num_tokens,
         "neither return_logprob nor return_sampling_mask": not (req.return_logprob or req.return_sampling_mask),
-        f"a bootstrap_room from {ROOMS.start} to {ROOMS.stop - 1}": req.bootstrap_room in ROOMS,
     }
     for what, there in needed.items():
         if not there:

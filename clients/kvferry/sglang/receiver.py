@@ -15,8 +15,8 @@ from kvferry.errors import Conflict, KvferryError
 from kvferry.handoff import Origin
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.manager import PREFILL, Manager
-from kvferry.sglang.prompt import ADDRESS, Prompt, handed_over
-from kvferry.sglang.sender import lease_of, reason
+from kvferry.sglang.prompt import ADDRESS, Prompt, handed_over, lease_of
+from kvferry.sglang.sender import reason
 from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ class Receiver(BaseKVReceiver):
         self._receipt: Receipt | None = None
         self._quiesced: Future[None] | None = None
         self.conclude_state: int | None = None
-        self._why = ""
+        self._why = self._name = ""
+        try:
+            self._name = lease_of(bootstrap_room)
+        except KvferryError as error:
+            self._fail(reason(error))
 
     def bind(self, req: Req, rows: MetadataBuffers) -> None:
         """To the request whose KV is wanted. rows: of all requests, where SGLang looks for the first token."""
@@ -60,7 +64,7 @@ class Receiver(BaseKVReceiver):
     def init(self, prefill_dp_rank: int) -> None:
         source = self.kv_mgr.sources.get(self.bootstrap_addr)
         if source is not None:
-            self._origin = Origin(lease_of(self._room), self._prompt.num_tokens, source, digest=self._prompt.digest)
+            self._origin = Origin(self._name, self._prompt.num_tokens, source, digest=self._prompt.digest)
         elif self._origin is None:
             self.abort()
 

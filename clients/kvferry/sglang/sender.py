@@ -17,7 +17,7 @@ from kvferry.errors import Conflict, KvferryError
 from kvferry.memory.fences import Fence
 from kvferry.schemas import LeaseState
 from kvferry.sglang.cache import GROUP
-from kvferry.sglang.prompt import Prompt
+from kvferry.sglang.prompt import Prompt, lease_of
 from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from kvferry.sglang.manager import Manager
 
 log = logging.getLogger(__name__)
-
-
-def lease_of(room: int | None) -> str:
-    """The request id by which daemons know what SGLang calls a bootstrap room."""
-    return f"room-{room}"
 
 
 def reason(error: BaseException) -> str:
@@ -65,10 +60,15 @@ class Sender(BaseKVSender):
         """Of the lease, once all of it has been sent."""
         self._state: int | None = None
         self._why = ""
-        self._aborted = mgr.senders.setdefault(bootstrap_room, self) is not self
-        if self._aborted:
-            why, remedy = f"room {bootstrap_room} is that of another request", "give each request a room of its own"
-            self._fail(reason(Conflict("room_taken", why, field="bootstrap_room", value=bootstrap_room, remedy=remedy)))
+        self._name, self._aborted = "", False
+        try:
+            self._name = lease_of(bootstrap_room)
+            if mgr.senders.setdefault(bootstrap_room, self) is not self:
+                why, remedy = f"room {bootstrap_room} is that of another request", "give each request a room of its own"
+                raise Conflict("room_taken", why, field="bootstrap_room", value=bootstrap_room, remedy=remedy)
+        except KvferryError as error:
+            self._aborted = True
+            self._fail(reason(error))
 
     def bind(self, req: Req) -> None:
         """To the request whose prompt's KV this is."""
@@ -113,7 +113,7 @@ class Sender(BaseKVSender):
             async with self._order:
                 if not self._aborted and (self._lease is None or not self._lease.over):
                     self._lease = await self._daemon.client.publish(
-                        lease_of(self._room), {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
+                        self._name, {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
                         digest=self._prompt.digest, ttl_s=self.kv_mgr.rank.options.lease_ttl_s, withdraw=last,
                     )  # fmt: skip
             if self._lease is None:
@@ -156,7 +156,7 @@ class Sender(BaseKVSender):
             if self._began is not None:
                 told.result()
         except Unsettled as error:
-            raise SystemExit(f"kvferry: a reader may be in the pages of {lease_of(self._room)}: {error}") from None
+            raise SystemExit(f"kvferry: a reader may be in the pages of {self._name}: {error}") from None
         except KvferryError as error:  # refused, so there is no lease; or the client is closed, as the engine stops
             log.debug("%s", error)
 
@@ -165,7 +165,7 @@ class Sender(BaseKVSender):
             if self.kv_mgr.senders.get(self._room) is not self:  # its lease has ended: another's may be there
                 return
             try:
-                await self._daemon.client.withdraw(lease_of(self._room))
+                await self._daemon.client.withdraw(self._name)
             finally:
                 self.kv_mgr.senders.pop(self._room, None)
 
