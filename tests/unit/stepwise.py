@@ -204,9 +204,10 @@ class Copies:
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Nothing to prepare."""
 
-    async def close(self) -> None:
+    async def close(self) -> bool:
         while self.queue:
             await asyncio.wait([self.queue[-1].copy.quiet])
+        return True
 
 
 @dataclass(eq=False)

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
 from kvferryd.copy import Batch
+from kvferryd.staging import copies
 from kvferryd.staging.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
 from kvferryd.staging.copies import HostCopies
 from kvferryd.transport.read import Span
@@ -228,6 +230,23 @@ async def test_closing_waits_for_the_copy_and_tells_those_who_wait(arena: Arena,
     assert memory.closed
     with pytest.raises(KvferryError, match="closed"):
         await arena.take(Use.PACKED)
+
+
+async def test_a_copy_that_hangs_keeps_no_session_from_retiring(
+    gate: Gate, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory stays: it may still be written."""
+    monkeypatch.setattr(copies, "CLOSE_S", 0.1)
+    engine = first_of()
+    arena = engine.arena = Arena(memory, HostCopies(gate.copy))  # type: ignore[arg-type]
+    engine.session.engine = engine
+    copying = arena.copies.start(0, nothing)
+    await asyncio.to_thread(gate.begun.wait, 60)
+    async with asyncio.timeout(50):
+        await engine.session.retire("it has gone", keep=False)
+    assert engine.session.stuck and not memory.closed and not copying.quiet.done()
+    gate.let_go.set()
+    await copying.quiet
 
 
 async def test_an_error_of_the_copy_reaches_the_caller(memory: Memory) -> None:

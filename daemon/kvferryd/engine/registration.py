@@ -281,6 +281,5 @@ async def _close(sums: Sums, runner: Runner | None, agent: Agent, arena: Arena |
     summed = await sums.close()
     copied = runner is None or await runner.close()
     stopped = await agent.close() and copied and summed
-    if arena is not None:
-        await arena.close(unmap=stopped)
-    return stopped
+    staged = arena is None or await arena.close(unmap=stopped)
+    return stopped and staged

@@ -150,25 +150,27 @@ class Arena:
         held_up.extend(self._waiting)
         self._waiting = held_up
 
-    async def close(self, *, unmap: bool = True) -> None:
-        """When the last copy is over and no bytes need stay: give the memory back. Idempotent.
+    async def close(self, *, unmap: bool = True) -> bool:
+        """When the last copy is over and no bytes need stay: give the memory back. Whether the copies are over: until
+        they are, the memory stays. Idempotent.
 
         unmap: false where an agent that did not stop may still write to it.
         """
         if self.closed:
-            return
+            return True
         self.closed = True
         for _, future in self._waiting:
             if not future.done():
                 future.set_exception(arena_closed())
                 future.exception()  # retrieved: nobody may be waiting
         self._waiting.clear()
-        await self.copies.close()
+        copied = await self.copies.close()
         left_s = max((slot.kept_until for slot in self._kept), default=0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             await asyncio.sleep(left_s)
-        if unmap:
+        if unmap and copied:
             await asyncio.to_thread(self._region.close)
+        return copied
 
 
 def slot_nbytes(span: Span) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.errors import KvferryError, Unavailable
+from kvferryd.aio import Worker
 from kvferryd.copy import Batch, host
-from kvferryd.copy.runner import Copying, Runner, given_up, typed
+from kvferryd.copy.runner import CLOSE_S, Copying, Runner, given_up, typed
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
@@ -33,10 +33,13 @@ class HostCopies:
 
     def __init__(self, run: Callable[[Sequence[Batch]], None] = host.copy) -> None:
         self._run = run
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._closed = False
+        self._worker = Worker("staging")
 
     def start(self, nbytes: int, build: Build, priority: int = 0) -> Copying:
         """Run what `build` makes; `nbytes` is its size. Higher priority goes first. May raise KvferryError at once."""
+        if self._closed:
+            raise arena_closed()
         loop = asyncio.get_running_loop()
         copy = Copying(nbytes, loop.create_future(), loop.create_future())
 
@@ -51,18 +54,16 @@ class HostCopies:
                     problem = typed(error)
             loop.call_soon_threadsafe(copy.end, problem)
 
-        try:
-            self._thread.submit(run)
-        except RuntimeError:  # of a thread that was shut down
-            raise arena_closed() from None
+        self._worker.put(run)
         return copy
 
     async def prepare(self, batches: Sequence[Batch]) -> None:
         """Pay now for what the first copy of such batches would pay: numpy needs no compiling."""
 
-    async def close(self) -> None:
-        """When the last copy is over. Idempotent."""
-        await asyncio.to_thread(self._thread.shutdown)
+    async def close(self) -> bool:
+        """Whether the last copy is over, within CLOSE_S. Idempotent."""
+        self._closed = True
+        return await self._worker.close(CLOSE_S)
 
 
 class GpuCopies:
@@ -77,8 +78,9 @@ class GpuCopies:
     async def prepare(self, batches: Sequence[Batch]) -> None:
         await self._runner.prepare(batches)
 
-    async def close(self) -> None:
-        """Nothing of its own: a closed runner has ended every copy."""
+    async def close(self) -> bool:
+        """Nothing of its own: the runner tells whether it has ended every copy."""
+        return True
 
 
 Copies = HostCopies | GpuCopies
