@@ -19,6 +19,6 @@ def prompt_digest(tokens: Sequence[int], extras: Iterable[str] = ()) -> bytes:
     ids = np.fromiter(tokens, "<i8", len(tokens))  # a third of asarray's time
     digest = hashlib.sha256(DOMAIN + len(ids).to_bytes(8, "little") + ids.tobytes())
     for extra in extras:
-        encoded = extra.encode()
+        encoded = extra.encode(errors="surrogatepass")  # a name from a JSON body may hold half a character
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()

@@ -23,6 +23,11 @@ def test_the_digest_is_the_documented_bytes() -> None:
     assert prompt_digest([1, 2]).hex() == "861fa0ad5ca7311e4ece4ab9d8a269e427a221e5db0a3d432ad547de74a39fcc"
 
 
+def test_half_a_character_has_a_digest_of_its_own() -> None:
+    halves = [prompt_digest([1], [f"lora={half}"]) for half in ("\ud800", "\udc80", "?")]
+    assert len(set(halves)) == len(halves)
+
+
 def test_no_two_of_these_share_a_digest() -> None:
     several = [
         prompt_digest([]), prompt_digest([0]), prompt_digest([0, 0]), prompt_digest([1, 2]), prompt_digest([2, 1]),
