@@ -35,7 +35,7 @@ class DaemonError(KvferryError):
     """What a daemon answered, or that it did not.
 
     status: the HTTP status, 0 when no answer came. retry_after_s: set when the daemon is full (429) or draining.
-    Codes of our own: `daemon_unreachable`, `daemon_timeout`, `malformed_answer`; all others are the daemon's.
+    Codes of our own: `malformed_url`, `daemon_unreachable`, `daemon_timeout`, `malformed_answer`; all others are the daemon's.
     """
 
     def __init__(
@@ -249,9 +249,15 @@ class RouterClient:
         accept: int = 200,
     ) -> T:
         timeout_s = self.timeout_s + wait_s
+        try:
+            url = httpx.URL(self.url + path)
+        except (httpx.InvalidURL, UnicodeError) as error:
+            message = f"this is no address of a daemon: {error}"
+            remedy = "give its REST address, for example http://127.0.0.1:7410"
+            raise DaemonError("malformed_url", message, field="url", value=self.url, remedy=remedy) from None
         request = self._http.build_request(
             method,
-            self.url + path,
+            url,
             params=query,
             headers={**self._headers, **(headers or {})},
             json=None if body is None else body.model_dump(mode="json", exclude_none=True),
@@ -273,7 +279,7 @@ class RouterClient:
                 except httpx.RemoteProtocolError:
                     # The daemon closed an idle connection while the request was on its way.
                     return await self._http.send(request)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        except (httpx.HTTPError, TimeoutError) as error:
             late = isinstance(error, httpx.TimeoutException | TimeoutError)
             if late and not isinstance(error, httpx.ConnectTimeout):
                 code, remedy = "daemon_timeout", "look at its log, or give the call a longer timeout_s"

@@ -186,6 +186,19 @@ def test_nobody_there_is_daemon_unreachable() -> None:
     assert "kvferry serve" in error.remedy
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:x", "http://\ud800:1", "http://h/\ud800", "http://\0:1"])
+def test_an_address_that_is_none_is_refused_by_name(url: str) -> None:
+    async def asked() -> DaemonError:
+        async with RouterClient(url, timeout_s=2) as client:
+            assert await client.healthy() is False
+            with pytest.raises(DaemonError) as raised:
+                await client.order(ORDER)
+            return raised.value
+
+    error = asyncio.run(asked())
+    assert (error.code, error.field) == ("malformed_url", "url")
+
+
 def test_a_daemon_that_hangs_is_given_up_after_the_timeout_and_named() -> None:
     error = asyncio.run(failure(hold=True, timeout_s=0.2))
     assert error.code == "daemon_timeout"
