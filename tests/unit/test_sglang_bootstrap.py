@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.sglang import bootstrap
-from kvferry.sglang.bootstrap import ASK_S, ASKS, GLANCE_S, PATH, Sources
+from kvferry.sglang.bootstrap import ASK_S, ASKS, GLANCE_S, MOST_NBYTES, PATH, Sources
 
 
 @pytest.fixture
@@ -105,6 +105,20 @@ def test_names_that_are_not_found_give_their_places_back(
         until(lambda: sources.ensure(good), 30.0)
     finally:
         found.set()
+
+
+def test_of_a_long_answer_only_the_beginning_is_read(sources: Sources, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert not sources.ensure(f"127.0.0.1:{listener.getsockname()[1]}")
+        peer, _ = listener.accept()
+        with peer, suppress(OSError):
+            body = b'{"engine_id": "p", "address": "10.0.0.7:1"}'
+            peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + body + b" " * MOST_NBYTES)
+            until(lambda: not sources._asking, 30.0)
+    assert "more than 4096 bytes" in caplog.text
+    assert not sources._known
 
 
 def test_an_answer_that_never_ends_has_a_deadline_too(sources: Sources) -> None:

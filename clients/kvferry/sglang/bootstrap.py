@@ -19,6 +19,8 @@ PATH = "/kvferry"
 """The HTTP path at which a prefill engine answers with its engine id and its daemon's address."""
 ASK_S = 2.0
 """How long a prefill engine may take to say so."""
+MOST_NBYTES = 4096
+"""The longest answer that is read: requests name the addresses, so that anybody may name one that never ends."""
 GLANCE_S = 0.05
 """How long decode's scheduler waits for it, once in ASK_S. SGLang asks again a second later."""
 ASKS = 64
@@ -37,7 +39,9 @@ class Sources:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="kvferry-bootstrap", daemon=True).start()
         none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx's own reads all authorities; this is no https
-        self._http = httpx.AsyncClient(timeout=ASK_S, trust_env=False, verify=none)
+        self._http = httpx.AsyncClient(
+            timeout=ASK_S, trust_env=False, verify=none, headers={"accept-encoding": "identity"}
+        )
         self._glance_at = 0.0
         """When the scheduler may wait again."""
 
@@ -63,8 +67,13 @@ class Sources:
         """Within ASK_S, however slowly its name is found or its answer comes."""
         try:
             async with asyncio.timeout(ASK_S):
-                said = (await self._http.get(f"http://{address}{PATH}")).raise_for_status()
-            source = SourceBody.model_validate_json(said.content)
+                async with self._http.stream("GET", f"http://{address}{PATH}") as response:
+                    content = bytearray()
+                    async for chunk in response.raise_for_status().aiter_raw():
+                        content += chunk
+                        if len(content) > MOST_NBYTES:
+                            raise ValueError(f"its answer has more than {MOST_NBYTES} bytes")
+            source = SourceBody.model_validate_json(bytes(content))
             with self._lock:
                 self._known[address] = source
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
