@@ -35,7 +35,8 @@ class DaemonError(KvferryError):
     """What a daemon answered, or that it did not.
 
     status: the HTTP status, 0 when no answer came. retry_after_s: set when the daemon is full (429) or draining.
-    Codes of our own: `malformed_url`, `daemon_unreachable`, `daemon_timeout`, `malformed_answer`; all others are the daemon's.
+    Codes of our own: `malformed_url`, `daemon_unreachable`, `daemon_timeout`, `malformed_answer`; all others are the
+    daemon's.
     """
 
     def __init__(
