@@ -38,7 +38,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F")
 END_S = 5.0
-"""How long `close` waits until every call that was under way has failed with `session_closed`."""
+"""How long `close` waits until every call that was under way has failed with `session_closed`. Then it cancels them."""
 AGAIN_S = 5.0
 """How long one attempt to attach again waits for a daemon."""
 PAUSE_S = 1.0
@@ -304,17 +304,20 @@ class BlockingEngineClient:
             self._loop.close()
 
     async def _end(self) -> None:
-        """Close the client and wait until every call has failed."""
+        """Close the client and wait until every call has ended."""
         if self._staying is not None:
             self._staying.cancel()
             await asyncio.wait([self._staying])
         client, self._client = self._client, None
         if client is not None:
             await client.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                while others := asyncio.all_tasks() - {asyncio.current_task()}:  # they may have begun others
-                    await asyncio.wait(others)
+        for patient in (True, False):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    while others := asyncio.all_tasks() - {asyncio.current_task()}:  # they may have begun others
+                        for other in () if patient else others:
+                            other.cancel()
+                        await asyncio.wait(others)
 
     def __enter__(self) -> BlockingEngineClient:
         return self

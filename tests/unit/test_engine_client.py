@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvferry import blocking as blocking_module
 from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import EngineClient, ReceiveCancelled, TransferFailed, Unsettled
@@ -424,6 +425,20 @@ def test_what_a_thread_begins_while_another_closes_ends_or_is_refused() -> None:
             client.close()
             for each in beginning:
                 assert all(future.done() for future in each.result(60))
+
+
+def test_a_call_that_would_never_end_is_cancelled_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking_module, "END_S", 0.1)
+    client = BlockingEngineClient("/nowhere", EngineClient.connect)
+    with ThreadPoolExecutor() as threads:
+        begun = client.start(asyncio.sleep(3600))
+        calling = threads.submit(client.call, asyncio.sleep(3600), 60)
+        while len(asyncio.all_tasks(client._loop)) < 2:
+            time.sleep(0.001)
+        client.close()
+        assert begun.cancelled()
+        with pytest.raises(KvferryError, match="the session is closed"):
+            calling.result(60)
 
 
 def test_close_waits_for_what_a_task_under_way_begins_at_its_end() -> None:
