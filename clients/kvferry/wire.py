@@ -105,6 +105,9 @@ def tables_to_proto(tables: Tables) -> pb.Tables:
 
 def tables_from_proto(message: pb.Tables, field: str = "tables") -> dict[str, BlockTable]:
     """Raises KvferryError (`malformed_tables`) naming the group."""
+    if (count := len(message.groups)) > (most := MOST["groups"]):
+        why, remedy = f"{field} name more groups than a manifest may have", f"name at most {most}"
+        raise Malformed("malformed_tables", why, field=field, value=count, remedy=remedy)
     for name, table in message.groups.items():
         check_count(len(table.block_ids), f"{field}.{name}")
     return {

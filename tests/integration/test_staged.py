@@ -17,6 +17,7 @@ from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
 
 from kvferry.engine import TransferFailed
+from kvferry.manifest.model import MOST
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import layout_pb2, peer_pb2
@@ -266,6 +267,7 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
         ("lease_version", {"version": 9}),
         ("malformed_pack", {"chunk_nbytes": 1 << 30}),
         ("malformed_pack", {"chunk_nbytes": 1}),
+        ("malformed_pack", {"tables": {str(group): peer_pb2.TableShape() for group in range(1 + MOST["groups"])}}),
         ("cut_differs", {"chunks": 2}),
         ("cut_differs", {"nbytes": 2}),
         ("tokens_unpublished", {"tokens": layout_pb2.TokenRange(start=0, stop=MANY)}),

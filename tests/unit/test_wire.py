@@ -11,6 +11,7 @@ from strategies import Case, cases, tried
 
 from kvferry.errors import LONGEST, KvferryError, Refusal
 from kvferry.manifest import Manifest, ManifestError
+from kvferry.manifest.model import MOST
 from kvferry.tables import MAX_BLOCKS, BlockTable
 from kvferry.v1 import layout_pb2 as pb
 from kvferry.wire import (
@@ -164,6 +165,12 @@ def test_a_table_that_is_too_long_is_refused_before_it_is_copied(read: Callable[
     told = caught.value.code, caught.value.field, caught.value.value
     assert told == ("malformed_tables", "tables.full.block_ids", f"{MAX_BLOCKS + 1} ids")
     assert str(MAX_BLOCKS) in caught.value.remedy
+
+
+def test_tables_of_more_groups_than_there_may_be_are_refused_before_any_is_made() -> None:
+    with pytest.raises(KvferryError) as caught:
+        tables_from_proto(pb.Tables(groups={str(group): pb.BlockTable() for group in range(1 + MOST["groups"])}))
+    assert (caught.value.code, caught.value.field) == ("malformed_tables", "tables")
 
 
 def test_an_empty_table_stays_a_table() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, Malformed, Unavailable
 from kvferry.manifest import Manifest
+from kvferry.manifest.model import MOST
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
@@ -70,6 +71,9 @@ class Gatherer:
         if not SLOT_ALIGN <= opening.chunk_nbytes <= most:
             why, remedy = "chunks of this size do not fit", f"{SLOT_ALIGN} to {most} bytes"
             raise Malformed("malformed_pack", why, field="chunk_nbytes", value=opening.chunk_nbytes, remedy=remedy)
+        if (groups := len(opening.tables)) > MOST["groups"]:
+            why, remedy = "tables of more groups than a manifest may have", "name those of the destination"
+            raise Malformed("malformed_pack", why, field="tables", value=groups, remedy=remedy)
         tokens = opening.tokens
         if tokens.stop > lease.num_tokens or (opening.states and lease.more):
             why, value = f"only tokens up to {lease.num_tokens} were published", f"{tokens.start}:{tokens.stop}"
