@@ -16,6 +16,8 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would also use a device th
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of some hundred processes would compile all of our sources again
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin for each other, for minutes on a busy machine
+
 import pytest
 
 from kvferryd.demo import fleet as demo_fleet

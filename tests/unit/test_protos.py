@@ -18,7 +18,7 @@ BUF = Path(sys.executable).with_name("buf")
 
 
 def lint(folder: Path) -> str:
-    return subprocess.run([BUF, "lint", str(folder)], capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run([BUF, "lint", str(folder)], capture_output=True, text=True, timeout=240).stdout
 
 
 @pytest.mark.skipif(not BUF.exists(), reason="buf is not installed (pip install buf-bin)")
