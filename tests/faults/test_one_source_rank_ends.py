@@ -64,4 +64,5 @@ async def test_a_source_rank_that_ends_is_noticed_while_another_is_waited_for(
         await asyncio.wait_for(receiving, TIMEOUT_S)
     assert failed.value.code == ("peer_unreachable" if dies else "lease_ended")
     if dies:
+        await asyncio.to_thread(theirs[1].process.wait, TIMEOUT_S)  # or the next test takes it for one that lives
         await ahead.close()
