@@ -13,6 +13,7 @@ from uuid import uuid4
 import httpx
 import numpy as np
 import pytest
+from ranks import Shape, start_rank
 
 from kvferry.engine import EngineClient
 from kvferry.manifest import ManifestBuilder, ModelInfo
@@ -229,6 +230,22 @@ def test_a_command_without_a_token_names_its_flag(tmp_path: Path, capsys: pytest
             assert await kvferry(*asked, "--token-file", str(tokens)) == 1
 
     asyncio.run(run())
+
+
+def test_status_shows_no_control_characters_that_others_chose(
+    decode: DaemonService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        rank = await start_rank("torn\x1b[2J", decode.socket, Shape.tp(2), 0, "1")
+        try:
+            assert await kvferry("status", "--daemon", decode.url) == 1
+        finally:
+            await rank.client.close()
+
+    asyncio.run(run())
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "torn?[2J: the daemons of ranks [1] have not joined" in said
 
 
 def test_a_long_poll_ends_when_its_client_leaves() -> None:

@@ -78,7 +78,8 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
         ("up", duration(info.uptime_s * 1000)),
         ("left", f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}"),
     ]
-    print("\n".join([f"  {reason}" for reason in ready.reasons] + [f"  {name:<14} {value}" for name, value in rows]))
+    for line in (*ready.reasons, *(f"{name:<14} {value}" for name, value in rows)):
+        print(f"  {printable(line)}")
     print(table(
         ("ENGINE", "RANK", "ATTACHED", "EPOCH", "GROUPS"),
         [
@@ -88,7 +89,9 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
         ],
         "no engine has attached",
     ))  # fmt: skip
-    print("".join(f"note on {engine.engine_id}: {note}\n" for engine in engines for note in engine.notes), end="")
+    for engine in engines:
+        for note in engine.notes:
+            print(printable(f"note on {engine.engine_id}: {note}"))
     return DONE if ready.ready else NOT_YET
 
 
