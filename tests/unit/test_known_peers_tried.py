@@ -93,3 +93,25 @@ async def test_names_that_cannot_be_looked_up_keep_no_other_work_waiting(monkeyp
         running.cancel()
         await asyncio.wait([running])
         await peers.close()
+
+
+async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Semaphore(0)
+
+    def fails(*_: Any, **__: Any) -> list[Any]:
+        asked.release()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    config = Config(known_peers=("pod:7411",), allow_peers=("pod",))
+    peers = Peers(config, Metrics())
+    known = KnownPeers(config, peers, list)
+    running = asyncio.create_task(known.run())
+    try:
+        for _ in range(2):
+            known.look()
+            assert await asyncio.to_thread(asked.acquire, timeout=60)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await peers.close()

@@ -54,8 +54,11 @@ class KnownPeers:
         """Until it is cancelled."""
         try:
             while self._config.known_peers:
-                await asyncio.gather(*map(self._resolve, self._config.known_peers))
-                self._meet_all()
+                try:
+                    await asyncio.gather(*map(self._resolve, self._config.known_peers))
+                    self._meet_all()
+                except Exception:  # no thread for a lookup, perhaps
+                    log.exception("known peers were not looked up; they are in a while")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._look.wait()
