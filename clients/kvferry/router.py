@@ -110,13 +110,14 @@ class RouterClient:
     async def order(self, body: schemas.OrderBody, *, traceparent: str = "", x_request_id: str = "") -> schemas.Ordered:
         """Order a transfer. The same order again answers with the same transfer.
 
-        traceparent (W3C) and x_request_id: on every line of the transfer, in the logs of all daemons of both sides.
+        traceparent (W3C) and x_request_id: on every line of the transfer, in the logs of all daemons of both sides. One
+        that is no ASCII is left out.
 
         Raises `order_conflict` for another body under the same request_id, `full` (see `retry_after_s`),
         `address_not_allowed`, `draining`.
         """
         given = {"traceparent": traceparent, "x-request-id": x_request_id}
-        headers = {name: value for name, value in given.items() if value}
+        headers = {name: value for name, value in given.items() if value and value.isascii()}
         return await self._call("POST", "/v1/transfers", schemas.Ordered, body=body, headers=headers)
 
     async def transfer(self, transfer_id: str, *, wait_s: float = 0.0) -> schemas.TransferRecord:

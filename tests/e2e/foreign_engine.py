@@ -29,6 +29,7 @@ STREAM = (
 class Seen:
     path: str
     headers: dict[str, str]
+    raw_headers: list[tuple[bytes, bytes]]
     body: dict[str, Any]
     nbytes: int = 0
 
@@ -38,8 +39,9 @@ class ForeignEngine:
     """params: what a prefill leg is answered with. answer: its whole answer as JSON text, instead. statuses: taken one
     per request, then 200. cookie: set with every answer.
 
-    hold: requests wait for it before their first byte. pause: streams wait for it after theirs. breaks: streams stop
-    there without their end. left: set when a client closed its connection early.
+    hold: requests wait for it before their first byte. pause: streams wait for it after theirs. filling: what they send
+    meanwhile. breaks: streams stop there without their end. raw_headers: with every answer. left: set when a client
+    closed its connection early.
     """
 
     params: object = field(default_factory=lambda: {"remote_request_id": "lease-1", "remote_num_tokens": 9})
@@ -52,6 +54,8 @@ class ForeignEngine:
     left: threading.Event = field(default_factory=threading.Event)
     arrived: threading.Event = field(default_factory=threading.Event)
     breaks: bool = False
+    filling: bytes = b": still here\n\n"
+    raw_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     url: str = ""
 
     def __post_init__(self) -> None:
@@ -71,14 +75,17 @@ class ForeignEngine:
 
         @app.get("/v1/models")
         async def models(request: Request) -> Response:
-            self.seen.append(Seen(request.url.path, dict(request.headers), {}))
+            self.seen.append(Seen(request.url.path, dict(request.headers), request.headers.raw, {}))
             headers = {"x-engine": self.url, **self._cookie()}
-            return JSONResponse({"object": "list", "data": [{"id": "m"}]}, headers=headers)
+            answer = JSONResponse({"object": "list", "data": [{"id": "m"}]}, headers=headers)
+            answer.raw_headers += self.raw_headers
+            return answer
 
         @app.post("/v1/{rest:path}")
         async def generate(request: Request) -> Response:
             answer = await self._generate(request)
             answer.headers.update(self._cookie())
+            answer.raw_headers += self.raw_headers
             return answer
 
         return app
@@ -88,7 +95,8 @@ class ForeignEngine:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
-        self.seen.append(Seen(request.url.path, dict(request.headers), body, len(await request.body())))
+        nbytes = len(await request.body())
+        self.seen.append(Seen(request.url.path, dict(request.headers), request.headers.raw, body, nbytes))
         self.arrived.set()
         while not await asyncio.to_thread(self.hold.wait, 0.02):
             if await request.is_disconnected():
@@ -109,7 +117,7 @@ class ForeignEngine:
         try:
             yield STREAM[0]
             while not await asyncio.to_thread(self.pause.wait, 0.02):
-                yield b": still here\n\n"
+                yield self.filling
             if self.breaks:
                 raise ConnectionAbortedError("the engine died")
             for chunk in STREAM[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -16,6 +17,7 @@ from foreign_engine import STREAM, ForeignEngine, engine, events, leaves, served
 
 from kvferry.proxy import Endpoint, Options, parse
 from kvferry.proxy.app import build_app
+from kvferryd.demo.fleet import Fleet
 
 PROMPT = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 
@@ -134,6 +136,32 @@ def test_a_cookie_is_that_clients_alone_to_whom_it_was_given(
     alices, bobs = zip(*(engine.seen for engine in (prefill, decode) if engine.seen), strict=True)
     assert {leg.headers.get("cookie") for leg in alices} == {"name=alice"}
     assert {leg.headers.get("cookie") for leg in bobs} == {None}
+
+
+ODD_HEADERS = [(b"x-name", "中".encode()), (b"x-name", b"\xff"), (b"x-name", b"a")]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+@pytest.mark.parametrize("order", ["engine", "router"])
+def test_headers_of_any_bytes_pass_as_they_are_also_when_they_repeat(
+    path: str, order: str, dead: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    prefill.raw_headers = decode.raw_headers = ODD_HEADERS
+    prefill.params = {
+        "remote_engine_id": "p", "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 9,
+    }  # fmt: skip
+    method, body = ("GET", None) if path == "/v1/models" else ("POST", PROMPT)
+    ordering = Options(prefill=(Endpoint(prefill.url),), decode=(Endpoint(decode.url, (dead,)),), order=order)
+    with served(build_app(ordering)) as url, httpx.Client(base_url=url, timeout=60) as client:
+        headers = [*ODD_HEADERS, (b"traceparent", b"\xff")]
+        answer = client.request(method, path, json=body, headers=headers)
+    if order == "engine" or method == "GET":
+        assert answer.status_code == 200
+        assert [pair for pair in answer.headers.raw if pair[0] == b"x-name"] == ODD_HEADERS
+    else:
+        assert answer.json()["error"]["code"] == "daemon_unreachable"  # and no other
+    for leg in (*prefill.seen, *decode.seen):
+        assert [pair for pair in leg.raw_headers if pair[0] == b"x-name"] == ODD_HEADERS
 
 
 # choosing engines, retrying
@@ -335,6 +363,26 @@ def test_prefill_learns_that_the_client_left(client: httpx.Client, prefill: Fore
     prefill.hold.clear()
     leaves(str(client.base_url.join("/v1/completions")), lambda: prefill.arrived.wait(60), json=PROMPT)
     assert prefill.left.wait(60)
+
+
+def test_a_client_that_reads_nothing_is_let_go_and_decode_with_it(
+    prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    decode.filling = bytes(1 << 20)
+    decode.pause.clear()
+    fleet = Fleet()
+    try:
+        proxy = fleet.proxy(prefill, decode)
+        asyncio.run(fleet.ready(proxy, timeout_s=60))
+        content = json.dumps(PROMPT | {"stream": True}).encode()
+        url = httpx.URL(proxy.url)
+        with socket.create_connection((url.host, url.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+            )
+            assert decode.left.wait(60)
+    finally:
+        fleet.close()
 
 
 # beside the requests

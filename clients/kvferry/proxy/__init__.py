@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections.abc import Sequence
 
 import uvicorn
@@ -16,6 +17,8 @@ from kvferry.proxy.app import build_app
 from kvferry.proxy.options import Endpoint, Options, parse
 
 __all__ = ["Endpoint", "Options", "build_app", "main", "parse"]
+UNREAD_S = 10
+"""How long a client may take nothing of what is sent to it. Then the kernel ends its connection, and so its request."""
 GRACEFUL_S = 20
 """At SIGTERM: how long requests under way may still run."""
 
@@ -34,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",
         timeout_graceful_shutdown=GRACEFUL_S,
     )  # fmt: skip
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run()
+    with contextlib.suppress(KeyboardInterrupt), config.bind_socket() as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)  # its connections have it too
+        uvicorn.Server(config).run([listener])
     return 0

@@ -35,18 +35,17 @@ def refusal(error: KvferryError) -> Response:
     return JSONResponse(openai_error(error, status), status, headers)
 
 
-def passed_on(response: httpx.Response, *, decoded: bool = False) -> list[tuple[str, str]]:
-    """An engine's response headers without those that belong to its own connection or that we answer ourselves."""
+def passed_on(response: httpx.Response, *, decoded: bool = False) -> list[tuple[bytes, bytes]]:
+    """An engine's response headers, byte for byte, without those of its own connection or that we answer ourselves."""
     unwanted = HOP_BY_HOP | {"date", "server", "content-length", "x-request-id"}
     unwanted |= {"content-encoding"} if decoded else set()
-    return [(name, value) for name, value in response.headers.multi_items() if name.lower() not in unwanted]
+    return [(name, value) for name, value in response.headers.raw if name.decode("latin-1").lower() not in unwanted]
 
 
 async def whole(response: httpx.Response) -> Response:
     """An engine's complete answer."""
     answer = Response(await response.aread(), response.status_code)
-    for name, value in passed_on(response, decoded=True):
-        answer.headers.append(name, value)
+    answer.raw_headers += passed_on(response, decoded=True)
     return answer
 
 
@@ -62,14 +61,14 @@ class Answer:
         self.nbytes = 0
 
     async def whole(self, answer: Response) -> None:
-        await self.start(answer.status_code, answer.headers.items())
+        await self.start(answer.status_code, answer.raw_headers)
         await self.write(bytes(answer.body))
         await self.end()
 
-    async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         assert not self.status, "an answer starts once"
         self.status = status
-        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        raw = [(name.lower(), value) for name, value in headers]
         self._events = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
         raw.append((b"x-request-id", self._request_id.encode("latin-1")))
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

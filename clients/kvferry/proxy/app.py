@@ -125,11 +125,11 @@ class Proxy:
         if not hmac.compare_digest(given, f"Bearer {self.options.api_token}".encode()):
             raise Unauthorized("unauthorized", "no valid bearer token", field="Authorization", remedy="ask for a token")
 
-    def _headers(self, request: Request, request_id: str) -> dict[str, str]:
-        """The client's headers for the legs. Its Authorization stops here when it was meant for the proxy."""
+    def _headers(self, request: Request, request_id: str) -> httpx.Headers:
+        """The client's headers for the legs, byte for byte. Its Authorization stops here when it was for the proxy."""
         ours = OURS | {"authorization"} if self.options.api_token else OURS
-        headers = {name: value for name, value in request.headers.items() if name not in ours}
-        return headers | {"content-type": "application/json", "x-request-id": request_id}
+        passed = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in ours]
+        return httpx.Headers([*passed, (b"content-type", b"application/json"), (b"x-request-id", request_id.encode())])
 
 
 def _client_id(request: Request) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import string
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +104,7 @@ class Asked:
 
     path: str
     body: legs.JsonObject
-    headers: Mapping[str, str]
+    headers: httpx.Headers
     request_id: str
     """The client's: in its answer and in the log."""
     handover_id: str
@@ -215,7 +215,7 @@ class Exchange(Response):
             order, headers = legs.order(self._params), self._asked.headers
             ordering = self._daemons.order(
                 self._decode_engine, order, timeout_s=self._options.order_timeout_s,
-                traceparent=headers.get("traceparent", ""), x_request_id=headers.get("x-request-id", ""),
+                traceparent=headers.get("traceparent", ""), x_request_id=headers["x-request-id"],
             )  # fmt: skip
             self._ordering = asyncio.create_task(ordering)
         relaying = asyncio.create_task(self._relay(body, answer))
@@ -244,7 +244,8 @@ class Exchange(Response):
                 await answer.whole(await whole(response))
                 return False
             # An engine may name a lease with characters that no header has: those are written as in a URL.
-            headers = [*passed_on(response), ("x-kvferry-request-id", quote(self._lease, safe=string.punctuation))]
+            lease = quote(self._lease, safe=string.punctuation).encode()
+            headers = [*passed_on(response), (b"x-kvferry-request-id", lease)]
             async for chunk in response.aiter_raw():
                 if not answer.status:
                     self._mark("first_byte")
