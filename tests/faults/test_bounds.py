@@ -25,6 +25,7 @@ from stopping import stepped, stopped
 from test_peer_secret import secret_file
 from wire import TCP
 
+from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
 from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferState
@@ -586,3 +587,18 @@ async def test_tls_handshakes_that_do_not_come_keep_nobody_out(
     for _ in range(PLACES):
         plain(daemon, stack)
     assert await healthy(daemon, tls)
+
+
+async def test_runs_that_are_too_many_are_not_read_one_by_one(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of some thousand tokens, each element of which is a run, took all memory of its reader's daemon."""
+    bounded(monkeypatch, {"kvferryd.paths.direct.MOST_RUNS": 64})
+    (there,), (here,) = await daemons.start("rows"), await daemons.start("columns", 1, "--way", "direct")
+    source, _ = await engine_on(stack, "rows", there)
+    turned = Shape.tp(1, axes=("block", "dim", "head", "slot"), num_blocks=16)
+    reader, _ = await engine_on(stack, "columns", here, turned)
+    await published(source, "r")
+    with pytest.raises(TransferFailed, match="arena_mb") as failed:
+        await reader.receive("r", reader.take(50), source=source.source())
+    assert (failed.value.code, failed.value.blocks_safe) == ("too_many_runs", True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvferry.errors import Conflict
 from kvferryd.aio import all_done, beside
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
@@ -13,6 +14,8 @@ from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Runs
 from kvferryd.transport.read import Descriptors, Span
 
+MOST_RUNS = 1 << 23
+"""Of one move: each takes some 120 bytes of memory, and 3 us where it is short."""
 Rows = tuple[str, Descriptors, Descriptors, str, str]
 """What one read takes: the source's agent, local and remote rows of equal lengths, and the type of memory of each."""
 
@@ -27,11 +30,19 @@ class Direct:
         return f"ranks {hidden} are strict" if hidden else ""
 
     async def move(self, move: Move) -> Moved:
-        """Raises TransportError of the first read that fails."""
+        """Raises TransportError of the first read that fails, KvferryError (`too_many_runs`)."""
         bound = move.bound
-        runs = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs)
         regions = {id: region.span for id, region in move.engine.session.regions.items()}
-        rows = await beside(runs, lambda: [_rows(each, regions, move.peer) for each in bound.runs()])
+
+        def all_rows() -> list[Rows]:
+            if (count := bound.run_count) > MOST_RUNS:
+                why = f"each is {bound.nbytes // count} bytes long, and at most {MOST_RUNS} are read one by one"
+                remedy = "give both sides a staging arena (arena_mb, way = auto), or caches of one layout"
+                raise Conflict("too_many_runs", why, field="runs", value=count, remedy=remedy)
+            return [_rows(each, regions, move.peer) for each in bound.runs()]
+
+        runs = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs)
+        rows = await beside(runs, all_rows)
         reads = [move.read(*each) for each in rows]
         await all_done([read.done for read in reads])
         return Moved(move.ranks, sum(len(local) for _, local, *_ in rows))
