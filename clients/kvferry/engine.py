@@ -31,7 +31,7 @@ from kvferry.memory.fences import Fence, Fences
 from kvferry.outcomes import Lease, ReceiveCancelled, Received, Receiving, TransferFailed, Unsettled
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody, TransferState
-from kvferry.session import CALL_S, Said, Session, refuse, settle
+from kvferry.session import CALL_S, Sent, Session, refuse, settle
 from kvferry.tables import Tables
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
@@ -55,7 +55,7 @@ class EngineClient:
 
     def __init__(self, socket: str, epoch: str, call_timeout_s: float = CALL_S) -> None:
         self.epoch = epoch
-        self._session = Session(socket, self._hear, self._end, self._over, call_timeout_s)
+        self._session = Session(socket, self._on_event, self._end, self._over, call_timeout_s)
         self._leases: dict[str, Lease] = {}
         self._receives: dict[str, Receiving] = {}
         """By request: under way, or given up and not quiet."""
@@ -260,7 +260,7 @@ class EngineClient:
             await self._session.command(publish=request)
         except (Unsettled, asyncio.CancelledError) as error:
             try:  # revoke it behind the publish on the stream
-                abort = self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+                abort = self._session.send(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
             except KvferryError:  # the session has ended
                 forget()
                 raise error from None
@@ -270,7 +270,7 @@ class EngineClient:
             raise
         except KvferryError as error:
             forget()
-            # The end of the one before was heard while this was on its way.
+            # The end of the one before came while this was on its way.
             if error.code == "lease_ended" and self._leases.get(request_id) is not known:
                 return await self._publish(request, withdraw=withdraw)
             if withdraw and known is not None and not known.over:
@@ -314,13 +314,13 @@ class EngineClient:
         if source is not None:
             request.source.CopyFrom(engine_pb2.Source(**source.model_dump()))
         await self._none_before(request_id)
-        said = self._session.say(receive=request)
+        sent = self._session.send(receive=request)
         receiving = self._receives[request_id] = Receiving()
         try:
-            receiving.named((await self._session.answer(said)).receive.transfer_id)
+            receiving.named((await self._session.answer(sent)).receive.transfer_id)
             event = await self._end_of(receiving, deadline_s or self._deadline_s)
         except asyncio.CancelledError:
-            leaving = self._give_up(request_id, receiving, said)
+            leaving = self._give_up(request_id, receiving, sent)
             with suppress(asyncio.CancelledError):  # impatience changes nothing for the blocks
                 await asyncio.wait([leaving], timeout=LEAVE_S)
             cancelled = ReceiveCancelled(request_id, receiving.quiet)
@@ -328,7 +328,7 @@ class EngineClient:
                 raise cancelled from None
             raise
         except Unsettled as error:
-            self._give_up(request_id, receiving, said)
+            self._give_up(request_id, receiving, sent)
             raise TransferFailed(error, "failed", receiving.quiet) from None
         except BaseException:  # refused: nothing was done
             self._leave(request_id)
@@ -364,24 +364,24 @@ class EngineClient:
                     await receiving.ended.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
             except TimeoutError:
                 # An order may have moved the deadline: the daemon keeps it, for as long as it is there to do so.
-                await self._session.answer(self._session.say(probe=engine_pb2.Probe()), GRACE_S)
+                await self._session.answer(self._session.send(probe=engine_pb2.Probe()), GRACE_S)
         if isinstance(receiving.end, KvferryError):
             raise receiving.end
         return receiving.end
 
-    def _give_up(self, request_id: str, receiving: Receiving, said: Said) -> asyncio.Task[None]:
+    def _give_up(self, request_id: str, receiving: Receiving, sent: Sent) -> asyncio.Task[None]:
         """Nobody waits for this receive any more: abort its transfer. The task returned ends when it is quiet; until
         then the request cannot be received again."""
 
         async def left() -> None:
             with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await said.answered()  # the daemon can abort only what it has answered
+                answer = await sent.answered()  # the daemon can abort only what it has answered
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return
                 receiving.named(answer.receive.transfer_id)
                 if receiving.end is None:
-                    self._session.say(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+                    self._session.send(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
             await asyncio.wait([receiving.quiet])
 
         receiving.leaving = asyncio.create_task(left())
@@ -427,7 +427,7 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _hear(self, event: engine_pb2.Event) -> None:
+    def _on_event(self, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):
             case "transfer_ended" | "blocks_safe" as kind:
                 told: engine_pb2.TransferEnded | engine_pb2.BlocksSafe = getattr(event, kind)
@@ -435,7 +435,7 @@ class EngineClient:
                     _end_of_kind(TransferState, told.state)
                 receiving = self._unquiet.pop(told.transfer_id, None) or self._receives.get(told.request_id)
                 if receiving is not None:
-                    receiving.hear(told)
+                    receiving.on_event(told)
             case "lease_ended":
                 state = _end_of_kind(LeaseState, event.lease_ended.state)
                 lease = self._leases.pop(event.lease_ended.request_id, None)

@@ -115,14 +115,14 @@ class Receiving:
         """The daemon has replied with the id of this transfer."""
         self.transfer_id = transfer_id
         while self._early:
-            self.hear(self._early.popleft())
+            self.on_event(self._early.popleft())
 
     def over(self, end: engine_pb2.TransferEnded | KvferryError) -> None:
         """How it has ended; only the first counts."""
         self.end = self.end or end
         self.ended.set()
 
-    def hear(self, event: engine_pb2.TransferEnded | engine_pb2.BlocksSafe) -> None:
+    def on_event(self, event: engine_pb2.TransferEnded | engine_pb2.BlocksSafe) -> None:
         if not self.transfer_id:
             self._early.append(event)
         elif event.transfer_id == self.transfer_id:

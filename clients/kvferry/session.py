@@ -31,23 +31,23 @@ ASK_S, AGAIN_S = 5.0, 0.2
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
-class Said:
+class Sent:
     """A command on the stream. settled: done when the command is answered, or when nothing of the session is read or
     written any more."""
 
     def __init__(self) -> None:
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heard = asyncio.Event()
+        self._answered = asyncio.Event()
         self._answer: engine_pb2.Answer | KvferryError | None = None
 
-    def hear(self, answer: engine_pb2.Answer | KvferryError) -> None:
+    def on_answer(self, answer: engine_pb2.Answer | KvferryError) -> None:
         """The answer, or why there is none."""
         self._answer = answer
-        self._heard.set()
+        self._answered.set()
 
     async def answered(self) -> engine_pb2.Answer:
         """Wait for the answer. Raises KvferryError when the session ends first."""
-        await self._heard.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
+        await self._answered.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
         assert self._answer is not None
         if isinstance(self._answer, KvferryError):
             raise self._answer
@@ -61,16 +61,16 @@ class Session:
     def __init__(
         self,
         socket: str,
-        hear: Callable[[engine_pb2.Event], None],
+        on_event: Callable[[engine_pb2.Event], None],
         on_end: Callable[[KvferryError], None],
         on_over: Callable[[KvferryError | None], None],
         call_timeout_s: float = CALL_S,
     ) -> None:
-        """hear: called with every event except answers; a KvferryError that it raises ends the session. on_end: called
-        once, with the error that calls raise from then on. on_over: called once; with None when nothing of the session
-        is read or written any more, or with the reason why that will never be known."""
+        """on_event: called with every event except answers; a KvferryError that it raises ends the session. on_end:
+        called once, with the error that calls raise from then on. on_over: called once; with None when nothing of the
+        session is read or written any more, or with the reason why that will never be known."""
         self._whom = f"the daemon on {socket}"
-        self._socket, self._hear, self._on_end, self._on_over = socket, hear, on_end, on_over
+        self._socket, self._on_event, self._on_end, self._on_over = socket, on_event, on_end, on_over
         self.call_timeout_s = call_timeout_s
         self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=OPTIONS)
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(self._channel)
@@ -82,7 +82,7 @@ class Session:
         self._instance = ""
         self._daemon: Process | None = None
         self._commands = Outbox(_several)
-        self._said: dict[int, Said] = {}
+        self._sent: dict[int, Sent] = {}
         self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class Session:
         """Waits for the daemon to come up. Raises KvferryError: `unreachable`, or what the daemon refuses."""
         attach.several = True
         self._commands.put(engine_pb2.Command(attach=attach))
-        stream = aiter(self.stub.Attach(self._to_say(), wait_for_ready=True))
+        stream = aiter(self.stub.Attach(self._to_send(), wait_for_ready=True))
         try:
             async with asyncio.timeout(timeout_s):
                 attached = (await anext(stream)).attached
@@ -131,10 +131,10 @@ class Session:
             raise session_closed() from None
 
     async def command(self, **command: Message) -> engine_pb2.Answer:
-        """`say` it and wait for its `answer`."""
-        return await self.answer(self.say(**command))
+        """`send` it and wait for its `answer`."""
+        return await self.answer(self.send(**command))
 
-    def say(self, **command: Message) -> Said:
+    def send(self, **command: Message) -> Sent:
         """Put a command on the stream. Raises KvferryError: `message_too_large`; Unsettled when the session has ended,
         because earlier commands may still have an effect."""
         if self._ended is not None:
@@ -142,24 +142,24 @@ class Session:
         number = next(self._numbers)
         message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]  # one field of `oneof`
         check_size(message, "".join(command))
-        said = self._said[number] = Said()
+        sent = self._sent[number] = Sent()
         self._commands.put(message)
-        return said
+        return sent
 
-    async def answer(self, said: Said, timeout_s: float | None = None) -> engine_pb2.Answer:
+    async def answer(self, sent: Sent, timeout_s: float | None = None) -> engine_pb2.Answer:
         """Raises KvferryError with what the daemon refuses; Unsettled when it does not answer in time (`deadline`) or
         the session ends first. The command stands even if this is cancelled."""
         timeout_s = timeout_s or self.call_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await said.answered()
+                answer = await sent.answered()
         except TimeoutError:
             message = f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
             remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
             late = Deadline("deadline", message, field="call_timeout_s", value=timeout_s, remedy=remedy)
-            raise Unsettled(late, said.settled) from None
+            raise Unsettled(late, sent.settled) from None
         except KvferryError as why:
-            raise Unsettled(why, said.settled) from None
+            raise Unsettled(why, sent.settled) from None
         if answer.HasField("problem"):
             raise problem_from_proto(answer.problem)
         return answer
@@ -214,7 +214,7 @@ class Session:
         if self._daemon is not None:
             self._daemon.close()
 
-    async def _to_say(self) -> AsyncIterator[engine_pb2.Command]:
+    async def _to_send(self) -> AsyncIterator[engine_pb2.Command]:
         while (command := await self._commands.take()) is not None:
             yield command
 
@@ -225,10 +225,10 @@ class Session:
             async for told in events:
                 for event in told.several.events if told.HasField("several") else (told,):
                     if not event.HasField("answer"):
-                        self._hear(event)
-                    elif (said := self._said.pop(event.answer.id, None)) is not None:
-                        said.hear(event.answer)
-                        said.settled.set_result(None)
+                        self._on_event(event)
+                    elif (sent := self._sent.pop(event.answer.id, None)) is not None:
+                        sent.on_answer(event.answer)
+                        sent.settled.set_result(None)
         except grpc.aio.AioRpcError as error:
             why = error_of(error, self._whom, ended=why)
         except KvferryError as malformed:
@@ -242,8 +242,8 @@ class Session:
         self._ended = why
         self.closed.set()
         self._on_end(why)
-        for said in self._said.values():
-            said.hear(why)
+        for sent in self._sent.values():
+            sent.on_answer(why)
         self._commands.end()
         if not self._closing:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
@@ -271,9 +271,9 @@ class Session:
             return
         self.over.set()
         self._on_over(unknown)
-        for quiet in (self._quiet, *(said.settled for said in self._said.values())):
+        for quiet in (self._quiet, *(sent.settled for sent in self._sent.values())):
             settle(quiet, unknown)
-        self._said.clear()
+        self._sent.clear()
 
 
 def _several(commands: list[engine_pb2.Command]) -> engine_pb2.Command:

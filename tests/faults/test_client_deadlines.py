@@ -18,7 +18,7 @@ from kvferry.engine import EngineClient, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import DestinationBody, LeaseState, OrderBody
-from kvferry.session import Said
+from kvferry.session import Sent
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -140,14 +140,14 @@ async def test_a_receive_whose_deadline_an_order_has_moved_is_not_given_up(
     other, _ = await engine_on(stack, "other", other_daemon)
     probed = asyncio.Event()
     monkeypatch.setattr(client, "_deadline_s", 0.2)  # the daemon's own is 60 s
-    say = client._session.say
+    send = client._session.send
 
-    def seen(**command: Any) -> Said:
+    def seen(**command: Any) -> Sent:
         if "probe" in command:
             probed.set()
-        return say(**command)
+        return send(**command)
 
-    monkeypatch.setattr(client._session, "say", seen)
+    monkeypatch.setattr(client._session, "send", seen)
     receiving = asyncio.create_task(client.receive(request_id, BLOCKS.tables()))
     await asyncio.wait_for(probed.wait(), TIMEOUT_S)
     assert not receiving.done()

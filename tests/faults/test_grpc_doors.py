@@ -82,8 +82,8 @@ async def test_ends_come_with_an_enum_beside_the_word(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, request_id: str
 ) -> None:
     heard: list[engine_pb2.Event] = []
-    hear = EngineClient._hear
-    monkeypatch.setattr(EngineClient, "_hear", lambda self, event: (heard.append(event), hear(self, event)))
+    on_event = EngineClient._on_event
+    monkeypatch.setattr(EngineClient, "_on_event", lambda self, event: (heard.append(event), on_event(self, event)))
     (from_daemon,), (to_daemon,) = await daemons.start("from"), await daemons.start("to")
     (prefill, _), (decode, _) = await engine_on(stack, "p", from_daemon), await engine_on(stack, "d", to_daemon)
     assert isinstance(prefill, TestEngine)
