@@ -173,7 +173,6 @@ class BlockingEngineClient:
                 next_at = self._loop.time() + PAUSE_S
                 try:
                     before, client = client, await self._again(client)
-                    self._client = client
                     await before.close()
                 except _MemoryGone as error:
                     say(str(error))
@@ -187,9 +186,9 @@ class BlockingEngineClient:
             say(f"{self._daemon} is there again; what was published before is lost")
 
     async def _again(self, before: EngineClient) -> EngineClient:
-        """A session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
-        memory too."""
-        client = await self._attach(timeout_s=AGAIN_S, resume=before.session)
+        """The session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
+        memory too. From before it is registered on it is `client`: what is to be published waits for that."""
+        client = await self._attach(timeout_s=AGAIN_S, resume=before)
         try:
             if client.peer_address != self._address:
                 raise Conflict(
@@ -209,9 +208,11 @@ class BlockingEngineClient:
                 await client.adopt(memory)
             if self._fences_of is not None:
                 await client.open_fences(self._fences_of)
+            self._client = client
             if self._manifest is not None:
-                await client.register(self._manifest, before.lost)
+                await client.register(self._manifest)
         except BaseException:
+            self._client = before
             await client.close()
             raise
         return client

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
@@ -46,6 +46,7 @@ LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
 """How long after the deadline of a receive the daemon may take to report its end."""
+LOST = 4096
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 """At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
@@ -66,8 +67,11 @@ class EngineClient:
         """Once `open_fences` has returned."""
         self.peer_address = ""
         self.device = ""
-        self.lost: tuple[str, ...] = ()
-        """Requests whose leases ended with the session, once it is `over`."""
+        self._registering = asyncio.Lock()
+        """Held by `register`; who publishes or receives waits for it."""
+        self.lost: deque[str] = deque(maxlen=LOST)
+        """Requests of this session, and of those that it resumes, whose leases ended with a session, or that were to be
+        published when it had ended. Until `register` tells the daemon. The newest, where there are very many."""
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -89,19 +93,21 @@ class EngineClient:
         world_size: int = 1,
         timeout_s: float = 10.0,
         call_timeout_s: float = CALL_S,
-        resume: str = "",
+        resume: EngineClient | None = None,
     ) -> EngineClient:
         """Open the session. Waits for the daemon to come up, at most `timeout_s`.
 
         `epoch` is one value for all ranks of one start of the engine: nothing of an older epoch is ever read.
-        call_timeout_s: how long the daemon may take to answer a call. resume: `session` of a client of this engine and
-        epoch whose session has ended; see `resumed`. Raises KvferryError: `unreachable`, `protocol`, or what the daemon
+        call_timeout_s: how long the daemon may take to answer a call. resume: a client of this engine and epoch whose
+        session has ended; see `resumed` and `lost`. Raises KvferryError: `unreachable`, `protocol`, or what the daemon
         refuses.
         """
         client = cls(socket, epoch, call_timeout_s)
+        if resume is not None:
+            client.lost = resume.lost
         attach = engine_pb2.AttachRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
-            engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume,
+            engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume.session if resume else "",
         )  # fmt: skip
         try:
             attached = await client._session.attach(attach, timeout_s)
@@ -167,14 +173,19 @@ class EngineClient:
         request = engine_pb2.AdoptRequest(session=self.session, memory=memory)
         await self._session.call(self._session.stub.Adopt, request)
 
-    async def register(self, manifest: Manifest, lost: Iterable[str] = ()) -> tuple[str, ...]:
+    async def register(self, manifest: Manifest) -> tuple[str, ...]:
         """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError.
 
-        lost: that of the client before, whose session has ended: who comes to read those requests is refused at once.
+        Meanwhile `publish` and `receive` wait. Who comes to read what is `lost` is refused at once.
         """
-        request = engine_pb2.RegisterRequest(session=self.session, manifest=manifest_to_proto(manifest), lost=lost)
+        request = engine_pb2.RegisterRequest(
+            session=self.session, manifest=manifest_to_proto(manifest), lost=self.lost
+        )  # fmt: skip
         timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
-        return tuple((await self._session.call(self._session.stub.Register, request, timeout_s)).notes)
+        async with self._registering:
+            reply = await self._session.call(self._session.stub.Register, request, timeout_s)
+        self.lost.clear()
+        return tuple(reply.notes)
 
     async def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """A point in a CUDA stream, behind the last write of KV: give it to `publish` as `after`, and wait for nothing.
@@ -243,6 +254,8 @@ class EngineClient:
             metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
             after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
         )  # fmt: skip
+        async with self._registering:
+            pass
         return await self._publish(request, withdraw=withdraw)
 
     async def _publish(self, request: engine_pb2.PublishRequest, *, withdraw: bool) -> Lease:
@@ -255,6 +268,8 @@ class EngineClient:
         def forget(_: object = None) -> None:
             if known is None and self._leases.get(request_id) is lease:
                 del self._leases[request_id]
+            if self.closed.is_set():
+                self.lost.append(request_id)
 
         try:
             await self._session.command(publish=request)
@@ -313,6 +328,8 @@ class EngineClient:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
         if source is not None:
             request.source.CopyFrom(engine_pb2.Source(**source.model_dump()))
+        async with self._registering:
+            pass
         await self._none_before(request_id)
         sent = self._session.send(receive=request)
         receiving = self._receives[request_id] = Receiving()
@@ -464,7 +481,7 @@ class EngineClient:
         over = unknown or Unavailable("daemon_gone", message, remedy=remedy)
         for lease in self._leases.values():
             refuse(lease._ended, over)
-        self.lost = tuple(self._leases)
+        self.lost.extend(self._leases)
         self._leases.clear()
         self._unquiet.clear()
 

@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ from fleet import TIMEOUT_S, Daemons
 from ranks import NHD, Blocks, Kv, Shape, describe
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import EngineClient, TransferFailed
+from kvferry.engine import EngineClient, Lease, TransferFailed
 from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
 from kvferry.memory import SharedRegion
 from kvferry.schemas import SourceBody
 from kvferryd.demo.fleet import DaemonService
@@ -140,13 +142,48 @@ async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
     await asyncio.to_thread(source.publish, "lost", Kv.random(40))
     source.daemon.signal(signal.SIGKILL)
     await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
+    assert "has gone" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    with pytest.raises(KvferryError, match=r"ended the session|does not answer"):
+        await asyncio.to_thread(source.publish, "meanwhile", Kv.random(40))
     source.daemon = shared_daemons.fleet.again(source.daemon)
-    for word in ("has gone", "there again"):
-        assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
-    with pytest.raises(TransferFailed) as failed:
-        await asyncio.to_thread(destination.receive, "lost", source)
-    assert failed.value.code == "lease_ended"
-    assert await asyncio.to_thread(exchanged, *both, "lost")  # under the same name
+    assert "there again" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    for request_id in ("lost", "meanwhile"):
+        with pytest.raises(TransferFailed) as failed:
+            await asyncio.to_thread(destination.receive, request_id, source)
+        assert failed.value.code == "lease_ended"
+        assert await asyncio.to_thread(exchanged, *both, request_id)  # under the same name
+
+
+async def test_what_is_published_while_the_engine_registers_again_is_read(
+    shared_daemons: Daemons, both: tuple[Engine, Engine]
+) -> None:
+    source, destination = both
+    kv, attach, published = Kv.random(40), source.client._attach, queue.Queue[Future[Lease]]()
+    SHAPE.write(0, source.region.array(), kv, BLOCKS, (0, kv.tokens), True)
+
+    async def attached(**named: Any) -> EngineClient:
+        client = await attach(**named)
+        register = client.register
+
+        async def registered(manifest: Manifest) -> tuple[str, ...]:
+            registering = asyncio.create_task(register(manifest))
+            await asyncio.sleep(0)  # it has begun
+            published.put(source.client.start(source.client.client.publish("early", BLOCKS.tables(), kv.tokens)))
+            return await registering
+
+        client.register = registered  # type: ignore[method-assign]
+        return client
+
+    source.client._attach = attached
+    source.daemon.signal(signal.SIGKILL)
+    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
+    source.daemon = shared_daemons.fleet.again(source.daemon)
+    early = await asyncio.to_thread(published.get, timeout=TIMEOUT_S)
+    await asyncio.to_thread(early.result, TIMEOUT_S)
+    await asyncio.to_thread(destination.receive, "early", source)
+    wanted = np.zeros_like(source.region.array())
+    SHAPE.write(0, wanted, kv, BLOCKS, (0, kv.tokens), True)
+    assert np.array_equal(wanted, destination.region.array())
 
 
 async def test_an_engine_that_lacks_a_descriptor_tries_again(

@@ -548,7 +548,9 @@ class RegisterRequest(google.protobuf.message.Message):
     def manifest(self) -> kvferry.v1.layout_pb2.Manifest: ...
     @property
     def lost(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Requests whose leases ended with the session before: who comes for one is refused, and does not wait for a publish."""
+        """Requests whose leases ended with the session before, or that could not be published since: who comes for one is
+        refused, and does not wait for a publish.
+        """
 
     def __init__(
         self,
