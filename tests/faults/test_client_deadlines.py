@@ -159,9 +159,8 @@ async def test_a_receive_whose_deadline_an_order_has_moved_is_not_given_up(
 
 
 async def test_the_threads_of_a_blocking_client_are_not_kept_either(
-    daemons: Daemons, stack: AsyncExitStack, request_id: str
+    daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start(request_id[-8:])
     client = await asyncio.to_thread(
         lambda: BlockingEngineClient.connect(str(daemon.socket), engine_id="threads", epoch="1", call_timeout_s=CALL_S)
     )

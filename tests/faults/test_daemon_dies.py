@@ -47,6 +47,14 @@ def pair(own_fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService
 
 
 @pytest.fixture
+def kept(own_fleet: Fleet) -> DaemonService:
+    """One daemon under a keeper."""
+    daemon = own_fleet.daemon("kept", kept=True)
+    asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
+    return daemon
+
+
+@pytest.fixture
 def load(pair: list[DaemonService], request_id: str) -> Iterator[Load]:
     engines = [Engine(f"{daemon.name}-{request_id[-8:]}", daemon, "1") for daemon in pair]
     yield Load(*engines)
@@ -177,24 +185,23 @@ def test_an_engine_outlives_the_step_to_a_keeper_and_back(
 
 
 @pytest.mark.slow
-def test_daemons_that_die_again_and_again_wait_for_their_turn(pair: list[DaemonService]) -> None:
+def test_daemons_that_die_again_and_again_wait_for_their_turn(kept: DaemonService) -> None:
     """The keeper says so; and being told to stop meanwhile, it ends at once, as the last one has."""
-    daemon = pair[0]
-    eventually(lambda: stands_by(daemon), "another daemon stands by")
+    eventually(lambda: stands_by(kept), "another daemon stands by")
     pids: set[int] = set()
 
     def died() -> bool:
-        if (pid := serving(daemon)) not in pids:
+        if (pid := serving(kept)) not in pids:
             pids.add(pid)
             os.kill(pid, signal.SIGKILL)
-        return "daemons in a row have not lasted" in daemon.log.read_text()
+        return "daemons in a row have not lasted" in kept.log.read_text()
 
     eventually(died, "the keeper waits")
-    assert "it was ended by SIGKILL. The next one's turn is in 0.5 s" in daemon.log.read_text()
-    eventually(lambda: died() and "turn is in 4 s" in daemon.log.read_text(), "the longest pause")
-    daemon.signal(signal.SIGTERM)
-    assert daemon.process.wait(TIMEOUT_S) == 128 + signal.SIGKILL
-    told = [json.loads(line) for line in daemon.log.read_text().splitlines() if "kvferry keep:" in line]
+    assert "it was ended by SIGKILL. The next one's turn is in 0.5 s" in kept.log.read_text()
+    eventually(lambda: died() and "turn is in 4 s" in kept.log.read_text(), "the longest pause")
+    kept.signal(signal.SIGTERM)
+    assert kept.process.wait(TIMEOUT_S) == 128 + signal.SIGKILL
+    told = [json.loads(line) for line in kept.log.read_text().splitlines() if "kvferry keep:" in line]
     assert {(line["logger"], line["level"]) for line in told} == {("kvferryd.process.keeper", "warning")}
 
 
@@ -204,22 +211,20 @@ def test_a_daemon_that_lasts_ends_the_waiting() -> None:
     assert [deaths.pause_s(lasted_s) for lasted_s in (LASTED_S, 0.0, 0.0)] == [0.0, 0.0, 0.5]
 
 
-def test_the_keeper_takes_its_daemons_with_it(own_fleet: Fleet, pair: list[DaemonService]) -> None:
+def test_the_keeper_takes_its_daemons_with_it(own_fleet: Fleet, kept: DaemonService) -> None:
     """Or the next keeper could not start one."""
-    daemon = pair[0]
-    eventually(lambda: stands_by(daemon), "another daemon stands by")
-    left = children(daemon)
-    daemon.signal(signal.SIGKILL)
-    daemon.process.wait(TIMEOUT_S)
+    eventually(lambda: stands_by(kept), "another daemon stands by")
+    left = children(kept)
+    kept.signal(signal.SIGKILL)
+    kept.process.wait(TIMEOUT_S)
     eventually(lambda: not any(map(lives, left)), "they are dead")
-    asyncio.run(own_fleet.ready(own_fleet.again(daemon), timeout_s=TIMEOUT_S))
+    asyncio.run(own_fleet.ready(own_fleet.again(kept), timeout_s=TIMEOUT_S))
 
 
-def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(pair: list[DaemonService]) -> None:
-    daemon = pair[0]
-    daemon.signal(signal.SIGTERM)
-    assert daemon.process.wait(TIMEOUT_S) == 0
-    assert '"stopped"' in daemon.tail(1)
+def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(kept: DaemonService) -> None:
+    kept.signal(signal.SIGTERM)
+    assert kept.process.wait(TIMEOUT_S) == 0
+    assert '"stopped"' in kept.tail()
 
 
 def test_a_stop_while_an_upgrade_drains_waits_for_the_drain_and_nothing_follows(own_fleet: Fleet) -> None:

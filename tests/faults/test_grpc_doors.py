@@ -17,6 +17,7 @@ from test_peer_secret import NAME, OURS, secret_file
 from kvferry.engine import EngineClient
 from kvferry.schemas import SourceBody
 from kvferry.v1 import engine_pb2, layout_pb2
+from kvferryd.demo.fleet import DaemonService
 from kvferryd.peers.secret import PeerSecret
 
 pytestmark = pytest.mark.anyio
@@ -35,8 +36,13 @@ async def listed(channel: grpc.aio.Channel) -> set[str]:
     return {service.name async for answer in call for service in answer.list_services_response.service}
 
 
-async def test_both_doors_say_that_the_process_answers(daemons: Daemons) -> None:
-    (daemon,) = await daemons.start("doors")
+@pytest.fixture(scope="module")
+async def daemon(daemons: Daemons) -> DaemonService:
+    (daemon,) = await daemons.start("open")
+    return daemon
+
+
+async def test_both_doors_say_that_the_process_answers(daemon: DaemonService) -> None:
     for target, service in ((f"unix:{daemon.socket}", "kvferry.v1.Engine"), (daemon.peer, "kvferry.v1.Peer")):
         async with grpc.aio.insecure_channel(target) as channel:
             assert await healthy(channel, "")
@@ -46,9 +52,8 @@ async def test_both_doors_say_that_the_process_answers(daemons: Daemons) -> None
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_nobody_takes_a_place_by_watching_the_daemons_health(daemons: Daemons) -> None:
+async def test_nobody_takes_a_place_by_watching_the_daemons_health(daemon: DaemonService) -> None:
     """Without proof, and for as long as he likes: it never changes."""
-    (daemon,) = await daemons.start("watched")
     for target in (f"unix:{daemon.socket}", daemon.peer):
         async with grpc.aio.insecure_channel(target) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -57,12 +62,11 @@ async def test_nobody_takes_a_place_by_watching_the_daemons_health(daemons: Daem
 
 
 async def test_an_engine_and_a_proven_peer_are_told_the_protos_and_a_stranger_is_not(
-    daemons: Daemons, tmp_path: Path
+    daemons: Daemons, daemon: DaemonService, tmp_path: Path
 ) -> None:
-    (open_door,) = await daemons.start("open")
-    async with grpc.aio.insecure_channel(f"unix:{open_door.socket}") as channel:
+    async with grpc.aio.insecure_channel(f"unix:{daemon.socket}") as channel:
         assert "kvferry.v1.Engine" in await listed(channel)
-    async with grpc.aio.insecure_channel(open_door.peer) as channel:
+    async with grpc.aio.insecure_channel(daemon.peer) as channel:
         # Nothing is said: what a client still writes when it is refused fails in its own gRPC.
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=TIMEOUT_S)
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -79,16 +83,16 @@ async def test_an_engine_and_a_proven_peer_are_told_the_protos_and_a_stranger_is
 
 
 async def test_ends_come_with_an_enum_beside_the_word(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, request_id: str
+    daemons: Daemons, daemon: DaemonService, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, request_id: str
 ) -> None:
     heard: list[engine_pb2.Event] = []
     on_event = EngineClient._on_event
     monkeypatch.setattr(EngineClient, "_on_event", lambda self, event: (heard.append(event), on_event(self, event)))
-    (from_daemon,), (to_daemon,) = await daemons.start("from"), await daemons.start("to")
-    (prefill, _), (decode, _) = await engine_on(stack, "p", from_daemon), await engine_on(stack, "d", to_daemon)
+    (reading,) = await daemons.start("reading")
+    (prefill, _), (decode, _) = await engine_on(stack, "p", daemon), await engine_on(stack, "d", reading)
     assert isinstance(prefill, TestEngine)
     kv, leases = await published(prefill, request_id)
-    await receives(decode, request_id, kv, SourceBody(engine_id="p", address=from_daemon.peer))
+    await receives(decode, request_id, kv, SourceBody(engine_id="p", address=daemon.peer))
     await leases[0].ended()
     (transfer,) = (event.transfer_ended for event in heard if event.HasField("transfer_ended"))
     (lease,) = (event.lease_ended for event in heard if event.HasField("lease_ended"))
