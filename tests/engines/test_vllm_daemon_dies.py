@@ -85,7 +85,11 @@ def test_daemons_are_killed_under_load(engines: Pair) -> None:
             for daemon, pid in gone:
                 replaced(daemon, pid)
             requests.more(rng.randrange(1, 3))
-    print(f"{KILLS} kills: {len(requests.right)} requests handed over, {requests.failed} failed")
+    slowest_s = max(requests.failed_s, default=0)
+    print(
+        f"{KILLS} kills: {len(requests.right)} requests handed over, {requests.failed} failed, the slowest after"
+        f" {slowest_s:.1f} s"
+    )
     right(engines, requests)
     for pid in before:
         os.kill(pid, 0)
