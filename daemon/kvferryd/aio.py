@@ -127,7 +127,10 @@ class Worker:
     def _run(self) -> None:
         self._begin()
         while (work := self._inbox.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:
+                log.exception("a thread's work broke; it goes on with the next", thread=self._thread.name)
         self._end()
 
 
