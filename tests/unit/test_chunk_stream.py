@@ -211,6 +211,24 @@ async def test_a_stream_whose_pairing_is_forgotten_makes_another_one_once(pair: 
     assert not pair.given and await ended(lease) is LeaseState.RELEASED
 
 
+async def test_a_stream_that_was_given_up_while_it_pairs_does_not_take_the_place_of_the_next(pair: Pair) -> None:
+    """Another rank has failed, and this one's lease is read again."""
+    view, pairing, paired = await pair.opened("first"), asyncio.Event(), asyncio.Event()
+
+    async def slowly(forgotten: str) -> str:
+        pairing.set()
+        await paired.wait()
+        return pair.rank.pairing
+
+    given_up = pair.stream(view, pairing="forgotten")
+    given_up._pair = slowly
+    given_up.want(0)
+    await asyncio.wait_for(pairing.wait(), 60)
+    following = pair.stream(view)
+    paired.set()
+    await carried(following)
+
+
 async def test_the_end_of_the_stream_ends_what_is_not_packed_and_gives_slots_back(pair: Pair) -> None:
     view = await pair.opened("first")
     stream = pair.stream(view)

@@ -154,6 +154,8 @@ class SourceReader:
             opening.trace.CopyFrom(self._trace)
         self.check()
         assert self._stream is not None
+        if self._chunks is not None and self._chunks is not chunks:  # given up, but it may still pair anew
+            self._chunks.close()
         self._chunks = chunks
         self._gathers += 1
         return self._gathers, self._stream
