@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
 from kvferry import __version__
-from kvferry.errors import Conflict, KvferryError, Malformed, PeerFailed, Unavailable
+from kvferry.errors import Conflict, Deadline, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
@@ -176,7 +176,8 @@ class EngineClient:
     async def register(self, manifest: Manifest) -> tuple[str, ...]:
         """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError.
 
-        Meanwhile `publish` and `receive` wait. Who comes to read what is `lost` is refused at once.
+        Meanwhile `publish` and `receive` wait, at most `call_timeout_s`. Who comes to read what is `lost` is refused at
+        once.
         """
         request = engine_pb2.RegisterRequest(
             session=self.session, manifest=manifest_to_proto(manifest), lost=self.lost
@@ -254,8 +255,7 @@ class EngineClient:
             metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
             after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
         )  # fmt: skip
-        async with self._registering:
-            pass
+        await self._none_registers()
         return await self._publish(request, withdraw=withdraw)
 
     async def _publish(self, request: engine_pb2.PublishRequest, *, withdraw: bool) -> Lease:
@@ -328,8 +328,7 @@ class EngineClient:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
         if source is not None:
             request.source.CopyFrom(engine_pb2.Source(**source.model_dump()))
-        async with self._registering:
-            pass
+        await self._none_registers()
         await self._none_before(request_id)
         sent = self._session.send(receive=request)
         receiving = self._receives[request_id] = Receiving()
@@ -357,6 +356,16 @@ class EngineClient:
             raise TransferFailed(problem_from_proto(event.problem), event.state, receiving.quiet)
         moved = event.tokens.start, event.tokens.stop
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
+
+    async def _none_registers(self) -> None:
+        """Wait, for as long as a call may take, until `register` has returned. Raises KvferryError (`deadline`)."""
+        try:
+            async with asyncio.timeout(self._session.call_timeout_s), self._registering:
+                pass
+        except TimeoutError:
+            why, remedy = "the engine's cache is still being registered: nothing was sent", "see the daemon's log"
+            value = self._session.call_timeout_s
+            raise Deadline("deadline", why, field="call_timeout_s", value=value, remedy=remedy) from None
 
     async def _none_before(self, request_id: str) -> None:
         """Wait, for as long as a call may take, until a receive of the request that was given up or aborted is gone."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from caches import attention, cache
 
 from kvferry import blocking as blocking_module
 from kvferry import engine as engine_module
@@ -55,6 +56,12 @@ class Daemon(engine_pb2_grpc.EngineServicer):
                 yield await self.events.get()
         finally:
             listening.cancel()
+
+    async def Register(self, request: engine_pb2.RegisterRequest, context: Any) -> engine_pb2.RegisterReply:
+        self.heard.append("register")
+        self.more.set()
+        await self.answers.wait()
+        return engine_pb2.RegisterReply()
 
     async def End(self, request: engine_pb2.EndRequest, context: Any) -> engine_pb2.EndReply:
         return engine_pb2.EndReply()
@@ -324,6 +331,26 @@ async def test_what_is_withdrawn_is_safe_or_said_not_to_be_known(both: Both) -> 
     assert unknown.value.code == "deadline" and not unknown.value.blocks_safe
     daemon.answers.set()
     await unknown.value.quiesced()
+
+
+async def test_who_waits_for_a_registration_waits_no_longer_than_for_an_answer(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of much memory it may take minutes; an engine that takes blocks back waits for its publishes."""
+    daemon, client = both
+    monkeypatch.setattr(engine_module, "FILLED_PER_S", 1)
+    client._session.call_timeout_s = 0.1
+    daemon.answers.clear()
+    registering = asyncio.create_task(client.register(cache(*attention(dim=64), engine="e")))
+    await daemon.until("register")
+    for call in (client.publish("R", TABLES, 5), client.receive("R", TABLES)):
+        async with asyncio.timeout(60):
+            with pytest.raises(KvferryError) as late:
+                await call
+        assert late.value.code == "deadline"
+    daemon.answers.set()
+    await registering
+    assert daemon.heard == ["register"]
 
 
 CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {
