@@ -77,8 +77,8 @@ def submit(
 async def made_on(
     hand_over: Callable[[Callable[[], None]], object], make: Callable[[], T], end: Callable[[T], None]
 ) -> T:
-    """What `make` makes on the thread to which `hand_over` hands work. If the caller is cancelled before it has it, the
-    thread ends it, also after the loop has closed."""
+    """Call `make` on the thread to which `hand_over` hands work, and return what it made. Where the caller is cancelled
+    first, that thread calls `end` with it, even when the loop has closed by then."""
     there: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def work() -> None:
@@ -103,17 +103,17 @@ async def made_on(
 
 
 class Worker:
-    """A thread that does one thing after another, there from the first on. `close` it: one that hangs keeps nothing
-    waiting, and the process may end under it."""
+    """A thread that does one piece of work after another; it starts with the first. `close` it. One that hangs keeps
+    neither `close` beyond its bound nor the process from ending."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None):
-        """begin, end: the first and the last that it does."""
+        """begin, end: called on the thread, before and after all work."""
         self._begin, self._end = begin, end
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, work: Callable[[], None] | None) -> None:
-        """None: its end. Nothing that comes after that is done."""
+        """None ends the thread: work that is put after that is never done."""
         self._inbox.put(work)
         if self._thread.ident is None:
             self._thread.start()

@@ -102,7 +102,7 @@ class GpuSums:
 
 
 class Sums:
-    """One engine's: a thread of their own, which is there from the first on. Closed before the memory is."""
+    """One engine's, on a thread of their own, which starts with the first. Closed before the memory is."""
 
     def __init__(self, device: cuda.Device | None = None, programs: int = 0) -> None:
         """device: where the memory is; of its SMs `programs` may be taken."""
