@@ -245,6 +245,7 @@ async def test_a_copy_that_hangs_keeps_no_session_from_retiring(
     async with asyncio.timeout(50):
         await engine.session.retire("it has gone", keep=False)
     assert engine.session.stuck and not memory.closed and not copying.quiet.done()
+    assert not await arena.close()
     gate.let_go.set()
     await copying.quiet
 

@@ -21,7 +21,7 @@ from kvferryd.copy.batch import Batch
 from kvferryd.copy.chunks import Chunk
 from kvferryd.copy.cuda import Copier, load
 from kvferryd.copy.host import copy
-from kvferryd.copy.runner import typed
+from kvferryd.copy.runner import CLOSE_S, typed
 
 SLICE_NBYTES = 1 << 20
 """A host's chunk, and what it sums at once: keys and buffer stay in the cache."""
@@ -29,7 +29,6 @@ MOST_NBYTES = 16 << 20
 """A GPU's chunk, and the most that a reader may ask for. With chunks of 1 MiB the host works 63 ms for 671 MB, before a
 GPU that needs a few is told; with these 2."""
 WORD_NBYTES = 4
-CLOSE_S = 10.0
 AT_ONCE = 1024
 """Chunks that a GPU sums in one launch."""
 Pack = Callable[[Chunk, int], Iterable[Batch]]

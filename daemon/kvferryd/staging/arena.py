@@ -157,7 +157,7 @@ class Arena:
         unmap: false where an agent that did not stop may still write to it.
         """
         if self.closed:
-            return True
+            return await self.copies.close()
         self.closed = True
         for _, future in self._waiting:
             if not future.done():
