@@ -437,6 +437,17 @@ async def test_a_reader_may_come_before_the_publish(publish: Publish, leases: Le
     assert await lasting(asyncio.gather(*waiting)) == [lease, lease]
 
 
+async def test_what_is_lost_is_refused_however_few_leases_there_may_be(publish: Publish, leases: Leases) -> None:
+    """To those of the session before come all that could not be published since."""
+    names = [f"lost-{number}" for number in range(2 * leases.limit)]
+    leases.lost(names)
+    for name in names:
+        with pytest.raises(KvferryError, match="lost"):
+            await asyncio.wait_for(leases.find(name, READER), 10)
+    published = publish(names[0])
+    assert await leases.find(names[0], READER) is published
+
+
 async def test_a_reader_that_waits_is_told_when_the_request_is_aborted(leases: Leases) -> None:
     waiting = asyncio.create_task(leases.find("r", READER))
     await asyncio.sleep(0)

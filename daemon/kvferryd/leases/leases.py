@@ -44,7 +44,7 @@ class Leases:
         self._early: LRUCache[str, frozenset[ReaderId]] = LRUCache(TOMBSTONES, getsizeof=len)
         """Ranks with nothing to read here, which finished before this rank published."""
         self._lost = set[str]()
-        """Leases of the session before, which went with its daemon."""
+        """Requests whose readers need not wait, at most TOMBSTONES."""
         self._closed = ""
 
     def __iter__(self) -> Iterator[Lease]:
@@ -112,8 +112,8 @@ class Leases:
         return lease
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """They had leases in the session before this one."""
-        self._lost.update(itertools.islice(request_ids, self.limit))
+        """They had leases in the session before this one, or could not be published since."""
+        self._lost.update(itertools.islice(request_ids, TOMBSTONES))
 
     def _show(self, lease: Lease) -> None:
         """Let readers see what is published, as far as fences are reached."""
