@@ -33,6 +33,12 @@ ENDS = {
     "crashes": ("os.write(2, b'last words'); os.abort()", -signal.SIGABRT),
     "is killed": ("os.write(2, b'last words'); os.kill(os.getpid(), 9)", -signal.SIGKILL),
     "raises": ("raise RuntimeError('last words')", 1),
+    "returns, after a library has set up logging": (
+        "import logging.config; logging.config.dictConfig({'version': 1, 'disable_existing_loggers': False})\n"
+        "for n in range(5_000): logs.get('kvferryd.x').info(f'line {n} of many')\n"
+        "logs.get('kvferryd.x').info('last words')",
+        0,
+    ),
     "faults": ("import faulthandler; faulthandler.enable(); os.write(2, b'last words\\n'); ctypes.string_at(0)", -11),
 }
 

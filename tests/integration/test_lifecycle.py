@@ -144,6 +144,7 @@ async def test_a_daemon_that_is_told_to_stop_over_and_over_still_exits_0(
         daemon.signal(signal.SIGTERM)
         await asyncio.sleep(0.001)
     assert daemon.process.returncode == 0, daemon.tail()
+    assert '"event": "stopped"' in daemon.log.read_text()
 
 
 # killed daemons

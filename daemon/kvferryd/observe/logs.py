@@ -6,6 +6,7 @@ uvicorn, grpc and everything else that logs through the standard library goes th
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -88,12 +89,14 @@ UNTRACED = Trace()
 
 
 class _Handler(logging.Handler):
-    """Lines are made by who logs, and written by a thread. An end of the process flushes."""
+    """Lines are made by who logs, and written by a thread. When the interpreter ends it waits until they are written;
+    not by `logging.shutdown`: logging forgets its handlers where a library (NIXL does) calls `dictConfig`."""
 
     def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
         self.setFormatter(formatter)
         self._writer = Writer(descriptor, self._say_lost)
+        atexit.register(self._writer.flush)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
