@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Sequence
+from itertools import chain
 
 import uvicorn
 
@@ -37,7 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",
         timeout_graceful_shutdown=GRACEFUL_S,
     )  # fmt: skip
-    with contextlib.suppress(KeyboardInterrupt), config.bind_socket() as listener:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)  # its connections have it too
-        uvicorn.Server(config).run([listener])
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config).run()
     return 0
+
+
+class _Server(uvicorn.Server):
+    """On every address that its host's name has. The kernel ends connections on which nothing is read."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        listeners = chain.from_iterable(server.sockets for server in self.servers) if self.started else ()
+        for listener in listeners:  # connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
