@@ -21,6 +21,8 @@ from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 TOKENS = 40
+OVERTAKEN = ("superseded", "aborted", "rank_failed")
+"""The errors of an attempt that another took the place of, on the rank that saw it and on the others."""
 ONE, THREE = Shape.tp(1, num_blocks=16), Shape.tp(3, num_blocks=16)
 
 
@@ -167,29 +169,42 @@ async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservat
 async def test_ranks_that_count_one_attempt_differently_do_not_answer_for_another(
     scene: Scene, request_id: str
 ) -> None:
-    """Two count from 1 again, and the third does not; the first of them is the first with the next attempt."""
+    """Two count from 1 again, and the third does not; the first of them is the first with the next attempt. Rarely a
+    number that one of them was told to take is taken for the next attempt, and ends this one: it is tried again."""
     reader, blocks, source = scene.reader, scene.reader.take(TOKENS), scene.source.source()
 
     async def receive(rank: int) -> None:
         await reader.ranks[rank].client.receive(request_id, blocks.tables(), source=source)
 
-    for first in (0, 0, 2):
-        if first == 0 and reader.ranks[1].memory.any():
-            await scene.restart(0)
-            await scene.restart(2)
+    async def tried(first: int) -> bool:
         (kv, lease), expected = await scene.published(request_id), reader.snapshot()
-        reader.write_into(expected, kv, blocks)
         async with RouterClient(scene.daemons[(first + 1) % 3].url) as other:
             before = len(await other.transfers(request_id))
             ahead = asyncio.create_task(receive(first))
 
-            async def handed_on(other: RouterClient = other, before: int = before) -> bool:
+            async def handed_on() -> bool:
                 return len(await other.transfers(request_id)) > before
 
             await until(handed_on, "it is handed on")
-            await asyncio.gather(ahead, *(receive(rank) for rank in range(3) if rank != first))
+            others = (receive(rank) for rank in range(3) if rank != first)
+            outcomes = await asyncio.gather(ahead, *others, return_exceptions=True)
+        if failures := [each for each in outcomes if each is not None]:
+            for each in failures:
+                assert isinstance(each, KvferryError) and each.code in OVERTAKEN, failures
+                if isinstance(each, TransferFailed):
+                    await each.quiesced()
+            await scene.source.ranks[0].client.withdraw(request_id)
+            return False
+        reader.write_into(expected, kv, blocks)
         assert reader.differences(expected) == ""
         assert await released(lease)
+        return True
+
+    for first in (0, 0, 2):
+        if first == 0 and reader.ranks[1].memory.any():
+            await scene.restart(0)
+            await scene.restart(2)
+        assert await tried(first) or await tried(first) or await tried(first)
 
 
 async def test_an_attempt_that_one_rank_gave_up_alone_is_not_the_next_one_of_the_others(
