@@ -33,14 +33,19 @@ ENDS = {
     "crashes": ("os.write(2, b'last words'); os.abort()", -signal.SIGABRT),
     "is killed": ("os.write(2, b'last words'); os.kill(os.getpid(), 9)", -signal.SIGKILL),
     "raises": ("raise RuntimeError('last words')", 1),
-    "returns, after a library has set up logging": (
-        "import logging.config; logging.config.dictConfig({'version': 1, 'disable_existing_loggers': False})\n"
-        "for n in range(5_000): logs.get('kvferryd.x').info(f'line {n} of many')\n"
-        "logs.get('kvferryd.x').info('last words')",
-        0,
-    ),
     "faults": ("import faulthandler; faulthandler.enable(); os.write(2, b'last words\\n'); ctypes.string_at(0)", -11),
 }
+
+
+ENDS_WITH_LINES = """
+import logging.config
+from kvferryd.observe import logs
+from kvferryd.config import Config
+logs.configure(Config(log_format="json"))
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+for number in range(300):
+    logs.get("kvferryd.x").info("one of many", number=number)
+"""
 
 
 def said(script: str) -> tuple[int, list[dict[str, str]]]:
@@ -62,6 +67,12 @@ def test_every_line_is_json_and_the_last_words_come_out(end: str) -> None:
     assert sum(event.count("x") for event in events if set(event) == {"x"}) == 200_000
     assert any("last words" in event for event in events)
     assert all(line["time"] for line in told)
+
+
+def test_a_process_ends_when_its_lines_are_written_though_a_library_has_set_up_logging() -> None:
+    returned, told = said(ENDS_WITH_LINES)
+    assert returned == 0
+    assert [line["number"] for line in told] == list(range(300))
 
 
 @pytest.mark.parametrize("said", ['logs.get("x").error(str(number) * 99)', 'os.write(2, b"UCX  WARN" * 99)'])
