@@ -187,7 +187,7 @@ class BlockingEngineClient:
 
     async def _again(self, before: EngineClient) -> EngineClient:
         """The session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
-        memory too. From before it is registered on it is `client`: what is to be published waits for that."""
+        memory too. It is `client` before it is registered: a publish waits until it is."""
         client = await self._attach(timeout_s=AGAIN_S, resume=before)
         try:
             if client.peer_address != self._address:
@@ -316,8 +316,9 @@ class BlockingEngineClient:
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     while others := asyncio.all_tasks() - {asyncio.current_task()}:  # they may have begun others
-                        for other in () if patient else others:
-                            other.cancel()
+                        if not patient:
+                            for other in others:
+                                other.cancel()
                         await asyncio.wait(others)
 
     def __enter__(self) -> BlockingEngineClient:

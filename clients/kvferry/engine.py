@@ -47,6 +47,7 @@ LEAVE_S = 5.0
 GRACE_S = 5.0
 """How long after the deadline of a receive the daemon may take to report its end."""
 LOST = 4096
+"""The most requests that a daemon is told to be lost."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 """At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
@@ -70,8 +71,9 @@ class EngineClient:
         self._registering = asyncio.Lock()
         """Held by `register`; who publishes or receives waits for it."""
         self.lost: deque[str] = deque(maxlen=LOST)
-        """Requests of this session, and of those that it resumes, whose leases ended with a session, or that were to be
-        published when it had ended. Until `register` tells the daemon. The newest, where there are very many."""
+        """Requests that nobody can read, at most the LOST newest: their leases ended with this session or with one that
+        it resumes, or the session had ended when they were to be published. `register` tells the daemon, and clears it.
+        """
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -401,7 +403,7 @@ class EngineClient:
 
         async def left() -> None:
             with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await sent.answered()  # the daemon can abort only what it has answered
+                answer = await sent.answered()  # before that the daemon has nothing to abort
                 if answer.HasField("problem"):
                     receiving.quiet.set_result(None)
                     return
@@ -496,7 +498,7 @@ class EngineClient:
 
 
 def _end_of_kind(states: type[E], state: str) -> E:
-    """The end that an event tells of. Raises KvferryError (`malformed_event`) for a state of no known end."""
+    """The state in which something ended, as an event says. Raises KvferryError (`malformed_event`) for any other."""
     ends = {each.value: each for each in states if each.ended}
     if state not in ends:
         message, remedy = "the daemon told of an end that is not known", "run the engine and its daemon at one version"

@@ -32,7 +32,7 @@ class Refusal:
 
 Refusals: TypeAlias = tuple[Refusal, ...]
 LONGEST = 4000
-"""Characters of a text of an error: it may hold what another process said."""
+"""The most characters of a text in an error, which may hold what another process sent."""
 
 
 class Kind(enum.Enum):

@@ -37,7 +37,7 @@ from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfers.order import order_of, reservations_of
-from kvferryd.transfers.record import encoded, error_body, record_of
+from kvferryd.transfers.record import error_body, json_of, record_of
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transfers.transfers import Transfers
 
@@ -112,7 +112,7 @@ class Ferry:
             return request_id in (None, transfer.request_id) and state in (None, transfer.state_of_all)
 
         found, cursor, whole = self.jobs.listed(since, limit, wanted)
-        return [encoded(transfer) for transfer in found], cursor, whole
+        return [json_of(transfer) for transfer in found], cursor, whole
 
     async def wait_request(self, request_id: str, wait_s: float) -> None:
         """Until the request's transfer has come and ended, at most `wait_s`."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 from caches import attention, cache
 from stepwise import Process, World
 
@@ -25,6 +29,16 @@ ARENA = 4 * 4096
 KEY = b"k" * 32
 """Of every engine's roster."""
 METRICS = Metrics()
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[World]:
+    """A world for one test."""
+    world = World(ARENA)
+    with pytest.MonkeyPatch.context() as patched:
+        world.patch(patched)
+        yield world
+        world.dispose()
 
 
 class Daemon:

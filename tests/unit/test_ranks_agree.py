@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stepped import ARENA, Daemon, manifest_of
+from stepped import Daemon, manifest_of, stepping
 from stepwise import Step, Stream, World
 
 from kvferry.errors import Conflict, KvferryError
@@ -84,11 +84,8 @@ class Ranks:
 
 @contextlib.contextmanager
 def alone() -> Iterator[Ranks]:
-    world = World(ARENA)
-    with pytest.MonkeyPatch.context() as patched:
-        world.patch(patched)
+    with stepping() as world:
         yield Ranks(world)
-        world.dispose()
 
 
 @pytest.fixture

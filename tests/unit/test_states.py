@@ -25,7 +25,7 @@ from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
 from kvferryd.transfers.order import Order
-from kvferryd.transfers.record import encoded
+from kvferryd.transfers.record import json_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
 from kvferryd.transport.agent import Agent
 
@@ -130,10 +130,10 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     await asyncio.sleep(0)  # its owner is told after its engine
     assert (transfer.state, ended, transfer.quiet.is_set()) == (T.ABORTED, [transfer], True)
 
-    told = encoded(transfer)
-    assert encoded(transfer) is told, "many may look, and nothing has changed"
+    told = json_of(transfer)
+    assert json_of(transfer) is told, "many may look, and nothing has changed"
     transfer.set_rank(RankTransfer(rank=1, state=T.READING))
-    assert b'"rank":1' in encoded(transfer)
+    assert b'"rank":1' in json_of(transfer)
 
     kept = weakref.ref(engine)
     del engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stepped import ARENA, BLOCKS, PIECE, SLOTS, Daemon, manifest_of
+from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 from stepwise import Step, World
 
 from kvferry.schemas import Awaited, TransferState
@@ -79,11 +79,8 @@ class Two:
 
 @pytest.fixture
 def two() -> Iterator[Two]:
-    world = World(ARENA)
-    with pytest.MonkeyPatch.context() as patched:
-        world.patch(patched)
+    with stepping() as world:
         yield Two(world)
-        world.dispose()
 
 
 def test_a_rank_that_has_forgotten_its_pairing_makes_another_though_a_rank_has_packed_all(two: Two) -> None:

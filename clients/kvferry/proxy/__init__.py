@@ -19,7 +19,7 @@ from kvferry.proxy.options import Endpoint, Options, parse
 
 __all__ = ["Endpoint", "Options", "build_app", "main", "parse"]
 UNREAD_S = 10
-"""How long a client may take nothing of what is sent to it. Then the kernel ends its connection, and so its request."""
+"""How long a client may leave its answer unread. Then the kernel ends the connection, and the request with it."""
 GRACEFUL_S = 20
 """At SIGTERM: how long requests under way may still run."""
 

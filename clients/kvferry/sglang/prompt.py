@@ -30,7 +30,7 @@ ROOMS = range(1, 1 << 63)
 def lease_of(room: int | None) -> str:
     """The request id by which daemons know what SGLang calls a bootstrap room. Raises KvferryError
     (`unsupported_request`) for one that SGLang's rows cannot hold, which would end its scheduler."""
-    if not isinstance(room, int) or room not in ROOMS:  # a range is searched from its start for what is no int
+    if not isinstance(room, int) or room not in ROOMS:  # `in` would compare None with every number
         why, remedy = "SGLang has no such bootstrap_room", f"send a number from {ROOMS.start} to {ROOMS.stop - 1}"
         raise Malformed("unsupported_request", why, field="bootstrap_room", value=room, remedy=remedy)
     return f"room-{room}"

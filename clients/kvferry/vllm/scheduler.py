@@ -46,7 +46,7 @@ class Exchange:
     problem: KvferryError | None = None
     """Why its kv_transfer_params cannot be followed."""
     computed: int = 0
-    """How many of its first tokens are here already: what is read begins after them."""
+    """How many of its first tokens the engine has already: the load begins after them."""
     waits: bool = False
     """It has waited for another request, which reads the lease that it came with."""
     published: bool = False

@@ -56,7 +56,7 @@ def record_of(transfer: Transfer) -> TransferRecord:
     )
 
 
-def encoded(transfer: Transfer) -> bytes:
+def json_of(transfer: Transfer) -> bytes:
     """The record as JSON. Kept until something changes: many may look at many records."""
     made_of = transfer.changes, transfer.nbytes, transfer.waits_for, transfer.attempt
     if transfer.encoded[0] != made_of:
