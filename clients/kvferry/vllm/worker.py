@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-    get_kv_cache_spec_sliding_window,
-)
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import Malformed
-from kvferry.manifest import ManifestBuilder, ModelInfo, TokenShard
+from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda_memory
 from kvferry.memory.placing import placed, region_nbytes
-from kvferry.parts import Describing, Part, attention_parts, recurrent_parts
 from kvferry.vllm.identity import fingerprint
+from kvferry.vllm.layers import Group, describe
 from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
 from kvferry.vllm.session import Before, End, Session
@@ -38,8 +30,6 @@ if TYPE_CHECKING:
 log = init_logger("vllm.kvferry.worker")
 LINGER_S = 0.005
 """How long a new request may have to wait for an engine that has nothing to compute."""
-CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
-"""What a recurrent layer's convolution remembers, by the layer's kind."""
 
 
 class WorkerSide:
@@ -50,7 +40,7 @@ class WorkerSide:
         self._num_blocks, self._nbytes = caches.num_blocks, caches.kv_cache_tensors[0].size
         # Names copied: the model runner adds layers that share another's cache to its groups later.
         self._groups = [
-            (str(i), caches.kv_cache_groups[i].kv_cache_spec, tuple(caches.kv_cache_groups[i].layer_names))
+            Group(str(i), caches.kv_cache_groups[i].kv_cache_spec, tuple(caches.kv_cache_groups[i].layer_names))
             for i in caches.transfer_group_ids
         ]
         self._options = options
@@ -100,32 +90,12 @@ class WorkerSide:
         builder = ManifestBuilder(
             self._engine_id, self._epoch, model, rank=self._rank, world_size=self._world_size, parallel=parallel
         ).region(0, memory.kind, nbytes=memory.nbytes, address=memory.address)
-        self._describe(builder, caches)
+        describe(builder, self._config, self._groups, self._num_blocks, caches, self._tp_rank, self._tp)
         if self._device == "cuda":
             self._daemon.open_fences(torch.cuda.current_device())
         for note in self._daemon.register(builder.build()):
             log.warning("%s", note)
         log.info("the daemon knows the cache of %d layers", len(caches))
-
-    def _describe(self, builder: ManifestBuilder, caches: Mapping[str, torch.Tensor]) -> None:
-        model, parallel = self._config.model_config, self._config.parallel_config
-        layers = self._config.compilation_config.static_forward_context
-        describing = Describing(builder, self._tp_rank, self._tp)
-        for group, spec, names in self._groups:
-            specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(names, spec)
-            recurrent = isinstance(specs[names[0]], MambaSpec)
-            dcp = parallel.decode_context_parallel_size if spec.dcp_sharded else 1
-            share = TokenShard(rank=self._tp_rank % dcp, size=dcp, interleave=parallel.cp_kv_cache_interleave_size)
-            builder.group(
-                group, kind="state" if recurrent else "paged", num_blocks=self._num_blocks, token_shard=share,
-                block_size=1 if recurrent else spec.block_size, window=get_kv_cache_spec_sliding_window(spec),
-            )  # fmt: skip
-            for name in names:
-                found = _parts(
-                    layers[name], name, specs[name], caches[name], self._num_blocks, model.dtype, self._tp,
-                    model.get_total_num_kv_heads(),
-                )  # fmt: skip
-                describing.add(group, extract_layer_index(name), found)
 
     def revoke(self, step: Step) -> None:
         """First of all in a step: its forward pass may overwrite these blocks."""
@@ -184,35 +154,3 @@ class WorkerSide:
         self._daemon.close()
         if isinstance(self._memory, SharedRegion | CudaRegion):
             self._memory.close()
-
-
-def _parts(
-    layer: Any, name: str, spec: Any, cache: torch.Tensor, num_blocks: int, dtype: torch.dtype, ranks: int, heads: int
-) -> list[Part]:
-    """The components of a layer. `cache`: [block, head, slot, content], of blocks or of the kernel's smaller ones.
-
-    The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
-    gets. A cache of anything but one key and one value per head and token is one component, moved as it is.
-    ranks: of tensor parallelism; heads: the model's. Raises KvferryError: `unknown_layout`; `unsupported_cache` for a
-    state of another kind, or one of several tokens.
-    """
-    if isinstance(spec, MambaSpec) and spec.mamba_type.name in CONVOLVED and len(layer.kv_cache) <= 2:
-        conv, *states = layer.kv_cache
-        conv = conv if is_conv_state_dim_first() else conv.transpose(1, 2)
-        shards = 1 if spec.tp_replicated else ranks
-        narrow = min(shards, layer.norm.n_groups) if spec.mamba_type.name == "MAMBA2" else shards
-        return recurrent_parts(conv, states, CONVOLVED[spec.mamba_type.name], shards, narrow)
-    if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
-        remedy = "serve a model whose layers docs/vllm.md names"
-        raise Malformed("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
-    shards = min(ranks, spec.max_tp_shards or heads)
-    blocks = cache.view(num_blocks, -1, *cache.shape[1:])
-    plain = cache.shape[1] == spec.num_kv_heads and cache.shape[3] == spec.head_size + spec.head_size_v
-    if not plain or not spec.head_size_v or layer.get_attn_backend().forward_includes_kv_cache_update:
-        return [Part("kv", blocks, ("block", "slot", "head", "slot", "content"), "head", shards)]
-
-    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
-
-    shape, sizes = (spec.block_size, spec.num_kv_heads), (spec.head_size, spec.head_size_v)
-    return attention_parts(write, blocks, shape, sizes, dtype, name, shards)
