@@ -216,8 +216,9 @@ class TransferList(_Answer):
 class LeaseReader(_Answer):
     """A rank that reads a lease, or has read it.
 
-    state: `reading`; `read`, it has all that it wanted; `left`, it has gone without. bytes: what it has read so far, by
-    its own word or as it was packed for it.
+    state: `reading`; `read`, it has all that it wanted; `left`, it has gone without, or its engine reads all anew in a
+    later attempt. bytes: what it has read so far, by its own word or as it was packed for it. attempt: of its engine; 0
+    where its daemons count.
     """
 
     engine_id: str
@@ -226,6 +227,7 @@ class LeaseReader(_Answer):
     world_size: int = 1
     state: str = "reading"
     bytes: int = 0
+    attempt: int = 0
 
 
 class LeaseRecord(_Answer):

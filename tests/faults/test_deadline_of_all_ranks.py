@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import Daemons, Joining, peer_stub, retired, until
+from fleet import SPOKEN, Daemons, Joining, peer_stub, retired, until
 from pair import is_in, prewarmed
 from ranks import Kv, Shape, TestEngine, start_rank
 from stopping import stopped
@@ -150,9 +150,7 @@ async def test_a_rank_whose_daemon_answers_nothing(
     stack.push_async_callback(server.stop, 0)
     stub = await stack.enter_async_context(peer_stub(ours))
     member = peer_pb2.Member(rank=1, address=address, epoch=epoch)
-    joining = stub.Join(
-        peer_pb2.JoinRequest(protocol_min=1, protocol_max=1, engine_id="silent-reader", member=member, world_size=2)
-    )
+    joining = stub.Join(peer_pb2.JoinRequest(**SPOKEN, engine_id="silent-reader", member=member, world_size=2))
     await joining.read()
     router = await stack.enter_async_context(RouterClient(ours.url))
     await prewarmed(source, [router])

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
-from fleet import TCP_ALONE, Daemons, ended, peer_stub, screens
+from fleet import SPOKEN, TCP_ALONE, Daemons, ended, peer_stub, screens
 from lives import engine_on, published, receives
 from test_hostile_metadata import impostor, inner
 
@@ -45,7 +45,7 @@ async def test_a_peer_that_dies_while_it_is_met_is_unreachable(daemons: Daemons,
     await engine_on(stack, "met", theirs)
     _, router = await engine_on(stack, "met-reader", ours)
     async with peer_stub(theirs) as stub:
-        said = await stub.Handshake(peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="met"))
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id="met"))
     await ended(theirs, signal.SIGKILL)
     async with impostor(said) as (service, address):
         service.moves_to(address)

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
-from fleet import Daemons, ended, peer_stub
+from fleet import SPOKEN, Daemons, ended, peer_stub
 from lives import TP1, engine_on, published, receives
 from ranks import TestEngine
 from test_hostile_metadata import impostor
@@ -99,7 +99,7 @@ async def test_a_stranger_that_names_the_real_daemons_leads_to_them_only(scene: 
     """Whatever it says of their memory: each rank is asked at the address that its roster names."""
     async with peer_stub(scene.source.daemons[0]) as stub:
         name = scene.source.engine_id
-        said = await stub.Handshake(peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=name))
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=name))
     said.agent_name, said.agent_metadata = "a stranger's", b"anything"
     async with impostor(said) as (_, address):
         await scene.router.prewarm(PeerRequest(engine_id=name, address=address))
@@ -111,7 +111,7 @@ async def test_ranks_that_do_not_name_the_same_ranks_are_no_engine(scene: Scene)
     """A stranger cannot stand beside the real ranks as one more."""
     async with peer_stub(scene.source.daemons[0]) as stub:
         name = scene.source.engine_id
-        said = await stub.Handshake(peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=name))
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=name))
     async with impostor(said) as (service, address):
         said.manifest.rank, said.manifest.world_size = 1, 2
         said.members.add(rank=1, address=address, epoch="1")

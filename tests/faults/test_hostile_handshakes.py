@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import Daemons, peer_stub
+from fleet import SPOKEN, Daemons, peer_stub
 from lives import engine_on
 from test_hostile_metadata import impostor
 
@@ -50,7 +50,7 @@ async def test_an_answer_beyond_the_bounds_is_refused(
     await engine_on(stack, f"{name}-s", theirs)
     _, router = await engine_on(stack, f"{name}-r", ours)
     async with peer_stub(theirs) as stub:
-        said = await stub.Handshake(peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1))
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN))
     change(said)
     async with impostor(said) as (service, address):
         service.moves_to(address) if name == "with_small_slots" else None

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import pytest
-from fleet import Daemons, peer_stub
+from fleet import SPOKEN, Daemons, peer_stub
 from lives import engine_on, published, receives
 
 from kvferry.errors import KvferryError
@@ -116,7 +116,7 @@ async def test_metadata_that_no_agent_wrote_is_refused_and_the_real_peer_is_read
     source, _ = await engine_on(stack, "source", theirs)
     reader, router = await engine_on(stack, "reader", ours)
     async with peer_stub(theirs) as stub:
-        said = await stub.Handshake(peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="source"))
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id="source"))
     good = said.agent_metadata
     async with impostor(said) as (service, address):
         service.moves_to(address)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fleet import TIMEOUT_S, Daemons, peer_stub, tap, under_way, until
+from fleet import SPOKEN, TIMEOUT_S, Daemons, peer_stub, tap, under_way, until
 from lives import engine_on, published, receives
 from test_hostile_metadata import Impostor
 
@@ -51,7 +51,7 @@ async def dialled(daemon: DaemonService, credentials: grpc.ChannelCredentials) -
 
 async def answer_to(stub: peer_pb2_grpc.PeerStub) -> str:
     """What a handshake is answered: a status of gRPC, or the daemon's own code."""
-    request = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="nobody")
+    request = peer_pb2.HandshakeRequest(**SPOKEN, engine_id="nobody")
     try:
         await stub.Handshake(request, timeout=TIMEOUT_S)
     except grpc.aio.AioRpcError as error:

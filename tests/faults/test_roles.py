@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from fleet import TIMEOUT_S, ByHand, Daemons, Joining, ended, peer_stub, refusal, serving, until
+from fleet import SPOKEN, TIMEOUT_S, ByHand, Daemons, Joining, ended, peer_stub, refusal, serving, until
 from lives import engine_on, published, receives
 from ranks import Blocks, Kv, Shape, TestEngine
 
@@ -111,7 +111,7 @@ async def test_the_reader_still_ends_the_lease_that_it_was_to_read(scene: Scene,
 def joining(address: str, rank: int, epoch: str, world_size: int = 2) -> peer_pb2.JoinRequest:
     member = peer_pb2.Member(rank=rank, address=address, epoch=epoch)
     return peer_pb2.JoinRequest(
-        protocol_min=1, protocol_max=1, engine_id="roles-r", member=member, world_size=world_size, challenge=bytes(32)
+        **SPOKEN, engine_id="roles-r", member=member, world_size=world_size, challenge=bytes(32)
     )
 
 

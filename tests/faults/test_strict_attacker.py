@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from fleet import TCP_ALONE, TIMEOUT_S, Daemons, peer_stub
+from fleet import SPOKEN, TCP_ALONE, TIMEOUT_S, Daemons, peer_stub
 from lives import engine_on, published, receives
 from ranks import TestEngine
 from test_strict import pool
@@ -40,7 +40,7 @@ class Scene:
     async def attack(self, *, forge: bool = False) -> tuple[peer_pb2.HandshakeReply, dict[int, bool], bytes]:
         """(what it was told, which ranges it could read by their address, all that it got)."""
         async with peer_stub(self.engine.daemons[0]) as stub:
-            request = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=self.engine.engine_id)
+            request = peer_pb2.HandshakeRequest(**SPOKEN, engine_id=self.engine.engine_id)
             said = await stub.Handshake(request)
         loot = self.folder / uuid.uuid4().hex
         also = [[self.cache.address, self.cache.nbytes]]

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from fleet import TIMEOUT_S, Joining, serving, until
+from fleet import SPOKEN, TIMEOUT_S, Joining, serving, until
 from google.protobuf.message import Message
 from ranks import Blocks
 from target import Target
@@ -97,9 +97,7 @@ class RawEngine:
 
 
 def attaching(engine_id: str, epoch: str, world_size: int) -> engine_pb2.AttachRequest:
-    return engine_pb2.AttachRequest(
-        protocol_min=1, protocol_max=1, client="raw", engine_id=engine_id, epoch=epoch, world_size=world_size
-    )
+    return engine_pb2.AttachRequest(**SPOKEN, client="raw", engine_id=engine_id, epoch=epoch, world_size=world_size)
 
 
 @asynccontextmanager
@@ -133,9 +131,7 @@ async def raw_engine(target: Target, ranks: int = 1) -> AsyncIterator[RawEngine]
 
 
 def joining(engine_id: str, member: peer_pb2.Member) -> peer_pb2.JoinRequest:
-    return peer_pb2.JoinRequest(
-        protocol_min=1, protocol_max=1, engine_id=engine_id, member=member, world_size=2, challenge=bytes(32)
-    )
+    return peer_pb2.JoinRequest(**SPOKEN, engine_id=engine_id, member=member, world_size=2, challenge=bytes(32))
 
 
 def blocks(n: int = 1) -> Blocks:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from fleet import peer_stub, serving
+from fleet import SPOKEN, peer_stub, serving
 from hostile import Hostile
 from raw import raw_engine, streamed
 from target import Target
@@ -52,7 +52,7 @@ async def test_a_peer_that_gives_up_without_a_reason_is_no_fault_of_ours(attacke
     service = Nameless(attacked, Hostile(random.Random(1)))
     service.honest, service.problem = 1.0, layout_pb2.Problem(kind=kind)  # type: ignore[arg-type]
     async with peer_stub(attacked.friend.daemons[0]) as stub, serving(service) as address:
-        asked = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=attacked.friend.engine_id)
+        asked = peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.friend.engine_id)
         service.said = await stub.Handshake(asked)
         service.said.members[0].address = address
         await attacked.router.forget_peer(attacked.friend.engine_id)

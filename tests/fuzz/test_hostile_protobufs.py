@@ -11,7 +11,7 @@ from itertools import islice
 
 import grpc
 import pytest
-from fleet import Joining, serving
+from fleet import SPOKEN, Joining, serving
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from hostile import Hostile
@@ -165,7 +165,7 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
         member = peer_pb2.Member(rank=1, address=address, epoch=raw.epoch)
         good: dict[str, tuple[Message, type[Message]]] = {
             "Handshake": (
-                peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=attacked.engine.engine_id),
+                peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.engine.engine_id),
                 peer_pb2.HandshakeReply,
             ),
             "Admit": (peer_pb2.AdmitRequest(engine_id=raw.engine_id, epoch=raw.epoch), peer_pb2.AdmitReply),
@@ -284,7 +284,7 @@ async def test_bytes_that_are_no_message(attacked: Target, rng: random.Random, c
         good = [
             engine_pb2.Command(attach=attaching("x", "1", 1)).SerializeToString(),
             peer_pb2.PairRequest(engine_id="x", epoch="1", sources=[own], destination=own).SerializeToString(),
-            peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="target").SerializeToString(),
+            peer_pb2.HandshakeRequest(**SPOKEN, engine_id="target").SerializeToString(),
         ]
         cases = []
         for service, method in METHODS:

@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from fleet import peer_stub, serving, until
+from fleet import SPOKEN, peer_stub, serving, until
 from hostile import Hostile
 from target import Target
 
@@ -79,7 +79,7 @@ async def test_answers_of_a_source(attacked: Target, rng: random.Random, count: 
     making = Hostile(rng)
     service = Impostor(attacked, making)
     async with peer_stub(attacked.friend.daemons[0]) as stub, serving(service) as address:
-        asked = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=attacked.friend.engine_id)
+        asked = peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.friend.engine_id)
         service.said = await stub.Handshake(asked)
         service.said.members[0].address = address
         making.known = {

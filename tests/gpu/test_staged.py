@@ -16,7 +16,7 @@ from needs import GPUS
 # isort: split
 import numpy as np
 import torch
-from fleet import peer_stub
+from fleet import SPOKEN, peer_stub
 from gpu_engine import GpuEngine
 from hog import hog
 from ranks import HND, NHD, Kv, Shape
@@ -214,9 +214,7 @@ async def test_strict_daemons_stage_and_expose_slots_only(fleet) -> None:
         assert peer.ways["staged"] == ""
         assert "strict" in peer.ways["direct"] and "strict" in peer.ways["mapped"]
         async with peer_stub(near) as stub:
-            said = await stub.Handshake(
-                peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=source.engine_id)
-            )
+            said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=source.engine_id))
             mapping = stub.Map(peer_pb2.MapRequest(engine_id=source.engine_id, epoch=source.epoch))
             mappable = await mapping.read()
             assert not mappable.regions and "strict" in mappable.refusal
@@ -244,9 +242,7 @@ async def test_of_an_open_daemon_the_very_same_read_of_the_cache_succeeds(fleet)
     near = await daemon(fleet, "open", 0)
     source = await GpuEngine.on("source", [near], [0], Shape(), adopted=False)
     async with peer_stub(near) as stub:
-        said = await stub.Handshake(
-            peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=source.engine_id)
-        )
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=source.engine_id))
     source.ranks[0].tensor.fill_(MARK)
     torch.cuda.synchronize(0)
     async with spy() as (agent, landing):

@@ -17,13 +17,17 @@ import psutil
 
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
-from kvferry.rpc import error_of
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN, error_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.memory.host import NAME
 
 T = TypeVar("T")
+SPOKEN = {"protocol_min": PROTOCOL_MIN, "protocol_max": PROTOCOL_MAX}
+"""The protocol of this build, as a caller says it."""
+BEFORE = {"protocol_min": PROTOCOL_MIN - 1, "protocol_max": PROTOCOL_MIN - 1}
+"""That of the build before the last change of the wire."""
 TIMEOUT_S = 60.0
 """The longest wait of a test for anything. Nothing comes near it on a machine that has no other work."""
 TCP_ALONE = "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"

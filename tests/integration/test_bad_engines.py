@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import Daemons, owned_regions, refusal, until
+from fleet import BEFORE, SPOKEN, Daemons, owned_regions, refusal, until
 from ranks import Blocks, describe
 from victim import SHAPE, Victim
 
@@ -26,12 +26,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")
 
 async def attach(**change: Any) -> AsyncIterator[engine_pb2.Command]:
     """The commands of an engine that attaches and says nothing more."""
-    told = {"protocol_min": 1, "protocol_max": 1, "engine_id": "bad", "epoch": "1", "rank": 0, "world_size": 1}
+    told = {**SPOKEN, "engine_id": "bad", "epoch": "1", "rank": 0, "world_size": 1}
     yield engine_pb2.Command(attach=engine_pb2.AttachRequest(**told | change))
 
 
 ATTACH: dict[str, tuple[dict[str, Any], str]] = {
     "a protocol of tomorrow": ({"protocol_min": 99, "protocol_max": 99}, "protocol"),
+    "the protocol before this one": (BEFORE, "protocol"),
     "a protocol backwards": ({"protocol_min": 2, "protocol_max": 1}, "protocol"),
     "no engine id": ({"engine_id": ""}, "malformed_attach"),
     "no epoch": ({"epoch": ""}, "malformed_attach"),
@@ -96,7 +97,7 @@ async def said_at_once(
     victim: Victim, commands: Sequence[engine_pb2.Command], *, several: bool
 ) -> tuple[list[engine_pb2.Answer], int]:
     """(the answers to commands in one message, the messages in which they came)."""
-    told = {"protocol_min": 1, "protocol_max": 1, "engine_id": "several", "epoch": "1", "world_size": 1}
+    told = {**SPOKEN, "engine_id": "several", "epoch": "1", "world_size": 1}
     stream = victim.engine_door.Attach()
     await stream.write(engine_pb2.Command(attach=engine_pb2.AttachRequest(**told, several=several)))
     first = await stream.read()

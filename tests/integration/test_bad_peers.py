@@ -12,16 +12,18 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet import TIMEOUT_S, ByHand, Daemons, Joining, peer_stub, refusal, serving
+from fleet import BEFORE, SPOKEN, TIMEOUT_S, ByHand, Daemons, Joining, peer_stub, refusal, serving
 from ranks import Blocks, Shape, start_rank
 from victim import NOWHERE, Victim
 
 from kvferry.outbox import SEVERAL
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
+LATER = {"protocol_min": PROTOCOL_MAX + 1, "protocol_max": PROTOCOL_MAX + 9}
 
 
 def reader_of(victim: Victim, stub: peer_pb2_grpc.PeerAsyncStub, **change: Any) -> ByHand:
@@ -36,19 +38,21 @@ def reader_of(victim: Victim, stub: peer_pb2_grpc.PeerAsyncStub, **change: Any) 
 async def test_a_peer_of_another_protocol_is_told_both_ranges(victim: Victim) -> None:
     async with peer_stub(victim.daemon) as stub:
         for call, request in (
-            (stub.Handshake, peer_pb2.HandshakeRequest(protocol_min=2, protocol_max=9, engine_id="victim")),
+            (stub.Handshake, peer_pb2.HandshakeRequest(**LATER, engine_id="victim")),
+            (stub.Handshake, peer_pb2.HandshakeRequest(**BEFORE, engine_id="victim")),
             (stub.Handshake, peer_pb2.HandshakeRequest(engine_id="victim")),
         ):
             error = await refusal(call(request))
             assert error.code == "protocol"
-            assert "this daemon 1 to 1" in error.message
-        joining = peer_pb2.JoinRequest(protocol_min=2, protocol_max=9, engine_id="victim")
-        assert (await refusal(stub.Join(joining).read())).code == "protocol"
+            assert f"this daemon {PROTOCOL_MIN} to {PROTOCOL_MAX}" in error.message
+        for other in (LATER, BEFORE):
+            joining = peer_pb2.JoinRequest(**other, engine_id="victim")
+            assert (await refusal(stub.Join(joining).read())).code == "protocol"
 
 
 async def test_a_handshake_with_an_engine_that_is_not_here_is_refused(victim: Victim) -> None:
     async with peer_stub(victim.daemon) as stub:
-        request = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="nobody")
+        request = peer_pb2.HandshakeRequest(**SPOKEN, engine_id="nobody")
         assert (await refusal(stub.Handshake(request))).code == "unknown_engine"
 
 
@@ -147,7 +151,7 @@ async def test_an_order_between_ranks_is_checked_like_any_other(daemons: Daemons
     played = Joining()
     async with serving(played) as address, peer_stub(daemon) as stub:
         member = peer_pb2.Member(rank=1, address=address, epoch="1")
-        joining = peer_pb2.JoinRequest(protocol_min=1, protocol_max=1, engine_id="of-two", member=member, world_size=2)
+        joining = peer_pb2.JoinRequest(**SPOKEN, engine_id="of-two", member=member, world_size=2)
         held = stub.Join(joining)
         await held.read()
         for change, code in (
@@ -213,7 +217,7 @@ async def test_a_message_beyond_the_limit_is_refused(victim: Victim) -> None:
 async def test_a_caller_from_an_address_that_is_not_allowed_learns_nothing(daemons: Daemons, victim: Victim) -> None:
     (closed,) = await daemons.start("closed", 1, "--allow-peers", "10.9.8.0/24")
     async with peer_stub(closed) as stub:
-        request = peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id="x")
+        request = peer_pb2.HandshakeRequest(**SPOKEN, engine_id="x")
         assert (await refusal(stub.Handshake(request))).code == "address_not_allowed"
 
 

@@ -7,7 +7,7 @@ import signal
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import Daemons, Joining, ended, peer_stub, refusal, retired, serving, until
+from fleet import SPOKEN, Daemons, Joining, ended, peer_stub, refusal, retired, serving, until
 from pair import Pair
 from ranks import HND, Blocks, Kv, Rank, Shape, TestEngine, start_rank
 
@@ -191,11 +191,7 @@ async def test_nobody_joins_with_an_address_that_may_not_be_dialled(two: list[Da
 
 def joining(engine_id: str, rank: int, address: str) -> peer_pb2.JoinRequest:
     return peer_pb2.JoinRequest(
-        protocol_min=1,
-        protocol_max=1,
-        engine_id=engine_id,
-        member=peer_pb2.Member(rank=rank, address=address, epoch="1"),
-        world_size=3,
+        **SPOKEN, engine_id=engine_id, member=peer_pb2.Member(rank=rank, address=address, epoch="1"), world_size=3
     )
 
 

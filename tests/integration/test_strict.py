@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet import TIMEOUT_S, Daemons, peer_stub
+from fleet import SPOKEN, TIMEOUT_S, Daemons, peer_stub
 from ranks import HND, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
@@ -113,9 +113,7 @@ def pool(engine: TestEngine) -> Span:
 async def handshaken(engine: TestEngine) -> AsyncIterator[tuple[Agent, peer_pb2.HandshakeReply]]:
     """A NIXL agent that has loaded the metadata, and all that the daemon says to a peer."""
     async with peer_stub(engine.daemons[0]) as stub:
-        said = await stub.Handshake(
-            peer_pb2.HandshakeRequest(protocol_min=1, protocol_max=1, engine_id=engine.engine_id)
-        )
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=engine.engine_id))
     agent = Agent(f"spy-{uuid.uuid4().hex}")
     await agent.start()
     try:

@@ -109,10 +109,10 @@ async def test_a_lease_is_over_exactly_when_all_have_read_whatever_its_readers_d
         while not lease.state.ended and rng.random() > 0.02:
             who, step = rng.choice(ranks), rng.choice(["open", "packed", "leave", "close", "finished"])
             if step == "open" and who not in opened:
-                reading = lease.reading(who)
+                reading = lease.reading(who, rng.choice([1, 1, 2, 3]))
                 opened[who] = reading, reading.__enter__()
             elif step == "finished" and who not in opened:
-                lease.finished(who)
+                lease.finished(who, attempt=rng.choice([1, 1, 2, 3]))
             elif step == "packed" and who in opened:
                 opened[who][1].packed()
             elif step in ("leave", "close") and who in opened:
@@ -122,11 +122,27 @@ async def test_a_lease_is_over_exactly_when_all_have_read_whatever_its_readers_d
                 reading.__exit__(None, None, None)
             readers = lease.readers()
             read = Counter((it.engine_id, it.world_size) for it in readers if it.state == "read")
+            attempts = {(it.engine_id, it.attempt) for it in readers if it.state == "read"}
+            assert len(attempts) == len(read), "an engine has read in one attempt"
             whole = sum(count == world for (_, world), count in read.items())
             assert lease.live_readers == len(opened)
             unread = any(it.state == "reading" for it in readers)
             assert lease.state.ended == (whole >= lease.expected and not unread), step
         leases.revoke(lease.request_id, "the next one")
+
+
+async def test_ranks_of_two_attempts_do_not_make_one_reader(leases: Leases, publish: Publish) -> None:
+    lease = publish()
+    first, second = (ReaderId("decode", "1", rank, 2) for rank in range(2))
+    with lease.reading(first, 1) as opened:
+        opened.close(complete=True)
+    with lease.reading(second, 2) as opened:
+        opened.close(complete=True)
+    assert [(it.rank, it.state) for it in lease.readers()] == [(0, "left"), (1, "read")]
+    leases.finished("r", first, attempt=1)  # late
+    assert lease.state is LeaseState.PUBLISHED
+    leases.finished("r", first, attempt=2)
+    assert lease.state is LeaseState.RELEASED
 
 
 async def test_ranks_count_as_through_when_all_they_want_is_packed(leases: Leases, publish: Publish) -> None:

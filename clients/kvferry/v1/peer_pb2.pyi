@@ -495,6 +495,7 @@ class LeaseOpen(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     KNOWN_WORD_FIELD_NUMBER: builtins.int
     KNOWN_VERSION_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
     """the reader's number for it, never used again on this stream"""
@@ -502,6 +503,8 @@ class LeaseOpen(google.protobuf.message.Message):
     known_word: builtins.int
     """of an announcement that the reader goes by: the lease is not sent again if nothing changed"""
     known_version: builtins.int
+    attempt: builtins.int
+    """of the reading engine at this request; 0: its daemons count, each apart"""
     @property
     def trace(self) -> Global___Trace: ...
     def __init__(
@@ -511,10 +514,11 @@ class LeaseOpen(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         known_word: builtins.int = ...,
         known_version: builtins.int = ...,
+        attempt: builtins.int = ...,
         trace: Global___Trace | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["known_version", b"known_version", "known_word", b"known_word", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "known_version", b"known_version", "known_word", b"known_word", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
 
 Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
 
@@ -531,6 +535,7 @@ class LeaseClose(google.protobuf.message.Message):
     COMPLETE_FIELD_NUMBER: builtins.int
     WORD_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
     request_id: builtins.str
@@ -540,6 +545,8 @@ class LeaseClose(google.protobuf.message.Message):
     """of the announced lease that was read: no other is meant; 0: whichever there is"""
     nbytes: builtins.int
     """what was read of this lease: the source cannot see what is read directly"""
+    attempt: builtins.int
+    """of the reading engine: it has read the lease when all ranks of one attempt have closed it complete"""
     @property
     def trace(self) -> Global___Trace:
         """with reading 0"""
@@ -552,10 +559,11 @@ class LeaseClose(google.protobuf.message.Message):
         complete: builtins.bool = ...,
         word: builtins.int = ...,
         nbytes: builtins.int = ...,
+        attempt: builtins.int = ...,
         trace: Global___Trace | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "trace", b"trace", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "complete", b"complete", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "trace", b"trace", "word", b"word"]) -> None: ...
 
 Global___LeaseClose: typing_extensions.TypeAlias = LeaseClose
 
@@ -830,6 +838,7 @@ class PackOpen(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """opens the lease with the same message, as LeaseOpen does with this word and version"""
     word: builtins.int
@@ -844,6 +853,8 @@ class PackOpen(google.protobuf.message.Message):
     nbytes: builtins.int
     last: builtins.bool
     """the reader wants nothing of this lease later: once all is packed it counts as one that has read"""
+    attempt: builtins.int
+    """with request_id"""
     @property
     def tokens(self) -> kvferry.v1.layout_pb2.TokenRange: ...
     @property
@@ -869,9 +880,10 @@ class PackOpen(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         trace: Global___Trace | None = ...,
         last: builtins.bool = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tokens", b"tokens", "trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 

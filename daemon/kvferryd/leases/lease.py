@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import Conflict, Full, KvferryError
 from kvferry.schemas import LeaseReader, LeaseRecord, LeaseState
@@ -70,6 +70,8 @@ class Opened:
 
     lease: Lease
     who: ReaderId
+    attempt: int = 0
+    """Of the reading engine, 0 where its daemons count. That engine has read when all ranks of one attempt have."""
     live: bool = True
     read: bool = False
     nbytes: int = 0
@@ -81,10 +83,11 @@ class Opened:
         self._count(self.nbytes + nbytes)
         self.lease.note(self, live=self.live, read=self.live)
 
-    def close(self, *, complete: bool, nbytes: int = 0) -> None:
-        """The reader has gone; complete: with all that it wanted. nbytes: that it has read in all. Idempotent."""
+    def close(self, *, complete: bool, nbytes: int = 0, attempt: int = 0) -> None:
+        """The reader has gone; complete: with all that it wanted. nbytes: that it has read in all. attempt: the number
+        that its own has by now; 0: that of the opening. Idempotent."""
         self._count(nbytes)
-        self.lease.note(self, live=False, read=complete)
+        self.lease.note(self, live=False, read=complete, attempt=attempt)
 
     def _count(self, nbytes: int) -> None:
         if nbytes > self.nbytes:
@@ -139,6 +142,9 @@ class Lease:
         self.live_readers = self._reading = self._whole = 0
         """Readers that are there, those of them that have not read, and engines of which all ranks have."""
         self._ranks_read: Counter[tuple[str, str, int, bytes]] = Counter()
+        """Ranks of each engine that have read, in its newest attempt."""
+        self._attempts: dict[tuple[str, str, int, bytes], int] = {}
+        """The newest attempt of each engine that has read or reads."""
 
     @property
     def state(self) -> LeaseState:
@@ -250,8 +256,11 @@ class Lease:
         self._wake()
 
     @contextmanager
-    def reading(self, who: ReaderId) -> Iterator[Opened]:
-        """`who` is a live reader inside this block. Raises KvferryError: `already_reading`, `full`, why it is over."""
+    def reading(self, who: ReaderId, attempt: int = 0) -> Iterator[Opened]:
+        """`who` is a live reader inside this block. What its engine has read in lower attempts does not count any more.
+
+        Raises KvferryError: `already_reading`, `full`, why it is over.
+        """
         if self.state.ended:  # since `who` found it
             raise self.over()
         known = self._readers.get(who)
@@ -259,7 +268,7 @@ class Lease:
             why = f"{who.engine_id} rank {who.rank} reads request {self.request_id} already"
             remedy = "wait for that read to end"
             raise Conflict("already_reading", why, field="request_id", value=self.request_id, remedy=remedy)
-        reader = self._add_reader(who, Opened(self, who))
+        reader = self._add_reader(who, Opened(self, who, attempt))
         try:
             yield reader
         finally:
@@ -267,17 +276,17 @@ class Lease:
             if not reader.read and self._readers.get(who) is reader:
                 del self._readers[who]
 
-    def finished(self, who: ReaderId, nbytes: int = 0) -> None:
+    def finished(self, who: ReaderId, nbytes: int = 0, attempt: int = 0) -> None:
         """A rank has finished without opening the lease: it had nothing to read, or was quick with an announcement.
 
         Raises KvferryError: `not_opened`, `full`.
         """
-        reader = self._readers.get(who) or self._add_reader(who, Opened(self, who, live=False))
+        reader = self._readers.get(who) or self._add_reader(who, Opened(self, who, attempt, live=False))
         if reader.live:
             why = f"request {self.request_id} is being read by this rank, in another reading"
             remedy = "close it by the number with which it was opened, on the same stream"
             raise Conflict("not_opened", why, field="reading", remedy=remedy)
-        reader.close(complete=True, nbytes=nbytes)
+        reader.close(complete=True, nbytes=nbytes, attempt=attempt)
 
     def _add_reader(self, who: ReaderId, reader: Opened) -> Opened:
         if who not in self._readers and len(self._readers) >= MAX_READERS:
@@ -286,17 +295,35 @@ class Lease:
             self._count(before, -1)
         self._readers[who] = reader
         self._count(reader, 1)
+        self._take_back(reader)
         return reader
 
-    def note(self, reader: Opened, *, live: bool, read: bool) -> None:
-        """A reader has read, or gone, after which the lease may be over. Of one whose place another has taken nothing
-        counts."""
+    def _take_back(self, reader: Opened) -> None:
+        """The reader's engine is in this attempt by now: what its ranks have read in lower ones is read anew."""
+        engine = reader.who.engine
+        newest = self._attempts.setdefault(engine, reader.attempt)
+        if reader.attempt <= newest:
+            return
+        self._attempts[engine] = reader.attempt
+        for rank in range(reader.who.world_size):
+            other = self._readers.get(replace(reader.who, rank=rank))
+            if other is not None and other.read and other.attempt < reader.attempt:
+                self._count(other, -1)
+                other.read = False
+                self._count(other, 1)
+
+    def note(self, reader: Opened, *, live: bool, read: bool, attempt: int = 0) -> None:
+        """A reader has read, or gone, after which the lease may be over. Ignored if another reader has replaced it.
+        Reading in an attempt that the engine has passed does not count."""
         counts = self._readers.get(reader.who) is reader
         if counts:
             self._count(reader, -1)
-        reader.live, reader.read = live, reader.read or (read and not self.state.ended)
+        reader.attempt = max(attempt, reader.attempt)
+        reads = read and not self.state.ended and reader.attempt >= self._attempts.get(reader.who.engine, 0)
+        reader.live, reader.read = live, reader.read or reads
         if counts:
             self._count(reader, 1)
+            self._take_back(reader)
         self.settle()
 
     def _count(self, reader: Opened, by: int) -> None:
@@ -328,7 +355,7 @@ class Lease:
         return [
             LeaseReader(
                 engine_id=who.engine_id, epoch=who.epoch, rank=who.rank, world_size=who.world_size,
-                state="read" if it.read else "reading" if it.live else "left", bytes=it.nbytes,
+                state="read" if it.read else "reading" if it.live else "left", bytes=it.nbytes, attempt=it.attempt,
             )
             for who, it in self._readers.items()
         ]  # fmt: skip

@@ -41,8 +41,8 @@ class Leases:
         """Readers that wait for a publish."""
         self._waiting_at: Counter[str] = Counter()
         """How many of them, by where they call from: no place takes all the waits."""
-        self._early: LRUCache[str, frozenset[ReaderId]] = LRUCache(TOMBSTONES, getsizeof=len)
-        """Ranks with nothing to read here, which finished before this rank published."""
+        self._early: LRUCache[str, dict[ReaderId, int]] = LRUCache(TOMBSTONES, getsizeof=len)
+        """Ranks with nothing to read here, which finished before this rank published, each with its attempt."""
         self._lost = set[str]()
         """Requests whose readers need not wait, at most TOMBSTONES."""
         self._closed = ""
@@ -96,8 +96,8 @@ class Leases:
                 self._on_served,
             )
             self._live[request_id] = lease
-            for who in self._early.pop(request_id, ()):
-                lease.finished(who)
+            for who, attempt in self._early.pop(request_id, {}).items():
+                lease.finished(who, attempt=attempt)
             self._ended.pop(request_id, None)  # else its end would keep the place of the one before
             self._lost.discard(request_id)
         if not lease.publish(said, after):
@@ -170,13 +170,13 @@ class Leases:
         """The readers that waited for this publish, to be answered now."""
         return [published for published in self._awaited.pop(request_id, ()) if not published.done()]
 
-    def finished(self, request_id: str, who: ReaderId, nbytes: int = 0) -> None:
+    def finished(self, request_id: str, who: ReaderId, nbytes: int = 0, attempt: int = 0) -> None:
         """A rank has finished without opening the lease, perhaps before its publish. Raises as `Lease.finished`."""
         lease = self._live.get(request_id)
         if lease is not None:
-            lease.finished(who, nbytes)
+            lease.finished(who, nbytes, attempt)
         elif not self._closed and self._nobody_is_late(request_id):
-            early = self._early.get(request_id, frozenset()) | {who}
+            early = self._early.get(request_id, {}) | {who: attempt}
             if len(early) <= TOMBSTONES:
                 self._early[request_id] = early
 

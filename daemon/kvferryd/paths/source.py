@@ -37,13 +37,13 @@ class SourceReader:
     """
 
     def __init__(
-        self, source: PeerRank, request_id: str, digest: bytes, trace: Trace = UNTRACED,
+        self, source: PeerRank, request_id: str, attempt: int, digest: bytes, trace: Trace = UNTRACED,
         on_unpublished: Callable[[], None] = lambda: None, tell_lost: Callable[[KvferryError], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """digest: what the lease must have been published with; empty is not checked. on_unpublished: called when the
-        source answers that the lease is still to come. tell_lost: called when the stream is over while the lease is
-        open."""
-        self.source, self.request_id, self._digest = source, request_id, digest
+        """attempt: of this engine at the request; 0 where its daemons count. digest: what the lease must have been
+        published with; empty is not checked. on_unpublished: called when the source answers that the lease is still to
+        come. tell_lost: called when the stream is over while the lease is open."""
+        self.source, self.request_id, self.attempt, self._digest = source, request_id, attempt, digest
         self._trace = peer_pb2.Trace(traceparent=trace.traceparent, x_request_id=trace.x_request_id)
         self._on_unpublished, self._tell_lost = on_unpublished, tell_lost
         self.nbytes = 0
@@ -112,8 +112,9 @@ class SourceReader:
         """The source answers unless it holds the very lease that was announced."""
         stream, word, version = self._follow(), self.lease.word, self.lease.version
         opening = peer_pb2.LeaseOpen(
-            reading=self.number, request_id=self.request_id, known_word=word, known_version=version, trace=self._trace
-        )
+            reading=self.number, request_id=self.request_id, attempt=self.attempt, known_word=word,
+            known_version=version, trace=self._trace,
+        )  # fmt: skip
         stream.send(peer_pb2.ReadRequest(open=opening))
 
     def _follow(self) -> ReaderStream:
@@ -150,7 +151,7 @@ class SourceReader:
         opening.word, opening.version = self.lease.word, self.lease.version
         if self._opening is not None:
             self._follow()
-            opening.request_id = self.request_id
+            opening.request_id, opening.attempt = self.request_id, self.attempt
             opening.trace.CopyFrom(self._trace)
         self.check()
         assert self._stream is not None
@@ -199,21 +200,24 @@ class SourceReader:
         if self._chunks is not None:
             self._chunks.close()
         if self._stream is not None:
-            self._stream.close_reading(self.request_id, complete=complete, nbytes=self.nbytes, number=self.number)
+            self._stream.close_reading(
+                self.request_id, self.attempt, complete=complete, nbytes=self.nbytes, number=self.number
+            )
         elif complete:
             self.source.stream.close_reading(
-                self.request_id, complete=True, nbytes=self.nbytes, word=self.lease.word, trace=self._trace
-            )
+                self.request_id, self.attempt, complete=True, nbytes=self.nbytes, word=self.lease.word,
+                trace=self._trace,
+            )  # fmt: skip
 
 
 def readers_of(
-    peer: PeerEngine, request_id: str, digest: bytes, trace: Trace, on_unpublished: Callable[[], None],
-    tell_lost: Callable[[KvferryError], None],
+    peer: PeerEngine, request_id: str, attempt: int, digest: bytes, trace: Trace,
+    on_unpublished: Callable[[], None], tell_lost: Callable[[KvferryError], None],
 ) -> tuple[list[SourceReader], list[SourceReader]]:  # fmt: skip
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
     every = {
-        rank: SourceReader(peer.ranks[rank], request_id, digest, trace, on_unpublished, tell_lost)
+        rank: SourceReader(peer.ranks[rank], request_id, attempt, digest, trace, on_unpublished, tell_lost)
         for rank in sorted(peer.ranks)
     }
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]

@@ -377,8 +377,9 @@ class Transfer:
         for again in (True, False):
             peer = await peers.use(engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
-                peer, self.request_id, self.reservation.digest, self.trace, self._on_unpublished, self._on_lost
-            )
+                peer, self.request_id, self._given_attempt, self.reservation.digest, self.trace, self._on_unpublished,
+                self._on_lost,
+            )  # fmt: skip
             self._readers = readers
             try:
                 await together(reader.advance() for reader in readers)
@@ -392,6 +393,11 @@ class Transfer:
                 self.phases.published()  # this source, which said `unpublished`, is not asked again
         self.phases.published()
         return peer, readers, others
+
+    @property
+    def _given_attempt(self) -> int:
+        """The same on all ranks; 0 where daemons have counted, each apart."""
+        return 0 if self.counted else self.attempt
 
     def _on_unpublished(self) -> None:
         """The source has not got the request yet: what is waited for from now on is its engine."""
@@ -490,6 +496,8 @@ class Transfer:
         self._flights.clear()
         if self._reads is not None:
             (peer, through), self._reads = self._reads, None
+            for reader in through:
+                reader.attempt = self._given_attempt  # it may have been given since
             try:
                 close_all(through, complete=True)
             finally:
