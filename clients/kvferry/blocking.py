@@ -208,6 +208,7 @@ class BlockingEngineClient:
                 await client.adopt(memory)
             if self._fences_of is not None:
                 await client.open_fences(self._fences_of)
+            client.weights = before.weights  # it may have changed while this one was attached
             self._client = client
             if self._manifest is not None:
                 await client.register(self._manifest)
@@ -286,6 +287,10 @@ class BlockingEngineClient:
         Cancelling it aborts the transfer; another receive of the request begins when that one's blocks are safe.
         """
         return self._give(self.client.receive(*args, **named), lambda receive: Receipt(self._loop, receive))
+
+    def replace_weights(self, weights: str) -> None:
+        """As `EngineClient.replace_weights`; also while there is no daemon."""
+        self.call(self.client.replace_weights(weights))
 
     def abort(self, request_id: str) -> None:
         self.call(self.client.abort(request_id))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvferry import __version__
 from kvferry.errors import Conflict, Deadline, KvferryError, Malformed, PeerFailed, Unavailable
+from kvferry.handoff import Remembered
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
@@ -46,6 +47,8 @@ LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
 """How long after the deadline of a receive the daemon may take to report its end."""
+MAX_WEIGHTS = 256
+"""Characters of the name of weights."""
 LOST = 4096
 """The most requests that a daemon is told to be lost."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
@@ -70,6 +73,10 @@ class EngineClient:
         self.device = ""
         self._registering = asyncio.Lock()
         """Held by `register`; who publishes or receives waits for it."""
+        self.weights = ""
+        """The name of the engine's weights; empty for those that it registered with. See `replace_weights`."""
+        self._cut: Remembered[None] = Remembered()
+        """Requests of which a part was published when the weights were replaced."""
         self.lost: deque[str] = deque(maxlen=LOST)
         """Requests that nobody can read, at most the LOST newest: their leases ended with this session or with one that
         it resumes, or the session had ended when they were to be published. `register` tells the daemon, and clears it.
@@ -106,7 +113,7 @@ class EngineClient:
         """
         client = cls(socket, epoch, call_timeout_s)
         if resume is not None:
-            client.lost = resume.lost
+            client.lost, client.weights, client._cut = resume.lost, resume.weights, resume._cut
         attach = engine_pb2.AttachRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
             engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume.session if resume else "",
@@ -182,7 +189,7 @@ class EngineClient:
         once.
         """
         request = engine_pb2.RegisterRequest(
-            session=self.session, manifest=manifest_to_proto(manifest), lost=self.lost
+            session=self.session, manifest=manifest_to_proto(manifest), lost=self.lost, weights=self.weights
         )  # fmt: skip
         timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
         async with self._registering:
@@ -235,6 +242,7 @@ class EngineClient:
         readers: int = 0,
         after: Fence | None = None,
         digest: bytes = b"",
+        weights: str | None = None,
         withdraw: bool = False,
     ) -> Lease:
         """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
@@ -246,6 +254,8 @@ class EngineClient:
         more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
         handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest:
         names what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
+        weights: what `weights` was when the first of these tokens was computed; None for what it is now. Where they
+        have been replaced since it is refused (`mixed_weights`).
 
         Raises KvferryError when the daemon refuses it: what was published before it stays readable, or with `withdraw`
         nobody reads it any more. Unsettled when the daemon does not answer in time or the session ends first: it may be
@@ -255,8 +265,13 @@ class EngineClient:
         request = engine_pb2.PublishRequest(
             request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
             metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
+            weights=self.weights if weights is None else weights,
             after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
         )  # fmt: skip
+        if weights is None and request_id in self._cut:
+            why = f"a part of request {request_id} was published before the weights were replaced"
+            remedy = "abort the request and compute it again, or name the weights that computed all of it"
+            raise Conflict("mixed_weights", why, field="weights", value=self.weights, remedy=remedy)
         await self._none_registers()
         return await self._publish(request, withdraw=withdraw)
 
@@ -265,6 +280,7 @@ class EngineClient:
         known = self._leases.get(request_id)
         lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
         self._leases[request_id] = lease
+        lease.more = request.more
         request.continues = known is not None
 
         def forget(_: object = None) -> None:
@@ -324,7 +340,7 @@ class EngineClient:
         """
         request = engine_pb2.ReceiveRequest(
             request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
-            digest=digest, attempt=attempt,
+            digest=digest, attempt=attempt, weights=self.weights,
         )  # fmt: skip
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
@@ -356,6 +372,11 @@ class EngineClient:
             self._unquiet[receiving.transfer_id] = receiving
         if event.state != "done":
             raise TransferFailed(problem_from_proto(event.problem), event.state, receiving.quiet)
+        if request.weights != self.weights:  # replaced while its end was on its way here
+            why = f"request {request_id} was received for weights {request.weights!r}, which have been replaced"
+            remedy = "receive it anew; its prefill must have the same weights"
+            other = Conflict("other_weights", why, field="weights", value=request.weights, remedy=remedy)
+            raise TransferFailed(other, "failed", receiving.quiet)
         moved = event.tokens.start, event.tokens.stop
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
 
@@ -416,11 +437,45 @@ class EngineClient:
         receiving.leaving.add_done_callback(lambda _: self._leave(request_id))
         return receiving.leaving
 
+    async def replace_weights(self, weights: str) -> None:
+        """The engine's weights have been replaced, and are called `weights` from now on: one name on all its ranks, and
+        on every engine that is to read what they compute; at most 256 characters.
+
+        When this returns nobody can read what was published before; receives under way have failed (`other_weights`).
+        Later publishes and receives carry the name, and are compared with the other side's before a byte moves. The
+        cache, its memory and its registration stay. A request that was published in part is refused when more of it is
+        published (`mixed_weights`), until it is aborted. Call it before the first token is computed by the new weights.
+
+        Raises KvferryError (`malformed_weights`). Unsettled when the daemon does not answer in time: what was published
+        may be readable until `quiesced()` returns; the name is the new one all the same.
+        """
+        if len(weights) > MAX_WEIGHTS:
+            why, remedy = (
+                "the name of the weights is too long",
+                f"at most {MAX_WEIGHTS} characters, for example a version",
+            )
+            raise Malformed(
+                "malformed_weights", why, field="weights", value=f"{len(weights)} characters", remedy=remedy
+            )
+        if weights != self.weights:
+            for request_id, lease in self._leases.items():
+                if lease.more:
+                    self._cut[request_id] = None
+        self.weights = weights
+        await self._none_registers()
+        try:
+            await self._session.command(weights=engine_pb2.WeightsRequest(weights=weights))
+        except Unsettled as error:
+            if not self.closed.is_set():
+                raise
+            await error.quiesced()  # with the session ends all that was published in it
+
     async def abort(self, request_id: str) -> None:
         """End the request's transfer and revoke its lease on this rank. Idempotent.
 
         Raises Unsettled when the daemon does not answer in time or the session ends first.
         """
+        self._cut.pop(request_id, None)
         if (receiving := self._receives.get(request_id)) is not None:
             receiving.aborted = True
         await self._session.command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))

@@ -77,6 +77,8 @@ class Lease:
 
     request_id: str
     _ended: asyncio.Future[LeaseState] = field(repr=False)
+    more: bool = False
+    """What was published last is only a part of it."""
 
     @property
     def over(self) -> bool:

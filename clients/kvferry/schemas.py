@@ -250,6 +250,8 @@ class LeaseRecord(_Answer):
     reason: str = ""
     bytes: int = 0
     readers: list[LeaseReader] = []
+    weights: str = ""
+    """Their name; empty for those that the engine registered with."""
 
 
 class LeaseList(_Answer):
@@ -342,6 +344,8 @@ class EngineRecord(_Answer):
     members: dict[int, str] = {}
     """Peer address by rank, as far as known."""
     notes: list[str] = []
+    weights: str = ""
+    """The name of those that took the place of the ones that it registered with; empty before."""
     manifest: dict[str, Any] = {}
 
 

@@ -146,6 +146,18 @@ class Ferry:
         ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
         return schemas.AbortResult(transfers_ended=ended, leases_ended=revoked)
 
+    def replace_weights(self, engine: Engine, weights: str) -> tuple[int, int]:
+        """The engine has these from now on: what others computed is not read any more, here or from here. (leases
+        revoked, transfers failed.)"""
+        before, engine.weights = engine.weights, weights
+        ended = engine.leases.revoke_others(weights, f"the weights {before!r} were replaced by {weights!r}")
+        failed = self.jobs.replace_weights(engine)
+        about = {"leases": ended, "transfers": failed}
+        log.info(
+            "weights replaced", engine_id=engine.engine_id, rank=engine.rank, weights=weights, before=before, **about
+        )
+        return ended, failed
+
     def abort_here(
         self, engine: Engine, request_id: str, why: str, *, reader: peer_pb2.Reader | None = None
     ) -> tuple[int, int]:
@@ -209,6 +221,7 @@ class Ferry:
                 attached=session.attached,
                 members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
                 notes=list(engine.notes) if engine else [],
+                weights=engine.weights if engine else "",
                 manifest=engine.manifest.model_dump() if engine and manifests else {},
             )
             for session in self.registry.sessions

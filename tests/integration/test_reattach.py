@@ -118,6 +118,23 @@ async def test_an_engine_attaches_again_when_its_daemon_is_back(
     assert await asyncio.to_thread(exchanged, *both, "after")
 
 
+async def test_weights_that_are_replaced_while_no_daemon_is_there_have_their_name_afterwards(
+    shared_daemons: Daemons, both: tuple[Engine, Engine]
+) -> None:
+    source, destination = both
+    source.daemon.signal(signal.SIGKILL)
+    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
+    assert "has gone" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    await asyncio.to_thread(source.client.replace_weights, "B")
+    source.daemon = shared_daemons.fleet.again(source.daemon)
+    assert "there again" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    with pytest.raises(TransferFailed) as failed:
+        await asyncio.to_thread(exchanged, source, destination, "by others")
+    assert failed.value.code == "other_weights"
+    await asyncio.to_thread(destination.client.replace_weights, "B")
+    assert await asyncio.to_thread(exchanged, source, destination, "by the same")
+
+
 async def test_memory_that_was_handed_over_again_outlives_its_engine_as_before(
     shared_daemons: Daemons, both: tuple[Engine, Engine]
 ) -> None:

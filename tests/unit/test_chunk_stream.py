@@ -25,7 +25,7 @@ from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
 from kvferryd.paths import source
-from kvferryd.paths.source import ChunkStream, SourceReader
+from kvferryd.paths.source import ChunkStream, Computed, SourceReader
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.staging.arena import Arena, Use
@@ -71,7 +71,7 @@ class Pair:
         return self.source.leases.publish(request_id, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
 
     async def view(self, request_id: str) -> SourceReader:
-        view = SourceReader(self.rank, request_id, b"", tell_lost=lambda _: None)
+        view = SourceReader(self.rank, request_id, 0, Computed(), tell_lost=lambda _: None)
         async with asyncio.timeout(60):
             await view.advance()
         return view

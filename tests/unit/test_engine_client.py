@@ -484,3 +484,33 @@ def test_close_waits_for_what_a_task_under_way_begins_at_its_end() -> None:
     client.close()
     assert ended == ["last", "last"]
     client.close()
+
+
+async def test_what_arrives_while_the_weights_are_replaced_has_failed(both: Both) -> None:
+    """Its end was on its way: the daemon had none to fail any more."""
+    daemon, client = both
+    receiving = asyncio.create_task(client.receive("R", TABLES))
+    await daemon.until("receive [1, 2]")
+    await named(client)
+    daemon.answers.clear()
+    replacing = asyncio.create_task(client.replace_weights("B"))
+    await daemon.until("receive [1, 2]", "weights")
+    daemon.end("t0")
+    with pytest.raises(TransferFailed) as failed:
+        await receiving
+    assert (failed.value.code, failed.value.blocks_safe, replacing.done()) == ("other_weights", True, False)
+    daemon.answers.set()
+    await replacing
+
+
+async def test_replaced_weights_have_their_new_name_though_the_daemon_has_gone(tmp_path: Path) -> None:
+    """It is told when it registers the cache again."""
+    async with served(tmp_path) as (_, path):
+        client = await EngineClient.connect(path, engine_id="e", epoch="1")
+        await client.close()
+        with pytest.raises(KvferryError, match="closed"):
+            await client.replace_weights("B")
+        assert client.weights == "B"
+        again = await EngineClient.connect(path, engine_id="e", epoch="1", resume=client)
+        assert again.weights == "B"
+        await again.close()

@@ -32,6 +32,7 @@ class Command(google.protobuf.message.Message):
     ABORT_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     SEVERAL_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the answer has the same"""
     @property
@@ -58,6 +59,10 @@ class Command(google.protobuf.message.Message):
         `attached` that it takes it; at most 256, none of which is `several`.
         """
 
+    @property
+    def weights(self) -> Global___WeightsRequest:
+        """The engine's weights have been replaced. When it is answered nobody can read what others had computed."""
+
     def __init__(
         self,
         *,
@@ -68,10 +73,11 @@ class Command(google.protobuf.message.Message):
         abort: Global___EngineAbortRequest | None = ...,
         probe: Global___Probe | None = ...,
         several: Global___Commands | None = ...,
+        weights: Global___WeightsRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive", "several", b"several"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "id", b"id", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive", "several", b"several"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "publish", "receive", "abort", "probe", "several"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive", "several", b"several", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "attach", b"attach", "id", b"id", "kind", b"kind", "probe", b"probe", "publish", b"publish", "receive", b"receive", "several", b"several", "weights", b"weights"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "publish", "receive", "abort", "probe", "several", "weights"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
 
@@ -112,6 +118,7 @@ class Answer(google.protobuf.message.Message):
     PUBLISH_FIELD_NUMBER: builtins.int
     RECEIVE_FIELD_NUMBER: builtins.int
     ABORT_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     id: builtins.int
     @property
     def problem(self) -> kvferry.v1.layout_pb2.Problem:
@@ -123,6 +130,8 @@ class Answer(google.protobuf.message.Message):
     def receive(self) -> Global___ReceiveReply: ...
     @property
     def abort(self) -> Global___EngineAbortReply: ...
+    @property
+    def weights(self) -> Global___WeightsReply: ...
     def __init__(
         self,
         *,
@@ -131,10 +140,11 @@ class Answer(google.protobuf.message.Message):
         publish: Global___PublishReply | None = ...,
         receive: Global___ReceiveReply | None = ...,
         abort: Global___EngineAbortReply | None = ...,
+        weights: Global___WeightsReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "kind", b"kind", "problem", b"problem", "publish", b"publish", "receive", b"receive"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "id", b"id", "kind", b"kind", "problem", b"problem", "publish", b"publish", "receive", b"receive"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["problem", "publish", "receive", "abort"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "kind", b"kind", "problem", b"problem", "publish", b"publish", "receive", b"receive", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "id", b"id", "kind", b"kind", "problem", b"problem", "publish", b"publish", "receive", b"receive", "weights", b"weights"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["problem", "publish", "receive", "abort", "weights"] | None: ...
 
 Global___Answer: typing_extensions.TypeAlias = Answer
 
@@ -543,7 +553,10 @@ class RegisterRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
     LOST_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     session: builtins.str
+    weights: builtins.str
+    """the name of those that the engine has now; empty: those that the manifest's fingerprint stands for"""
     @property
     def manifest(self) -> kvferry.v1.layout_pb2.Manifest: ...
     @property
@@ -558,9 +571,10 @@ class RegisterRequest(google.protobuf.message.Message):
         session: builtins.str = ...,
         manifest: kvferry.v1.layout_pb2.Manifest | None = ...,
         lost: collections.abc.Iterable[builtins.str] | None = ...,
+        weights: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lost", b"lost", "manifest", b"manifest", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lost", b"lost", "manifest", b"manifest", "session", b"session", "weights", b"weights"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -596,6 +610,7 @@ class PublishRequest(google.protobuf.message.Message):
     AFTER_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     CONTINUES_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     num_tokens: builtins.int
     """tokens [0, num_tokens) are in place"""
@@ -614,6 +629,10 @@ class PublishRequest(google.protobuf.message.Message):
     continues: builtins.bool
     """It adds to a lease whose end this engine has not heard of. Where that has ended it is refused (`lease_ended`): taken
     for a new lease, it would be held for over by an engine that hears of the end of the one before.
+    """
+    weights: builtins.str
+    """The name of the weights that computed all of it; empty: those that the manifest's fingerprint stands for. Refused
+    (`mixed_weights`) where the engine has others by now. A reader whose engine has others is refused (`other_weights`).
     """
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables:
@@ -636,9 +655,10 @@ class PublishRequest(google.protobuf.message.Message):
         after: Global___Fence | None = ...,
         digest: builtins.bytes = ...,
         continues: builtins.bool = ...,
+        weights: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "continues", b"continues", "digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "continues", b"continues", "digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s", "weights", b"weights"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -693,6 +713,7 @@ class ReceiveRequest(google.protobuf.message.Message):
     WAY_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     deadline_s: builtins.float
     """0: the daemon's default"""
@@ -703,6 +724,8 @@ class ReceiveRequest(google.protobuf.message.Message):
     """what the lease must have been published with; empty: not checked"""
     attempt: builtins.int
     """counts the attempts at this request from 1, equal on all ranks; 0: the daemon counts"""
+    weights: builtins.str
+    """the name of the engine's weights, which the lease must have been published with"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     @property
@@ -725,9 +748,10 @@ class ReceiveRequest(google.protobuf.message.Message):
         way: builtins.str = ...,
         digest: builtins.bytes = ...,
         attempt: builtins.int = ...,
+        weights: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "digest", b"digest", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "way", b"way"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "digest", b"digest", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "way", b"way", "weights", b"weights"]) -> None: ...
 
 Global___ReceiveRequest: typing_extensions.TypeAlias = ReceiveRequest
 
@@ -784,6 +808,44 @@ class EngineAbortReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["lease_ended", b"lease_ended", "transfer_ended", b"transfer_ended"]) -> None: ...
 
 Global___EngineAbortReply: typing_extensions.TypeAlias = EngineAbortReply
+
+@typing.final
+class WeightsRequest(google.protobuf.message.Message):
+    """All ranks of an engine give one name."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    weights: builtins.str
+    """at most 256 characters"""
+    def __init__(
+        self,
+        *,
+        weights: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["weights", b"weights"]) -> None: ...
+
+Global___WeightsRequest: typing_extensions.TypeAlias = WeightsRequest
+
+@typing.final
+class WeightsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: builtins.int
+    TRANSFERS_FIELD_NUMBER: builtins.int
+    leases: builtins.int
+    """revoked: published with other weights"""
+    transfers: builtins.int
+    """failed: received for other weights"""
+    def __init__(
+        self,
+        *,
+        leases: builtins.int = ...,
+        transfers: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leases", b"leases", "transfers", b"transfers"]) -> None: ...
+
+Global___WeightsReply: typing_extensions.TypeAlias = WeightsReply
 
 @typing.final
 class TransferEnded(google.protobuf.message.Message):

@@ -665,6 +665,7 @@ class LeaseUpdate(google.protobuf.message.Message):
     WORD_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
     more: builtins.bool
     metadata: builtins.bytes
@@ -676,6 +677,8 @@ class LeaseUpdate(google.protobuf.message.Message):
     """counts the publishes of this lease"""
     digest: builtins.bytes
     """names what was computed, see PublishRequest; empty: the source did not say"""
+    weights: builtins.str
+    """the name of the weights that computed it, see PublishRequest"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     def __init__(
@@ -689,9 +692,10 @@ class LeaseUpdate(google.protobuf.message.Message):
         word: builtins.int = ...,
         version: builtins.int = ...,
         digest: builtins.bytes = ...,
+        weights: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "tables", b"tables", "version", b"version", "word", b"word", "word_address", b"word_address"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "tables", b"tables", "version", b"version", "weights", b"weights", "word", b"word", "word_address", b"word_address"]) -> None: ...
 
 Global___LeaseUpdate: typing_extensions.TypeAlias = LeaseUpdate
 

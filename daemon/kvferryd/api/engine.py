@@ -14,14 +14,14 @@ from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
-from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
+from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way, check_weights
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
 from kvferryd.observe import logs
-from kvferryd.transfers.order import order_from_proto, reservation_from_proto
+from kvferryd.transfers.order import order_from_proto, replaced, reservation_from_proto
 
 log = logs.get(__name__)
 
@@ -91,6 +91,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     answer.receive.CopyFrom(self._receive(_registered(session), command.receive))
                 case "abort":
                     answer.abort.CopyFrom(self._abort(session, command.abort))
+                case "weights":
+                    answer.weights.CopyFrom(self._replace_weights(session, command.weights.weights))
                 case "probe":
                     pass
                 case _:
@@ -131,7 +133,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterReply:
         session, manifest = self._session(request.session), manifest_from_proto(request.manifest)
+        check_weights(request.weights)
         engine = await self._ferry.registry.register(session, manifest)
+        engine.weights = request.weights
         engine.leases.lost(request.lost)
         self._ferry.roster.follow(engine)
         self._ferry.peers_known.expect()
@@ -145,11 +149,19 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         tables = tables_from_proto(request.tables)
         check_source(engine.manifest, tables, request.num_tokens, request.metadata)
         check_digest(request.digest)
+        check_weights(request.weights)
+        if request.weights != engine.weights:
+            why = (
+                f"request {request.request_id} was computed, at least in part, by weights {request.weights!r}, and the "
+                f"engine has {engine.weights!r} now"
+            )
+            remedy = "compute the request again; publish no request that an update of the weights has found under way"
+            raise Conflict("mixed_weights", why, field="weights", value=request.weights, remedy=remedy)
         check_seconds("ttl_s", request.ttl_s)
         fence = self._fence(engine, request.after) if request.HasField("after") else None
         lease = engine.leases.publish(
             request.request_id,
-            Publication(tables, request.num_tokens, request.metadata, request.more, request.digest),
+            Publication(tables, request.num_tokens, request.metadata, request.more, request.digest, request.weights),
             ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
             readers=request.readers or 1,
             after=fence,
@@ -160,6 +172,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:
         check_request_id(request.request_id)
         check_digest(request.digest)
+        check_weights(request.weights)
+        if request.weights != engine.weights:
+            raise replaced(request.request_id, request.weights, engine.weights)
         reserved = reservation_from_proto(request, engine.manifest, request.digest)
         named = request.HasField("source")
         order = order_from_proto(request, self._ferry.config.allow_peers) if named else None
@@ -177,6 +192,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             return engine_pb2.EngineAbortReply()
         transfers, leases = self._ferry.abort_here(session.engine, request.request_id, "by the engine")
         return engine_pb2.EngineAbortReply(transfer_ended=bool(transfers), lease_ended=bool(leases))
+
+    def _replace_weights(self, session: Session, weights: str) -> engine_pb2.WeightsReply:
+        """What has not registered has published nothing, and names its weights when it does."""
+        check_weights(weights)
+        if session.engine is None:
+            return engine_pb2.WeightsReply()
+        leases, transfers = self._ferry.replace_weights(session.engine, weights)
+        return engine_pb2.WeightsReply(leases=leases, transfers=transfers)
 
     def _fence(self, engine: Engine, after: engine_pb2.Fence) -> asyncio.Future[None]:
         fences = engine.session.fences

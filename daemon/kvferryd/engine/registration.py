@@ -65,6 +65,8 @@ class Engine:
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
     _alone: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """In place of the roster's key where there is no roster."""
+    weights: str = ""
+    """The name of those that it has now; empty for those that its manifest's fingerprint stands for."""
     unseeded: str = ""
     """Why the seed of its roster does not answer; empty while it does."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)

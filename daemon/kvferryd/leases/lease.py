@@ -62,6 +62,8 @@ class Publication:
     more: bool
     digest: bytes = b""
     """Names what was computed; equal in every publish of one lease."""
+    weights: str = ""
+    """The name of the weights that computed it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +122,7 @@ class Lease:
         self.num_tokens = 0
         self.metadata = b""
         self.digest = b""
+        self.weights = ""
         self.expected = readers
         self.awaited = False
         """Whether readers waited for the first publish."""
@@ -236,7 +239,7 @@ class Lease:
         """Let readers see what was published next: its fence is reached."""
         said, _ = self.fenced.popleft()
         self.tables, self.num_tokens, self.metadata = said.tables, said.num_tokens, said.metadata
-        self.digest = said.digest
+        self.digest, self.weights = said.digest, said.weights
         self.version += 1
         if not said.more:
             self.machine.move(LeaseState.PUBLISHED)
@@ -368,6 +371,7 @@ class Lease:
             epoch=self.epoch,
             state=self.state,
             num_tokens=self.num_tokens,
+            weights=self.weights,
             readers_expected=self.expected,
             readers_open=self.live_readers,
             readers_closed=sum(reader.read for reader in self._readers.values()),

@@ -205,6 +205,11 @@ class Leases:
             waiting.set_exception(lease_ended(request_id, reason))
         return False
 
+    def revoke_others(self, weights: str, reason: str) -> int:
+        """End every lease that other weights than these computed; how many."""
+        others = [it.request_id for it in self if it.published is not None and it.published.weights != weights]
+        return sum(self.revoke(request_id, reason) for request_id in others)
+
     def revoke_all(self, reason: str, *, keep_whole: bool = False) -> None:
         """Nothing more will be published: end every lease and every wait for one. keep_whole: not what is published
         whole, which may still be read."""

@@ -286,4 +286,5 @@ def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:
         word=lease.word.value,
         version=lease.version,
         digest=lease.digest,
+        weights=lease.weights,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import Conflict, KvferryError
@@ -28,6 +29,15 @@ OPEN_AFTER_S = 0.02
 read. A short read is over by then, and costs its source one message."""
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Of what, and by what, a lease must have been computed. digest: of the prompt; empty is not checked. weights:
+    their name, always compared: an empty one is a name, too."""
+
+    digest: bytes = b""
+    weights: str = ""
+
+
 class SourceReader:
     """The lease of one request on one source rank. `advance` opens it; `close` it at the end.
 
@@ -37,13 +47,12 @@ class SourceReader:
     """
 
     def __init__(
-        self, source: PeerRank, request_id: str, attempt: int, digest: bytes, trace: Trace = UNTRACED,
+        self, source: PeerRank, request_id: str, attempt: int, wanted: Computed, trace: Trace = UNTRACED,
         on_unpublished: Callable[[], None] = lambda: None, tell_lost: Callable[[KvferryError], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """attempt: of this engine at the request; 0 where its daemons count. digest: what the lease must have been
-        published with; empty is not checked. on_unpublished: called when the source answers that the lease is still to
-        come. tell_lost: called when the stream is over while the lease is open."""
-        self.source, self.request_id, self.attempt, self._digest = source, request_id, attempt, digest
+        """attempt: of this engine at the request; 0 where its daemons count. on_unpublished: called when the source
+        answers that the lease is still to come. tell_lost: called when the stream is over while the lease is open."""
+        self.source, self.request_id, self.attempt, self._wanted = source, request_id, attempt, wanted
         self._trace = peer_pb2.Trace(traceparent=trace.traceparent, x_request_id=trace.x_request_id)
         self._on_unpublished, self._tell_lost = on_unpublished, tell_lost
         self.nbytes = 0
@@ -70,13 +79,14 @@ class SourceReader:
     async def advance(self) -> None:
         """Take the source's next update: the first time its lease, later more tokens. The caller bounds the wait.
 
-        Raises KvferryError: the source's reason, `other_prompt`, `peer_lost`.
+        Raises KvferryError: the source's reason, `other_prompt`, `other_weights`, `peer_lost`.
         """
         if self._stream is None and self._opening is None:
             stream = self.source.stream
             stream.check()
             update = stream.announced(self.request_id)
-            if update is not None:
+            # One by other weights may be of before a change: the source is asked what it has now.
+            if update is not None and update.weights == self._wanted.weights:
                 self.announced = True
                 self._opening = asyncio.get_running_loop().call_later(OPEN_AFTER_S, self._open)
                 self._apply(update)
@@ -138,11 +148,18 @@ class SourceReader:
         return update
 
     def _apply(self, update: peer_pb2.LeaseUpdate) -> None:
-        if self._digest and update.digest != self._digest:
+        if self._wanted.digest and update.digest != self._wanted.digest:
             how = "for another prompt than this one" if update.digest else "without a digest of its prompt"
             why = f"request {self.request_id} was published {how}"
             remedy = "hand kv_transfer_params on with the prompt that they were made for"
             raise Conflict("other_prompt", why, field="digest", value=update.digest.hex(), remedy=remedy)
+        if update.weights != self._wanted.weights:
+            why = (
+                f"rank {self.source.rank} of the source computed request {self.request_id} by weights "
+                f"{update.weights!r}, and this engine has {self._wanted.weights!r} ('': those that it registered with)"
+            )
+            remedy = "replace the weights on both sides, under one name, and prefill the request again"
+            raise Conflict("other_weights", why, field="weights", value=update.weights, remedy=remedy)
         self.lease, self.tables = update, tables_from_proto(update.tables, "source tables")
 
     def gather(self, chunks: ChunkStream, opening: peer_pb2.PackOpen) -> tuple[int, ReaderStream]:
@@ -211,13 +228,13 @@ class SourceReader:
 
 
 def readers_of(
-    peer: PeerEngine, request_id: str, attempt: int, digest: bytes, trace: Trace,
+    peer: PeerEngine, request_id: str, attempt: int, wanted: Computed, trace: Trace,
     on_unpublished: Callable[[], None], tell_lost: Callable[[KvferryError], None],
 ) -> tuple[list[SourceReader], list[SourceReader]]:  # fmt: skip
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
     every = {
-        rank: SourceReader(peer.ranks[rank], request_id, attempt, digest, trace, on_unpublished, tell_lost)
+        rank: SourceReader(peer.ranks[rank], request_id, attempt, wanted, trace, on_unpublished, tell_lost)
         for rank in sorted(peer.ranks)
     }
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]

@@ -63,6 +63,13 @@ class Reservation:
             raise Malformed("malformed_tables", why, field="token_range", value=self.tokens, remedy=remedy)
 
 
+def replaced(request_id: str, weights: str, now: str) -> Conflict:
+    """The engine has other weights than those for which the request was to be received."""
+    why = f"request {request_id} was to be received for weights {weights!r}, and the engine has {now!r} now"
+    remedy = "receive it anew; its prefill must have the same weights"
+    return Conflict("other_weights", why, field="weights", value=weights, remedy=remedy)
+
+
 def order_of(body: OrderBody, trace: Trace) -> Order:
     source, deadline_s = body.source, body.deadline_ms / 1e3 if body.deadline_ms else None
     epoch, way = source.epoch or "", body.way or ""

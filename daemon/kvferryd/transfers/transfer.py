@@ -22,7 +22,7 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move, Moved, PathName
 from kvferryd.paths.checksums import compare
-from kvferryd.paths.source import SourceReader, bound_to, close_all, readers_of
+from kvferryd.paths.source import Computed, SourceReader, bound_to, close_all, readers_of
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.states import TRANSFER, Machine
@@ -77,6 +77,8 @@ class Transfer:
         self.brought: dict[int, Reservation] = {}
         """Reservations that came with the router's order, by rank."""
         self.reservation: Reservation | None = None
+        self.weights = ""
+        """The name of those that the engine had when it was reserved: what others have computed is not read."""
         self._claim: Claim | None = None
         self.machine: Machine[TransferState] = Machine(TRANSFER, TransferState.WAITING)
         self.ranks: dict[int, RankTransfer] = {}
@@ -142,9 +144,9 @@ class Transfer:
         if self.reservation is not None:
             self._matched.set()
 
-    def take_reservation(self, reservation: Reservation, claim: Claim) -> None:
+    def take_reservation(self, reservation: Reservation, claim: Claim, weights: str) -> None:
         """The claim is this transfer's from now on; it is released when the transfer is quiet."""
-        self.reservation, self._claim = reservation, claim
+        self.reservation, self._claim, self.weights = reservation, claim, weights
         if self.order is not None:
             self._last_half = Awaited.RESERVATION
             self._matched.set()
@@ -377,8 +379,8 @@ class Transfer:
         for again in (True, False):
             peer = await peers.use(engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
-                peer, self.request_id, self._given_attempt, self.reservation.digest, self.trace, self._on_unpublished,
-                self._on_lost,
+                peer, self.request_id, self._given_attempt, Computed(self.reservation.digest, self.weights), self.trace,
+                self._on_unpublished, self._on_lost,
             )  # fmt: skip
             self._readers = readers
             try:

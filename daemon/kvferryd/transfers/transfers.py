@@ -28,7 +28,7 @@ from kvferryd.observe.metrics import Metrics
 from kvferryd.observe.spans import Spans
 from kvferryd.peers.peers import Peers, reader_of
 from kvferryd.transfers.claims import Claim, Claims
-from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.order import Order, Reservation, replaced
 from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks
 from kvferryd.transfers.record import share_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
@@ -225,7 +225,7 @@ class Transfers:
         if order is not None:
             transfer.take_order(order, reader_of(engine, order.engine_id))
         if reservation is not None and claim is not None:
-            transfer.take_reservation(reservation, claim)
+            transfer.take_reservation(reservation, claim, engine.weights)
         return transfer
 
     async def _meet(self, engine: Engine, order: Order) -> None:
@@ -305,6 +305,14 @@ class Transfers:
         if self.unfinished >= most:
             why, remedy = f"{most} transfers are under way", f"try again shortly, or {elsewhere}"
             raise Full("full", why, field="max_transfers", value=most, remedy=remedy)
+
+    def replace_weights(self, engine: Engine) -> int:
+        """Fail what is on its way into blocks that were reserved for other weights than the engine's now; how many."""
+        reserved = [each for each, of in self._under_way.items() if of is engine and each.reservation is not None]
+        stale = [each for each in reserved if each.weights != engine.weights and not each.ended.is_set()]
+        for each in stale:
+            each.stop(TransferState.FAILED, replaced(each.request_id, each.weights, engine.weights))
+        return len(stale)
 
     # ---- the end ----
 
