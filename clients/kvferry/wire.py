@@ -6,7 +6,7 @@ Messages are checked here, so that no other code meets an unchecked one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,9 @@ def _plain(message: Message) -> dict[str, Any]:
             value = _plain(value)
         elif isinstance(value, Mapping):
             value = dict(itertools.islice(value.items(), MOST[field.name] + 1))
-        elif field.message_type is not None:
-            value = [_plain(each) for each in itertools.islice(value, MOST[field.name] + 1)]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            some = itertools.islice(value, MOST[field.name] + 1)
+            value = [_plain(each) if isinstance(each, Message) else each for each in some]
         plain[field.name] = value
     return plain
 

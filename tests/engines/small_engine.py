@@ -16,7 +16,7 @@ def attached(socket: str, group: str) -> BlockingEngineClient:
     builder = ManifestBuilder("p", "1", ModelInfo(name="m", fingerprint="f"))
     builder.region(0, "host", nbytes=region.nbytes, address=region.address)
     builder.group(group, block_size=BLOCK, num_blocks=BLOCKS)
-    heads = Shard(axis="head", start=0, total=2)
-    builder.component(group, layer=0, name="k", array=rows, axes=("block", "slot", "head", "dim"), shard=heads)
+    axes, heads = ("block", "slot", "head", "dim"), Shard(axis="head", start=0, total=2)
+    builder.component(group, layer=0, name="k", array=rows, axes=axes, shard=heads, encoding="uint8")
     client.register(builder.build())
     return client

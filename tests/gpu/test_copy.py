@@ -177,7 +177,7 @@ def whole_layer(order: str, dtype: str, **more: object) -> Manifest:
     return cache(array(order=order, dtype=dtype, block=12, slot=16, head=3, dim=40, **more))
 
 
-DIM_FIRST = "block dim head slot"
+DIM_FIRST, FP8 = "block dim head slot", "float8_e5m2"
 CASES = {
     "equal layouts, 8 KiB runs": bound_of(*pair(), (0, 384)),
     "NHD to HND, 256-byte runs": bound_of(*pair(order=HND), (0, 384)),
@@ -189,8 +189,8 @@ CASES = {
     "runs of one two-byte element": bound_of(
         whole_layer(NHD, "bfloat16"), whole_layer(DIM_FIRST, "bfloat16"), (1, 190)
     ),
-    "runs of one byte": bound_of(whole_layer(NHD, "uint8"), whole_layer(DIM_FIRST, "uint8"), (0, 192)),
-    "gaps between elements": bound_of(whole_layer(NHD, "uint8", pad=3), whole_layer(NHD, "uint8", pad=1), (0, 192)),
+    "runs of one byte": bound_of(whole_layer(NHD, FP8), whole_layer(DIM_FIRST, FP8), (0, 192)),
+    "gaps between elements": bound_of(whole_layer(NHD, FP8, pad=3), whole_layer(NHD, FP8, pad=1), (0, 192)),
 }
 
 

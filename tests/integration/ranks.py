@@ -294,6 +294,8 @@ def describe(
     shard = Shard(axis="head", start=shape.heads[rank][0], total=HEADS)
     for layer in range(LAYERS):
         for i, name in enumerate("kv"):
-            builder.component("full", layer=layer, name=name, array=paged[layer, i], axes=shape.axes, shard=shard)
-    builder.component("state", layer=LAYERS, name="ssm", array=state, axes=("block", "head", "n"), shard=shard)
+            keys_or_values, meant = paged[layer, i], {"encoding": "bf16", "shard": shard}
+            builder.component("full", layer=layer, name=name, array=keys_or_values, axes=shape.axes, **meant)
+    axes = "block", "head", "n"
+    builder.component("state", layer=LAYERS, name="ssm", array=state, axes=axes, encoding="bf16", shard=shard)
     return builder.build()

@@ -17,7 +17,7 @@ NHD, HND = "block slot head dim", "block head slot dim"
 def array(
     name: str = "k", layer: int = 0, *, group: str = "full", order: str = NHD, dtype: str = "bfloat16",
     region: int = 0, offset: int | None = None, pad: int = 0, shard: tuple[str, int, int] | None = None,
-    **extents: int | tuple[int, ...],
+    encoding: str | None = None, whole: Sequence[str] = (), **extents: int | tuple[int, ...],
 ) -> dict[str, Any]:  # fmt: skip
     """A component. `order`: its axes as they lie in memory, outermost first, with `pad` bytes between positions; a name
     that occurs twice takes its extents, outer first, from a tuple. `offset` None: after the one before."""
@@ -29,6 +29,7 @@ def array(
     return {
         "group": group, "layer": layer, "name": name, "dtype": dtype, "region": region, "offset": offset, "axes": axes,
         "shard": shard and dict(zip(("axis", "start", "total"), shard, strict=True)),
+        "encoding": encoding, "whole": tuple(whole),
     }  # fmt: skip
 
 

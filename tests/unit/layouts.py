@@ -27,6 +27,7 @@ class Part:
     sharded: str | None = None
     kind: str = "paged"
     window: int | None = None
+    encoding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,10 @@ def component(
         start, stop = spans[part.sharded, total]
         if (start, stop) != (0, total) or draw(st.booleans()):
             shard = {"axis": part.sharded, "start": start, "total": total}
+    # An engine may hold it as raw bytes, and say what they mean.
+    raw = part.encoding is not None and draw(st.booleans())
     return {
-        "group": group.name, "layer": part.layer, "name": part.name, "dtype": part.dtype, "region": 3 * region,
-        "offset": offset, "axes": listed, "shard": shard,
+        "group": group.name, "layer": part.layer, "name": part.name, "dtype": "uint8" if raw else part.dtype,
+        "region": 3 * region, "offset": offset, "axes": listed, "shard": shard,
+        "encoding": part.encoding if raw else None,
     }  # fmt: skip

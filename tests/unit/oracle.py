@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,6 +217,128 @@ def verify(
     missing = sorted(set(allowed) - optional - written)
     assert not missing, f"{len(missing)} bytes were never written, the first at {missing[0]}: {allowed[missing[0]]}"
     assert actual == expected
+
+
+MEANT = {"bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2"}
+
+
+def meant(component: Component) -> str:
+    return component.encoding or MEANT[component.dtype]
+
+
+Unit = dict[Coordinate, int]
+"""The elements of one block that stay together, with their byte offsets."""
+
+
+def undivided(components: Iterable[Component]) -> set[str]:
+    """Axes that one of these, which mean the same, says may not be divided."""
+    found = list(components)
+    opaque = any(meant(each).startswith("opaque:") for each in found)
+    return (
+        {axis.name for axis in found[0].axes} - {BLOCK} if opaque else {name for each in found for name in each.whole}
+    )
+
+
+def units(component: Component, group: Group, whole: set[str], blocks: Iterable[tuple[int, int]]) -> list[Unit]:
+    """The units of a component in these blocks, each (id, its first local token)."""
+    names = sorted({axis.name for axis in component.axes} - {BLOCK})
+    start = {component.shard.axis: component.shard.start} if component.shard else {}
+    found: dict[object, Unit] = defaultdict(dict)
+    for block, first in blocks:
+        for inner in itertools.product(*(range(component.extent(name)) for name in names)):
+            at = dict(zip(names, inner, strict=True))
+            token = global_token(group, first + at[SLOT]) if group.kind == "paged" else None
+            where = tuple((name, start.get(name, 0) + at[name]) for name in names if name != SLOT)
+            key = block, first, tuple(at[name] for name in names if name not in whole)
+            coordinate = (component.layer, component.name, token, where)
+            found[key][coordinate] = byte_offset(component, at | {BLOCK: block})
+    return list(found.values())
+
+
+def alike(one: Unit, other: Unit) -> bool:
+    """The same elements, and in the same places but for where all of them begin."""
+    return one.keys() == other.keys() and len({one[each] - other[each] for each in one}) == 1
+
+
+def can_stay_whole(sources: Sequence[Manifest], destination: Manifest, wanted: Component) -> bool:
+    """Whether every unit of it is somewhere a unit as well, of a sequence long enough for all blocks to meet."""
+    held = [(m.group(c.group), c) for m in sources for c in m.components if c.label == wanted.label]
+    own, whole = destination.group(wanted.group), undivided([wanted, *(c for _, c in held)])
+    sides = [own, *(group for group, _ in held)]
+    rings = [g.token_shard.size * (g.token_shard.interleave if g.token_shard.size > 1 else 1) for g in sides]
+    sizes = [group.block_size * group.token_shard.size for group in sides if SLOT in whole]
+    length = math.lcm(*rings, *sizes)
+
+    def all_units(component: Component, group: Group) -> list[Unit]:
+        if group.kind == "state":
+            return units(component, group, whole, [(0, 0)])
+        local = length // group.token_shard.size
+        found = units(component, group, whole, [(0, first) for first in range(0, local, group.block_size)])
+        return [unit for unit in found if SLOT in whole or all(token < length for _, _, token, _ in unit)]
+
+    theirs = defaultdict(list)
+    for group, component in held:
+        for unit in all_units(component, group):
+            theirs[frozenset(unit)].append(unit)
+    return all(any(alike(unit, each) for each in theirs[frozenset(unit)]) for unit in all_units(wanted, own))
+
+
+def cuts(case_tokens: tuple[int, int], destination: Manifest, tables: Tables, whole: Mapping[str, set[str]]) -> bool:
+    """Whether the token range takes only a part of a block that has to stay whole. whole: by component."""
+    for component in destination.components:
+        group, table = destination.group(component.group), tables[component.group]
+        if SLOT in whole[component.label]:
+            for i in range(len(table.block_ids)):
+                local = table.first_token + i * group.block_size
+                inside = [
+                    case_tokens[0] <= global_token(group, local + slot) < case_tokens[1]
+                    for slot in range(group.block_size)
+                ]
+                if any(inside) and not all(inside):
+                    return True
+    return False
+
+
+def torn(
+    sources: Sequence[Manifest],
+    source_tables: Mapping[int, Tables],
+    destination: Manifest,
+    destination_tables: Tables,
+    runs: Iterable[Run],
+) -> list[Coordinate]:
+    """Units of which a part is written, or that are no unit where they are read, by an element of each."""
+    origins = {
+        (region, to + byte): (rank, source_region, source + byte)
+        for rank, source_region, source, region, to, nbytes in runs
+        for byte in range(nbytes)
+    }
+
+    def blocks(tables: Tables, group: Group) -> list[tuple[int, int]]:
+        table = tables[group.name]
+        ids = table.block_ids.tolist()
+        return [(id, table.first_token + i * group.block_size) for i, id in enumerate(ids)]
+
+    found = []
+    for wanted in destination.components:
+        held = [(m, c) for m in sources for c in m.components if c.label == wanted.label]
+        whole = undivided([wanted, *(c for _, c in held)])
+        theirs = {
+            (source.rank, component.region, frozenset(unit.values()))
+            for source, component in held
+            for group in [source.group(component.group)]
+            for unit in units(component, group, whole, blocks(source_tables[source.rank], group))
+        }
+        for unit in units(wanted, own := destination.group(wanted.group), whole, blocks(destination_tables, own)):
+            came = {at: origins.get((wanted.region, at)) for at in unit.values()}
+            if set(came.values()) == {None}:
+                continue
+            if None in came.values() or len({(r, g, byte - at) for at, (r, g, byte) in came.items()}) != 1:
+                found.append(min(unit))
+                continue
+            ((rank, region),) = {origin[:2] for origin in came.values()}
+            if (rank, region, frozenset(byte for _, _, byte in came.values())) not in theirs:
+                found.append(min(unit))
+    return found
 
 
 def mergeable(runs: Iterable[Run]) -> list[tuple[Run, Run]]:

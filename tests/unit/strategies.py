@@ -7,6 +7,7 @@ matters is the combination. `tried` says how often.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from layouts import Draw, Group, Part, Span, lay_out
 
-from kvferry.manifest import Manifest
+from kvferry.manifest import SLOT, Manifest
 from kvferry.tables import BlockTable
 
 BLOCK_SIZES = (1, 2, 3, 4, 5, 8)
@@ -80,6 +81,56 @@ def cases(draw: Draw) -> Case:
     )
 
 
+@st.composite
+def marked_cases(draw: Draw) -> Case:
+    """Cases in which components may not be divided along some axes, or mean something else on the other side. Half of
+    the destinations are one of the source ranks over again, and most token ranges end where blocks do."""
+    case = draw(cases())
+    destination, tables = case.destination, case.destination_tables
+    if draw(st.booleans()):
+        twin = draw(st.sampled_from(case.sources))
+        destination = twin.of_engine("decode", "1")
+        moved = {group.num_blocks: draw(st.permutations(range(group.num_blocks))) for group in twin.groups}
+        tables = {
+            group.name: BlockTable.of([moved[group.num_blocks][id] for id in held.block_ids], held.first_token)
+            for group in twin.groups
+            for held in [case.source_tables[twin.rank][group.name]]
+        }
+    whole = math.lcm(*(group.block_size * group.token_shard.size for group in destination.groups))
+    first, last = case.tokens
+    tokens = draw(st.sampled_from([case.tokens, (0, last), (0, last // whole * whole), (first // whole * whole, last)]))
+    labels = sorted({(component.label, component.dtype) for component in destination.components})
+    marks = {label: draw_mark(draw) for label, _ in labels}
+    return Case(
+        tuple(marked(source, marks, 0) for source in case.sources),
+        case.source_tables,
+        marked(destination, marks, 1),
+        tables,
+        tokens,
+    )
+
+
+Mark = tuple[tuple[str | None, str | None], tuple[set[str], set[str]]]
+"""The encoding of a component, where it is not its own, and its axes that are whole; on either side."""
+
+
+def draw_mark(draw: Draw) -> Mark:
+    name = draw(st.sampled_from([None, None, None, "opaque:a", "opaque:a", "opaque:b"]))
+    other = draw(st.sampled_from([name, name, name, name, "opaque:b"]))
+    axes = draw(st.sets(st.sampled_from([SLOT, "head", "dim", "chan", "row", "state"]), max_size=3))
+    return (name, other), (axes, draw(st.sampled_from([axes, set()])))
+
+
+def marked(manifest: Manifest, marks: dict[str, Mark], side: int) -> Manifest:
+    components = []
+    for component in manifest.components:
+        (encodings, wholes) = marks.get(component.label, ((None, None), (set(), set())))
+        whole = tuple(sorted(wholes[side] & {axis.name for axis in component.axes}))
+        encoding = encodings[side] or component.encoding
+        components.append(component.model_copy(update={"encoding": encoding, "whole": whole}))
+    return manifest.model_copy(update={"components": tuple(components)}).validated()
+
+
 def draw_model(draw: Draw) -> list[Part]:
     layers = [*range(draw(st.integers(1, 3)))]
     if draw(st.booleans()):
@@ -91,7 +142,10 @@ def draw_layer(draw: Draw, layer: int) -> list[Part]:
     family = draw(st.sampled_from(["attention", "attention", "attention", "mla", "state"]))
     if family == "mla":
         latent = Part(layer, "kv", "bfloat16", (("dim", draw(st.sampled_from([2, 3]))),))
-        return [latent, *draw(st.sampled_from([[], [Part(layer, "indexer", "uint8", (("dim", 5),))]]))]
+        return [
+            latent,
+            *draw(st.sampled_from([[], [Part(layer, "indexer", "float8_e5m2", (("dim", 5),), encoding="fp8_e5m2")]])),
+        ]
     if family == "state":
         channels, groups = draw(st.sampled_from([2, 4, 6])), draw(st.sampled_from([1, 2]))
         return [
@@ -102,7 +156,8 @@ def draw_layer(draw: Draw, layer: int) -> list[Part]:
     axes = (("head", draw(st.sampled_from([1, 2, 3, 4, 6]))), ("dim", draw(st.sampled_from([1, 2, 4, 8]))))
     window = draw(st.sampled_from([None, None, 1, 3, 4]))
     dtype = draw(st.sampled_from(["bfloat16", "float8_e4m3fn"]))
-    parts = [Part(layer, name, dtype, axes, "head", window=window) for name in ("k", "v")]
+    encoding = "fp8_e4m3fn" if dtype == "float8_e4m3fn" else None
+    parts = [Part(layer, name, dtype, axes, "head", window=window, encoding=encoding) for name in ("k", "v")]
     if dtype == "float8_e4m3fn":
         parts.append(Part(layer, "k_scale", "float32", axes[:1], "head", window=window))
     return parts

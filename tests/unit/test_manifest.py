@@ -13,7 +13,18 @@ from oracle import byte_offset
 from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError
-from kvferry.manifest import Manifest, ManifestBuilder, ManifestError, ModelInfo, Shard, TokenShard
+from kvferry.manifest import (
+    ENCODINGS,
+    ITEMSIZE,
+    Manifest,
+    ManifestBuilder,
+    ManifestError,
+    ModelInfo,
+    Shard,
+    TokenShard,
+    encoding_of,
+)
+from kvferry.manifest.encoding import ALIASES, OF_DTYPE
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -75,6 +86,12 @@ BREACHES: list[tuple[str, str, Change]] = [
     ("unknown_group", "components[0.k].group", lambda d: k(d).update(group="none")),
     ("unknown_region", "components[0.k].region", lambda d: k(d).update(region=7)),
     ("unknown_dtype", "components[0.k].dtype", lambda d: k(d).update(dtype="torch.bfloat16")),
+    ("unknown_encoding", "components[0.k].encoding", lambda d: k(d).update(encoding="fp8")),
+    ("unknown_encoding", "components[0.k].encoding", lambda d: k(d).update(encoding="opaque:")),
+    ("encoding_dtype", "components[0.k].encoding", lambda d: k(d).update(encoding="fp16")),
+    ("encoding_dtype", "components[0.k].encoding", lambda d: k(d).update(dtype="int16", encoding="fp8_e4m3fn")),
+    ("whole_axis", "components[0.k].whole", lambda d: k(d).update(whole=["layer"])),
+    ("whole_axis", "components[0.k].whole", lambda d: k(d).update(whole=["slot", "block"])),
     ("axes", "components[0.k].axes", lambda d: axis(d, "block").update(name="page")),
     ("axes", "components[0.k].axes", lambda d: axis(d, "slot").update(name="token")),
     ("axes", "components[0.ssm].axes", lambda d: d["components"][2]["axes"][1].update(name="slot")),
@@ -337,3 +354,44 @@ def test_an_array_that_runs_backwards_or_repeats_itself_is_refused() -> None:
         made = builder(memory).group("full", num_blocks=2, block_size=4)
         with pytest.raises(ManifestError):
             made.component("full", layer=0, name="k", array=view, axes=("block", "slot", "dim")).build()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "encoding", "meaning"),
+    [
+        ("bfloat16", None, "bf16"), ("float8_e4m3fn", None, "fp8_e4m3fn"), ("uint8", "fp8_e4m3fn", "fp8_e4m3fn"),
+        ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3fn"), ("int16", "bf16", "bf16"), ("int64", "int64", "int64"),
+        ("uint8", None, "opaque:uint8"), ("bool", None, "opaque:bool"), ("bfloat16", "opaque:x.y", "opaque:x.y"),
+    ],
+)  # fmt: skip
+def test_what_bytes_mean_is_the_encoding_or_what_a_float_dtype_says(
+    dtype: str, encoding: str | None, meaning: str
+) -> None:
+    part = cache(array(block=2, slot=2, head=1, dim=2, dtype=dtype, encoding=encoding)).components[0]
+    assert part.meaning == meaning
+    assert part.undivided == ({"slot", "head", "dim"} if meaning.startswith("opaque:") else set())
+
+
+def test_every_dtype_that_says_what_it_means_says_an_encoding_of_its_width() -> None:
+    assert {dtype for dtype in ITEMSIZE if "float" in dtype} == set(OF_DTYPE)
+    assert all(ENCODINGS[encoding] == ITEMSIZE[dtype] for dtype, encoding in OF_DTYPE.items())
+    assert not ENCODINGS.keys() & (ALIASES.keys() - OF_DTYPE.keys()), "one name for each"
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [
+        ("fp8", "fp8_e4m3fn"), ("fp8_e4m3", "fp8_e4m3fn"), ("float8_e5m2", "fp8_e5m2"), ("fp8_e5m2", "fp8_e5m2"),
+        ("bfloat16", "bf16"), ("half", "fp16"), ("fp8_ds_mla", "opaque:vllm.fp8_ds_mla"),
+    ],
+)  # fmt: skip
+def test_engines_names_for_one_thing_are_one_encoding(name: str, encoding: str) -> None:
+    assert encoding_of(name, "vllm") == encoding
+
+
+def test_the_builder_says_what_bytes_mean_and_what_stays_whole() -> None:
+    raw = np.zeros((2, 4, 2, 3), dtype=np.uint8)
+    made = builder(raw).group("full", num_blocks=2, block_size=4)
+    made.component("full", layer=0, name="k", array=raw, axes=AXES, encoding="nvfp4", whole=["dim"])
+    part = made.build().components[0]
+    assert (part.encoding, part.whole, part.undivided) == ("nvfp4", ("dim",), {"dim"})

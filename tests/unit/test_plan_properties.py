@@ -4,12 +4,13 @@ import pytest
 from caches import as_tuples
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import NotHeld, mergeable, needs, verify
-from strategies import Case, cases, tried
+from oracle import NotHeld, can_stay_whole, cuts, meant, mergeable, needs, torn, undivided, verify
+from strategies import Case, cases, marked_cases, tried
 
 from kvferry.errors import KvferryError
+from kvferry.manifest import SLOT
 from kvferry.tables import BlockTable
-from kvferryd.plan import bind, plan
+from kvferryd.plan import PlanRefused, bind, plan
 
 
 def answer(case: Case) -> tuple[object, ...]:
@@ -75,6 +76,58 @@ def test_a_range_moved_in_two_parts_writes_what_it_writes_in_one(case: Case, dat
     tail = written((middle, last))
     assert not set(head) & set(tail)
     assert head | tail == whole
+
+
+@tried(100)
+@given(marked_cases())
+def test_what_may_not_be_divided_is_moved_whole_or_refused_by_name(case: Case) -> None:
+    sources, destination = case.sources, case.destination
+    reasons = {}
+    for wanted in destination.components:
+        held = [component for source in sources for component in source.components if component.label == wanted.label]
+        if any(meant(component) != meant(wanted) for component in held):
+            reasons[wanted.label] = "encoding"
+        elif not can_stay_whole(sources, destination, wanted):
+            reasons[wanted.label] = "divided"
+    if reasons:
+        with pytest.raises(PlanRefused) as refused:
+            plan(sources, destination)
+        assert {reason.component: reason.code for reason in refused.value.refusals} == reasons
+        return
+    plan(sources, destination)
+    try:
+        needs(*answer(case))
+    except NotHeld:
+        with pytest.raises(KvferryError):
+            bound_of(case)
+        return
+    whole = {
+        wanted.label: undivided(
+            [each for side in (destination, *sources) for each in side.components if each.label == wanted.label]
+        )
+        for wanted in destination.components
+    }
+    apart = any(
+        table.first_token % manifest.group(component.group).block_size
+        for manifest, tables in (
+            (destination, case.destination_tables),
+            *((s, case.source_tables[s.rank]) for s in sources),
+        )
+        for component in manifest.components
+        for table in [tables[component.group]]
+        if SLOT in whole.get(component.label, ())
+    )
+    cut = cuts(case.tokens, destination, case.destination_tables, whole)
+    try:
+        runs = as_tuples(bound_of(case))
+    except KvferryError as error:
+        refused_as = error.code
+    else:
+        assert not cut
+        verify(*answer(case), runs)
+        assert torn(sources, case.source_tables, destination, case.destination_tables, runs) == []
+        return
+    assert refused_as == "divided" if cut else refused_as == "tables_too_short" or apart
 
 
 def bound_of(case: Case):

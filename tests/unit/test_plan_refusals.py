@@ -1,7 +1,7 @@
 """What the planner refuses, with which code and both values; and what is wrong with tables."""
 
 import pytest
-from caches import array, attention, cache, move, table
+from caches import HND, array, attention, cache, move, table
 
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest
@@ -219,3 +219,116 @@ def test_tables_that_begin_far_away_cost_no_more_than_others() -> None:
     held = {i: {"full": table(1, 2, first_token=far // 2 - 4)} for i in range(2)}
     chosen = plan(sources, cache(*attention(), engine="decode"))
     assert bind(chosen, held, {"full": table(1, 2, first_token=far - 8)}, (0, far)).nbytes == 8 * 2 * 8
+
+
+def packed(heads: tuple[int, int] = (0, 2), *, slot: int = 4, **more: object) -> dict:
+    """Raw bytes of heads [start, stop) of 2 that mean nothing to anybody, unless `more` says so."""
+    start, stop = heads
+    shape: dict = {"dtype": "uint8", "block": 16 // slot, "slot": slot, "head": stop - start, "dim": 2}
+    return array(shard=("head", start, 2), **{**shape, **more})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason"),
+    [
+        ({"encoding": "fp8_e4m3fn"}, {"encoding": "fp8_e5m2"}, ("encoding", "fp8_e4m3fn", "fp8_e5m2")),
+        ({"encoding": "fp8_e4m3fn"}, {}, ("encoding", "fp8_e4m3fn", "opaque:uint8")),
+        ({"encoding": "fp8_e4m3fn"}, {"dtype": "float8_e5m2"}, ("encoding", "fp8_e4m3fn", "fp8_e5m2")),
+        ({"encoding": "opaque:a"}, {"encoding": "opaque:b"}, ("encoding", "opaque:a", "opaque:b")),
+        ({}, {"dtype": "int8"}, ("dtype", "uint8", "int8")),
+        ({"dtype": "float8_e5m2"}, {"dtype": "float8_e4m3fn"}, ("dtype", "float8_e5m2", "float8_e4m3fn")),
+        ({"encoding": "opaque:a", "dtype": "int16"}, {"encoding": "opaque:a"}, ("dtype", "int16", "uint8")),
+    ],
+)  # fmt: skip
+def test_encodings_that_differ(theirs: dict, ours: dict, reason: tuple[str, str, str]) -> None:
+    code, _, source, destination = only(cache(packed(**theirs)), cache(packed(**ours)))
+    assert (code, source, destination) == reason
+
+
+def test_one_meaning_under_two_dtypes_is_paired() -> None:
+    raw, typed = packed(encoding="fp8_e4m3fn"), packed(dtype="float8_e4m3fn", order=HND, slot=8)
+    move(cache(raw), {"full": table(0, 2, 1, 3)}, cache(typed, engine="decode"), {"full": table(1, 0)}, (1, 15))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "source", "destination"),
+    [
+        ({"heads": (0, 1)}, {}, "head [0, 1) of 2", "head [0, 2) of 2"),
+        ({"slot": 8}, {}, "slot: blocks of 8 tokens", "slot: blocks of 4 tokens"),
+        ({"order": HND}, {}, "2 x 8 bytes", "2 x 2 bytes"),
+        ({"pad": 1}, {}, "", ""),
+    ],
+)
+def test_what_is_opaque_is_moved_between_equal_shares_and_layouts_only(
+    theirs: dict, ours: dict, source: str, destination: str
+) -> None:
+    reasons = refused(cache(packed(**theirs)), cache(packed(**ours)))
+    assert {reason.code for reason in reasons} == {"divided"}
+    assert source in reasons[0].source
+    assert destination in reasons[0].destination
+
+
+def test_ranks_with_equal_shares_of_what_is_opaque_are_paired() -> None:
+    """TP2 to TP2, blocks elsewhere, and more of them: what lies outside of a block is free."""
+    sources = [cache(packed((rank, rank + 1)), rank=rank, of=2) for rank in (0, 1)]
+    larger = packed((1, 2), block=32)
+    destination = cache(larger, engine="decode", rank=1, of=2)
+    runs = move(sources, {"full": table(0, 2)}, destination, {"full": table(31, 5)}, (0, 8))
+    assert {run[0] for run in runs} == {1}
+    assert sorted(run[5] for run in runs) == [8, 8]
+
+
+def test_an_axis_that_is_whole_leaves_the_others_free() -> None:
+    """Rows of packed values: heads and tokens are divided, rows are not."""
+    rows = [packed((rank, rank + 1), encoding="nvfp4", whole=("dim",)) for rank in (0, 1)]
+    sources = [cache(row, rank=rank, of=2) for rank, row in enumerate(rows)]
+    destination = cache(packed(encoding="nvfp4", slot=8, order=HND), engine="decode")
+    move(sources, {"full": table(0, 2, 1, 3)}, destination, {"full": table(1, 0)}, (1, 15))
+    code, _, theirs, ours = only(
+        cache(packed(encoding="nvfp4")), cache(packed(encoding="nvfp4", order="block dim slot head", whole=("dim",)))
+    )
+    assert (code, theirs, ours) == ("divided", "dim [0, 2) of 2: 2 x 1 bytes", "dim [0, 2) of 2: 2 x 8 bytes")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "fits"),
+    [
+        ((2, 1), (2, 1), True), ((2, 4), (2, 8), True), ((2, 4), (1, 1), True), ((1, 1), (3, 8), True),
+        ((2, 1), (1, 1), False), ((2, 4), (2, 1), False), ((2, 2), (3, 4), False), ((2, 6), (1, 1), False),
+    ],
+)  # fmt: skip
+def test_context_parallelism_deals_out_whole_blocks_of_what_is_opaque(
+    theirs: tuple[int, int], ours: tuple[int, int], fits: bool
+) -> None:
+    sources = [cache(packed(), rank=i, of=theirs[0], token_shard=(i, *theirs)) for i in range(theirs[0])]
+    destination = cache(packed(), engine="decode", of=ours[0], token_shard=(0, *ours))
+    if fits:
+        assert plan(sources, destination).grain % 4 == 0
+        move(sources, {"full": table(0, 2, 1, 3)}, destination, {"full": table(1, 2, 0, 3)}, (0, 16))
+        return
+    code, _, source, destination_said = only(sources, destination)
+    assert code == "divided"
+    assert f"{theirs[1]} at a time" in source
+    assert destination_said.startswith("slot: blocks of 4 tokens")
+
+
+@pytest.mark.parametrize("tokens", [(0, 15), (1, 16), (5, 7), (4, 14)])
+def test_token_ranges_that_end_inside_a_block_of_what_is_opaque(tokens: tuple[int, int]) -> None:
+    chosen = plan([cache(packed())], cache(packed(), engine="decode"))
+    tables = {"full": table(0, 2, 1, 3)}
+    with pytest.raises(KvferryError) as caught:
+        bind(chosen, {0: tables}, tables, tokens)
+    assert (caught.value.code, caught.value.field) == ("divided", "tokens")
+    assert caught.value.value == f"{tokens[0]}:{tokens[1]}"
+    assert "whole blocks" in caught.value.remedy
+    assert bind(chosen, {0: tables}, {"full": table()}, tokens).nbytes == 0, "nothing of it is wanted"
+    assert bind(chosen, {0: tables}, {"full": table(1, 2, first_token=8)}, (5, 16)).nbytes == 8 * 4
+
+
+def test_tables_that_begin_inside_a_block_of_what_is_opaque() -> None:
+    chosen = plan([cache(packed())], cache(packed(), engine="decode"))
+    for theirs, ours in ((2, 0), (0, 2)):
+        source, own = ({"full": table(0, 1, 2, 3, first_token=first)} for first in (theirs, ours))
+        with pytest.raises(KvferryError) as caught:
+            bind(chosen, {0: source}, own, (4, 16) if theirs else (0, 16))
+        assert (caught.value.code, caught.value.field) == ("divided", "tables.full.first_token")

@@ -38,7 +38,8 @@ def test_manifests_and_tables_survive_the_wire(case: Case) -> None:
 
 def sound() -> Manifest:
     state = array("ssm", order="block dim", block=3, dim=2, group="state")
-    return cache(*attention(), state, rank=1, of=2, windows={"full": 6}, token_shard=(1, 2, 16))
+    packed = array("packed", block=8, slot=4, head=1, dim=2, dtype="uint8", encoding="nvfp4", whole=("slot", "dim"))
+    return cache(*attention(), packed, state, rank=1, of=2, windows={"full": 6}, token_shard=(1, 2, 16))
 
 
 def message() -> pb.Manifest:

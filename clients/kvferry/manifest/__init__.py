@@ -6,6 +6,7 @@ nothing else in kvferry knows about any of them. docs/protocol.md lists every fi
 """
 
 from kvferry.manifest.builder import ManifestBuilder
+from kvferry.manifest.encoding import ENCODINGS, OPAQUE, encoding_of
 from kvferry.manifest.manifest import Manifest
 from kvferry.manifest.model import (
     BLOCK,
@@ -22,6 +23,6 @@ from kvferry.manifest.model import (
 )
 
 __all__ = [
-    "BLOCK", "ITEMSIZE", "SLOT", "Axis", "Component", "Group", "Manifest", "ManifestBuilder", "ManifestError",
-    "ModelInfo", "Region", "Shard", "TokenShard",
+    "BLOCK", "ENCODINGS", "ITEMSIZE", "OPAQUE", "SLOT", "Axis", "Component", "Group", "Manifest", "ManifestBuilder",
+    "ManifestError", "ModelInfo", "Region", "Shard", "TokenShard", "encoding_of",
 ]  # fmt: skip

@@ -98,8 +98,14 @@ class ManifestBuilder:
         axes: Sequence[str],
         region: int = 0,
         shard: Shard | None = None,
+        encoding: str | None = None,
+        whole: Sequence[str] = (),
     ) -> ManifestBuilder:
-        """`axes` names the array's dimensions in order; a name may occur twice (mixed radix, outer first)."""
+        """`axes` names the array's dimensions in order; a name may occur twice (mixed radix, outer first).
+
+        `encoding`: what the bytes mean, where the dtype does not say it: one of `ENCODINGS`, or `opaque:NAME`, which is
+        moved whole or not at all. `whole`: axes that may not be divided, nor laid out otherwise on the other side.
+        """
         address, shape, strides, dtype = _geometry(array)
         breach = partial(ManifestError, component=f"{layer}.{name}")
         if len(axes) != len(shape):
@@ -125,6 +131,8 @@ class ManifestBuilder:
                 "offset": address - place.start,
                 "axes": [{"name": n, "extent": e, "stride": s} for n, e, s in zip(axes, shape, strides, strict=True)],
                 "shard": shard,
+                "encoding": encoding,
+                "whole": tuple(whole),
             }
         )
         return self

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field, ValidationError
 
+from kvferry.manifest.encoding import ENCODINGS, OPAQUE, fits, is_known
 from kvferry.manifest.model import (
     BLOCK,
     ITEMSIZE,
@@ -133,6 +134,16 @@ def _check_component(component: Component, groups: Mapping[str, Group], regions:
         raise unlisted("region", component.region, regions)
     if component.dtype not in ITEMSIZE:
         raise unlisted("dtype", component.dtype, ITEMSIZE)
+    encoding = component.encoding
+    if encoding is not None and not is_known(encoding):
+        message = "nobody knows its encoding"
+        remedy = f"one of {sorted(ENCODINGS)}; {OPAQUE}NAME for bytes that are only moved whole"
+        raise breach("unknown_encoding", "encoding", encoding, message, remedy)
+    if encoding is not None and not fits(component.dtype, component.itemsize, encoding):
+        sizes = f"{ENCODINGS[encoding]} and {component.itemsize} bytes"
+        message = f"elements of dtype {component.dtype} cannot be so encoded ({sizes} an element)"
+        remedy = "leave out the encoding of a float dtype; view raw bytes as integers as wide as the encoding"
+        raise breach("encoding_dtype", "encoding", encoding, message, remedy)
 
     names = {axis.name for axis in component.axes}
     wanted = {BLOCK, SLOT} if group.kind == "paged" else {BLOCK}
@@ -146,6 +157,11 @@ def _check_component(component: Component, groups: Mapping[str, Group], regions:
             message = f"its {name} axis does not match {source} = {total} of group {group.name}"
             remedy = f"the extents of all {name} axes multiply to {source}"
             raise breach("axis_extent", f"axes[{name}].extent", extent, message, remedy)
+
+    if unknown := sorted({*component.whole} - (names - {BLOCK})):
+        message = "an axis that may not be divided is none of its axes, or is block"
+        remedy = f"one or more of {sorted(names - {BLOCK})}; a block is never divided but along its other axes"
+        raise breach("whole_axis", "whole", unknown[0], message, remedy)
 
     shard = component.shard
     if shard is not None:

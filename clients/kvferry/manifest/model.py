@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.errors import Malformed
+from kvferry.manifest.encoding import is_opaque, meaning
 
 BLOCK, SLOT = "block", "slot"
 ITEMSIZE = {
@@ -18,7 +19,7 @@ ITEMSIZE = {
 """Bytes of one element, by the dtype names that torch and numpy (ml_dtypes) share."""
 
 
-MOST = {"regions": 4096, "groups": 1024, "components": 65536, "axes": 16, "parallel": 1024}
+MOST = {"regions": 4096, "groups": 1024, "components": 65536, "axes": 16, "whole": 16, "parallel": 1024}
 """Of each in a manifest, or in a component."""
 
 
@@ -93,6 +94,12 @@ class Shard(Part):
 
 
 class Component(Part):
+    """An array of a layer.
+
+    `encoding`: what its bytes mean, one of `ENCODINGS` or `opaque:NAME`; absent, what the dtype says. `whole`: axes
+    that may not be divided (between ranks, blocks or token ranges), nor laid out otherwise on the other side.
+    """
+
     group: Name
     layer: Small
     name: Name
@@ -101,6 +108,19 @@ class Component(Part):
     offset: Position
     axes: Annotated[tuple[Axis, ...], Field(min_length=1, max_length=MOST["axes"])]
     shard: Shard | None = None
+    encoding: Name | None = None
+    whole: Annotated[tuple[Name, ...], Field(max_length=MOST["whole"])] = ()
+
+    @property
+    def meaning(self) -> str:
+        """The encoding of its bytes, `opaque:NAME` where nobody has described it."""
+        return meaning(self.dtype, self.encoding)
+
+    @property
+    def undivided(self) -> frozenset[str]:
+        """Axes that both sides must hold alike and move whole: `whole`, or all of what is opaque. Never block."""
+        opaque = is_opaque(self.meaning)
+        return frozenset(axis.name for axis in self.axes if axis.name != BLOCK) if opaque else frozenset(self.whole)
 
     @property
     def label(self) -> str:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/layout.proto\x12\nkvferry.v1\"*\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"J\n\x06Region\x12\n\n\x02id\x18\x01 \x01(\r\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.kvferry.v1.MemoryKind\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\"<\n\nTokenShard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x12\n\ninterleave\x18\x03 \x01(\r\"\xaf\x01\n\x05Group\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.kvferry.v1.GroupKind\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x13\n\x06window\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x0btoken_shard\x18\x06 \x01(\x0b\x32\x16.kvferry.v1.TokenShardB\t\n\x07_window\"4\n\x04\x41xis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65xtent\x18\x02 \x01(\x04\x12\x0e\n\x06stride\x18\x03 \x01(\x04\"3\n\x05Shard\x12\x0c\n\x04\x61xis\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\xa8\x01\n\tComponent\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06region\x18\x05 \x01(\r\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12\x1e\n\x04\x61xes\x18\x07 \x03(\x0b\x32\x10.kvferry.v1.Axis\x12 \n\x05shard\x18\x08 \x01(\x0b\x32\x11.kvferry.v1.Shard\"\xca\x02\n\x08Manifest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12 \n\x05model\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.Model\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x34\n\x08parallel\x18\x06 \x03(\x0b\x32\".kvferry.v1.Manifest.ParallelEntry\x12#\n\x07regions\x18\x07 \x03(\x0b\x32\x12.kvferry.v1.Region\x12!\n\x06groups\x18\x08 \x03(\x0b\x32\x11.kvferry.v1.Group\x12)\n\ncomponents\x18\t \x03(\x0b\x32\x15.kvferry.v1.Component\x1a/\n\rParallelEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"4\n\nBlockTable\x12\x11\n\tblock_ids\x18\x01 \x03(\x03\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x03\"\x7f\n\x06Tables\x12.\n\x06groups\x18\x01 \x03(\x0b\x32\x1e.kvferry.v1.Tables.GroupsEntry\x1a\x45\n\x0bGroupsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.BlockTable:\x02\x38\x01\")\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x0c\n\x04stop\x18\x02 \x01(\x03\"O\n\x07Refusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x11\n\tcomponent\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65stination\x18\x04 \x01(\t\"\xa4\x01\n\x07Problem\x12%\n\x04kind\x18\x07 \x01(\x0e\x32\x17.kvferry.v1.ProblemKind\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\x0e\n\x06remedy\x18\x05 \x01(\t\x12%\n\x08refusals\x18\x06 \x03(\x0b\x32\x13.kvferry.v1.Refusal*U\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEMORY_KIND_HOST\x10\x01\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x02*S\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10GROUP_KIND_PAGED\x10\x01\x12\x14\n\x10GROUP_KIND_STATE\x10\x02*\xf4\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRANSFER_STATE_WAITING\x10\x01\x12\x1d\n\x19TRANSFER_STATE_CONNECTING\x10\x02\x12\x1a\n\x16TRANSFER_STATE_READING\x10\x03\x12\x1c\n\x18TRANSFER_STATE_VERIFYING\x10\x04\x12\x17\n\x13TRANSFER_STATE_DONE\x10\x05\x12\x19\n\x15TRANSFER_STATE_FAILED\x10\x06\x12\x1a\n\x16TRANSFER_STATE_ABORTED\x10\x07*\xac\x01\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16LEASE_STATE_PUBLISHING\x10\x01\x12\x19\n\x15LEASE_STATE_PUBLISHED\x10\x02\x12\x18\n\x14LEASE_STATE_RELEASED\x10\x03\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x04\x12\x17\n\x13LEASE_STATE_REVOKED\x10\x05*O\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPATH_DIRECT\x10\x01\x12\x0f\n\x0bPATH_STAGED\x10\x02\x12\x0f\n\x0bPATH_MAPPED\x10\x03*\xc2\x02\n\x0bProblemKind\x12\x1c\n\x18PROBLEM_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROBLEM_KIND_MALFORMED\x10\x01\x12\x1d\n\x19PROBLEM_KIND_UNAUTHORIZED\x10\x02\x12\x1a\n\x16PROBLEM_KIND_FORBIDDEN\x10\x03\x12\x1a\n\x16PROBLEM_KIND_NOT_FOUND\x10\x04\x12\x19\n\x15PROBLEM_KIND_CONFLICT\x10\x05\x12\x15\n\x11PROBLEM_KIND_FULL\x10\x06\x12\x19\n\x15PROBLEM_KIND_INTERNAL\x10\x07\x12\x1c\n\x18PROBLEM_KIND_PEER_FAILED\x10\x08\x12\x1c\n\x18PROBLEM_KIND_UNAVAILABLE\x10\t\x12\x19\n\x15PROBLEM_KIND_DEADLINE\x10\nB8Z6github.com/kvferry/kvferry/gen/go/kvferry/v1;kvferryv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/layout.proto\x12\nkvferry.v1\"*\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"J\n\x06Region\x12\n\n\x02id\x18\x01 \x01(\r\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.kvferry.v1.MemoryKind\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\"<\n\nTokenShard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x12\n\ninterleave\x18\x03 \x01(\r\"\xaf\x01\n\x05Group\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.kvferry.v1.GroupKind\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x13\n\x06window\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x0btoken_shard\x18\x06 \x01(\x0b\x32\x16.kvferry.v1.TokenShardB\t\n\x07_window\"4\n\x04\x41xis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65xtent\x18\x02 \x01(\x04\x12\x0e\n\x06stride\x18\x03 \x01(\x04\"3\n\x05Shard\x12\x0c\n\x04\x61xis\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\xdb\x01\n\tComponent\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06region\x18\x05 \x01(\r\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12\x1e\n\x04\x61xes\x18\x07 \x03(\x0b\x32\x10.kvferry.v1.Axis\x12 \n\x05shard\x18\x08 \x01(\x0b\x32\x11.kvferry.v1.Shard\x12\x15\n\x08\x65ncoding\x18\t \x01(\tH\x00\x88\x01\x01\x12\r\n\x05whole\x18\n \x03(\tB\x0b\n\t_encoding\"\xca\x02\n\x08Manifest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12 \n\x05model\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.Model\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x34\n\x08parallel\x18\x06 \x03(\x0b\x32\".kvferry.v1.Manifest.ParallelEntry\x12#\n\x07regions\x18\x07 \x03(\x0b\x32\x12.kvferry.v1.Region\x12!\n\x06groups\x18\x08 \x03(\x0b\x32\x11.kvferry.v1.Group\x12)\n\ncomponents\x18\t \x03(\x0b\x32\x15.kvferry.v1.Component\x1a/\n\rParallelEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"4\n\nBlockTable\x12\x11\n\tblock_ids\x18\x01 \x03(\x03\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x03\"\x7f\n\x06Tables\x12.\n\x06groups\x18\x01 \x03(\x0b\x32\x1e.kvferry.v1.Tables.GroupsEntry\x1a\x45\n\x0bGroupsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.BlockTable:\x02\x38\x01\")\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x0c\n\x04stop\x18\x02 \x01(\x03\"O\n\x07Refusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x11\n\tcomponent\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65stination\x18\x04 \x01(\t\"\xa4\x01\n\x07Problem\x12%\n\x04kind\x18\x07 \x01(\x0e\x32\x17.kvferry.v1.ProblemKind\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\x0e\n\x06remedy\x18\x05 \x01(\t\x12%\n\x08refusals\x18\x06 \x03(\x0b\x32\x13.kvferry.v1.Refusal*U\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEMORY_KIND_HOST\x10\x01\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x02*S\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10GROUP_KIND_PAGED\x10\x01\x12\x14\n\x10GROUP_KIND_STATE\x10\x02*\xf4\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRANSFER_STATE_WAITING\x10\x01\x12\x1d\n\x19TRANSFER_STATE_CONNECTING\x10\x02\x12\x1a\n\x16TRANSFER_STATE_READING\x10\x03\x12\x1c\n\x18TRANSFER_STATE_VERIFYING\x10\x04\x12\x17\n\x13TRANSFER_STATE_DONE\x10\x05\x12\x19\n\x15TRANSFER_STATE_FAILED\x10\x06\x12\x1a\n\x16TRANSFER_STATE_ABORTED\x10\x07*\xac\x01\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16LEASE_STATE_PUBLISHING\x10\x01\x12\x19\n\x15LEASE_STATE_PUBLISHED\x10\x02\x12\x18\n\x14LEASE_STATE_RELEASED\x10\x03\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x04\x12\x17\n\x13LEASE_STATE_REVOKED\x10\x05*O\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPATH_DIRECT\x10\x01\x12\x0f\n\x0bPATH_STAGED\x10\x02\x12\x0f\n\x0bPATH_MAPPED\x10\x03*\xc2\x02\n\x0bProblemKind\x12\x1c\n\x18PROBLEM_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROBLEM_KIND_MALFORMED\x10\x01\x12\x1d\n\x19PROBLEM_KIND_UNAUTHORIZED\x10\x02\x12\x1a\n\x16PROBLEM_KIND_FORBIDDEN\x10\x03\x12\x1a\n\x16PROBLEM_KIND_NOT_FOUND\x10\x04\x12\x19\n\x15PROBLEM_KIND_CONFLICT\x10\x05\x12\x15\n\x11PROBLEM_KIND_FULL\x10\x06\x12\x19\n\x15PROBLEM_KIND_INTERNAL\x10\x07\x12\x1c\n\x18PROBLEM_KIND_PEER_FAILED\x10\x08\x12\x1c\n\x18PROBLEM_KIND_UNAVAILABLE\x10\t\x12\x19\n\x15PROBLEM_KIND_DEADLINE\x10\nB8Z6github.com/kvferry/kvferry/gen/go/kvferry/v1;kvferryv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,18 +36,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFEST_PARALLELENTRY']._serialized_options = b'8\001'
   _globals['_TABLES_GROUPSENTRY']._loaded_options = None
   _globals['_TABLES_GROUPSENTRY']._serialized_options = b'8\001'
-  _globals['_MEMORYKIND']._serialized_start=1484
-  _globals['_MEMORYKIND']._serialized_end=1569
-  _globals['_GROUPKIND']._serialized_start=1571
-  _globals['_GROUPKIND']._serialized_end=1654
-  _globals['_TRANSFERSTATE']._serialized_start=1657
-  _globals['_TRANSFERSTATE']._serialized_end=1901
-  _globals['_LEASESTATE']._serialized_start=1904
-  _globals['_LEASESTATE']._serialized_end=2076
-  _globals['_PATH']._serialized_start=2078
-  _globals['_PATH']._serialized_end=2157
-  _globals['_PROBLEMKIND']._serialized_start=2160
-  _globals['_PROBLEMKIND']._serialized_end=2482
+  _globals['_MEMORYKIND']._serialized_start=1535
+  _globals['_MEMORYKIND']._serialized_end=1620
+  _globals['_GROUPKIND']._serialized_start=1622
+  _globals['_GROUPKIND']._serialized_end=1705
+  _globals['_TRANSFERSTATE']._serialized_start=1708
+  _globals['_TRANSFERSTATE']._serialized_end=1952
+  _globals['_LEASESTATE']._serialized_start=1955
+  _globals['_LEASESTATE']._serialized_end=2127
+  _globals['_PATH']._serialized_start=2129
+  _globals['_PATH']._serialized_end=2208
+  _globals['_PROBLEMKIND']._serialized_start=2211
+  _globals['_PROBLEMKIND']._serialized_end=2533
   _globals['_MODEL']._serialized_start=39
   _globals['_MODEL']._serialized_end=81
   _globals['_REGION']._serialized_start=83
@@ -61,21 +61,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARD']._serialized_start=453
   _globals['_SHARD']._serialized_end=504
   _globals['_COMPONENT']._serialized_start=507
-  _globals['_COMPONENT']._serialized_end=675
-  _globals['_MANIFEST']._serialized_start=678
-  _globals['_MANIFEST']._serialized_end=1008
-  _globals['_MANIFEST_PARALLELENTRY']._serialized_start=961
-  _globals['_MANIFEST_PARALLELENTRY']._serialized_end=1008
-  _globals['_BLOCKTABLE']._serialized_start=1010
-  _globals['_BLOCKTABLE']._serialized_end=1062
-  _globals['_TABLES']._serialized_start=1064
-  _globals['_TABLES']._serialized_end=1191
-  _globals['_TABLES_GROUPSENTRY']._serialized_start=1122
-  _globals['_TABLES_GROUPSENTRY']._serialized_end=1191
-  _globals['_TOKENRANGE']._serialized_start=1193
-  _globals['_TOKENRANGE']._serialized_end=1234
-  _globals['_REFUSAL']._serialized_start=1236
-  _globals['_REFUSAL']._serialized_end=1315
-  _globals['_PROBLEM']._serialized_start=1318
-  _globals['_PROBLEM']._serialized_end=1482
+  _globals['_COMPONENT']._serialized_end=726
+  _globals['_MANIFEST']._serialized_start=729
+  _globals['_MANIFEST']._serialized_end=1059
+  _globals['_MANIFEST_PARALLELENTRY']._serialized_start=1012
+  _globals['_MANIFEST_PARALLELENTRY']._serialized_end=1059
+  _globals['_BLOCKTABLE']._serialized_start=1061
+  _globals['_BLOCKTABLE']._serialized_end=1113
+  _globals['_TABLES']._serialized_start=1115
+  _globals['_TABLES']._serialized_end=1242
+  _globals['_TABLES_GROUPSENTRY']._serialized_start=1173
+  _globals['_TABLES_GROUPSENTRY']._serialized_end=1242
+  _globals['_TOKENRANGE']._serialized_start=1244
+  _globals['_TOKENRANGE']._serialized_end=1285
+  _globals['_REFUSAL']._serialized_start=1287
+  _globals['_REFUSAL']._serialized_end=1366
+  _globals['_PROBLEM']._serialized_start=1369
+  _globals['_PROBLEM']._serialized_end=1533
 # @@protoc_insertion_point(module_scope)

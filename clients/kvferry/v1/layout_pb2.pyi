@@ -341,6 +341,8 @@ class Component(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     AXES_FIELD_NUMBER: builtins.int
     SHARD_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
     group: builtins.str
     layer: builtins.int
     name: builtins.str
@@ -348,12 +350,18 @@ class Component(google.protobuf.message.Message):
     region: builtins.int
     offset: builtins.int
     """bytes into the region"""
+    encoding: builtins.str
+    """what the bytes mean; absent: what the dtype says, for integers nothing: they are opaque"""
     @property
     def axes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Axis]:
         """outermost first, as the engine thinks of them"""
 
     @property
     def shard(self) -> Global___Shard: ...
+    @property
+    def whole(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """axes that may not be divided, nor laid out otherwise; of what is opaque, all of them"""
+
     def __init__(
         self,
         *,
@@ -365,9 +373,12 @@ class Component(google.protobuf.message.Message):
         offset: builtins.int = ...,
         axes: collections.abc.Iterable[Global___Axis] | None = ...,
         shard: Global___Shard | None = ...,
+        encoding: builtins.str | None = ...,
+        whole: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["shard", b"shard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["axes", b"axes", "dtype", b"dtype", "group", b"group", "layer", b"layer", "name", b"name", "offset", b"offset", "region", b"region", "shard", b"shard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_encoding", b"_encoding", "encoding", b"encoding", "shard", b"shard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_encoding", b"_encoding", "axes", b"axes", "dtype", b"dtype", "encoding", b"encoding", "group", b"group", "layer", b"layer", "name", b"name", "offset", b"offset", "region", b"region", "shard", b"shard", "whole", b"whole"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_encoding", b"_encoding"]) -> typing.Literal["encoding"] | None: ...
 
 Global___Component: typing_extensions.TypeAlias = Component
 

@@ -55,7 +55,9 @@ def manifest(engine_id: str, epoch: str, address: int) -> Manifest:
     for layer in range(LAYERS):
         for index, name in enumerate(("k", "v")):
             array = cache[:, layer, index]
-            builder.component("full", layer=layer, name=name, array=array, axes=("block", "slot", "dim"))
+            builder.component(
+                "full", layer=layer, name=name, array=array, axes=("block", "slot", "dim"), encoding="uint8"
+            )
     return builder.build()
 
 

@@ -63,8 +63,9 @@ async def rank(daemon: DaemonService, engine_id: str, run_nbytes: int) -> Rank:
     builder = ManifestBuilder(engine_id, client.epoch, ModelInfo(name="bench", fingerprint="bench"))
     builder.region(0, "host", nbytes=POOL, address=region.address)
     builder.group("pool", num_blocks=rows.shape[1], block_size=SLOTS)
+    axes = "block", "slot", "dim"
     for row, array in enumerate(rows):
-        builder.component("pool", layer=row // 2, name="kv"[row % 2], array=array, axes=("block", "slot", "dim"))
+        builder.component("pool", layer=row // 2, name="kv"[row % 2], array=array, axes=axes, encoding="uint8")
     manifest = builder.build()
     await client.register(manifest)
     return Rank(client, region, daemon)

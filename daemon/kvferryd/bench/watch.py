@@ -65,7 +65,7 @@ async def _engine(daemon: DaemonService, epoch: str, rank: int) -> AsyncIterator
         manifest.region(0, "host", nbytes=region.nbytes, address=region.address)
         manifest.group("full", num_blocks=16, block_size=16)
         keys = region.array().view(np.uint8).reshape(16, 16, 16)
-        manifest.component("full", layer=0, name="k", array=keys, axes=("block", "slot", "dim"))
+        manifest.component("full", layer=0, name="k", array=keys, axes=("block", "slot", "dim"), encoding="uint8")
         await client.register(manifest.build())
         yield
 

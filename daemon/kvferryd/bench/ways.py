@@ -112,7 +112,8 @@ async def _rank(daemon: DaemonService, kind: str, dim: int, axes: tuple[str, ...
     builder = ManifestBuilder(daemon.name, client.epoch, ModelInfo(name="bench", fingerprint="bench"))
     builder.region(0, kind, nbytes=POOL, address=region.address)
     builder.group("pool", num_blocks=len(blocks), block_size=SLOTS)
-    await client.register(builder.component("pool", layer=0, name="kv", array=blocks, axes=NHD).build())
+    builder.component("pool", layer=0, name="kv", array=blocks, axes=NHD, encoding="uint8")
+    await client.register(builder.build())
     return Rank(client, SourceBody(engine_id=daemon.name, address=client.peer_address), region, blocks)
 
 

@@ -77,6 +77,7 @@ def sample(plan: Plan) -> list[Move]:
     manifests = (plan.destination, *plan.sources.values())
     paged = [group for manifest in manifests for group in manifest.groups if group.kind == "paged"]
     tokens = min((min(SAMPLED, group.num_blocks) * group.block_size for group in paged), default=0)
+    tokens -= tokens % plan.grain
     tables = {rank: _sampled(manifest) for rank, manifest in plan.sources.items()}
     try:
         return moves(bind(plan, tables, _sampled(plan.destination), (0, tokens)))

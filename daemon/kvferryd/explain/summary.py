@@ -106,7 +106,7 @@ def summarise(chosen: Plan) -> Summary:
     paged = [copy for copy in chosen.copies if copy.destination_group.kind == "paged"]
     states = [copy for copy in chosen.copies if copy.destination_group.kind == "state"]
     per_token = sum(copy.most_runs(copy.segment) / copy.segment for copy in paged)
-    tokens = _typical_tokens(paged, MOST_RUNS / max(per_token, 1))
+    tokens = _typical_tokens(paged, chosen.grain, MOST_RUNS / max(per_token, 1))
     _check_runs(sum(copy.most_runs(1) for copy in states) + round(per_token * tokens), MOST_RUNS, "sources")
     source_tables: dict[int, dict[str, BlockTable]] = {}
     destination_tables: dict[str, BlockTable] = {}
@@ -171,16 +171,16 @@ def _source(summary: Summary, rank: int) -> dict[str, Any]:
     }
 
 
-def _typical_tokens(paged: Sequence[Copy], most: float) -> int:
-    """So many that all blocks and token shards have met once or more, as far as the smallest cache reaches; `most` at
-    most, unless that takes more."""
+def _typical_tokens(paged: Sequence[Copy], grain: int, most: float) -> int:
+    """So many that all blocks and token shards have met once or more, as far as the smallest cache reaches, in whole
+    grains; `most` at most, unless that takes more."""
     period, capacity = 1, MOST_TOKENS
     for group in (group for copy in paged for group in (copy.source_group, copy.destination_group)):
         ring = group.token_shard.size * group.token_shard.interleave
         period = math.lcm(period, ring if group.token_shard.size > 1 else 1, group.block_size * group.token_shard.size)
         rings = group.num_blocks * group.block_size // group.token_shard.interleave
         capacity = min(capacity, rings * ring if group.token_shard.size > 1 else group.num_blocks * group.block_size)
-    return min(int(most), capacity) // period * period or min(period, capacity)
+    return min(int(most), capacity) // period * period or min(period, capacity) // grain * grain
 
 
 def _scattered(group: Group, tokens: int, *, ascending: bool) -> BlockTable:

@@ -5,7 +5,7 @@ tables and a token range. Invariant: every destination element of the token rang
 right source element, and nothing else is touched.
 """
 
-from kvferryd.plan.bind import Bound, Runs, bind
+from kvferryd.plan.bind import Bound, Runs, bind, check_whole
 from kvferryd.plan.plan import Copy, Plan, PlanRefused, plan
 
-__all__ = ["Bound", "Copy", "Plan", "PlanRefused", "Runs", "bind", "plan"]
+__all__ = ["Bound", "Copy", "Plan", "PlanRefused", "Runs", "bind", "check_whole", "plan"]

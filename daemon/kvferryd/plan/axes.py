@@ -6,10 +6,8 @@ carries kernel blocks inside logical blocks, split head dims, and everything els
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,41 +34,63 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What the planner asks of a component: everything but where it starts. Components with equal axes, shard and dtype
-    share one, so that it can be compared by identity.
+    """What the planner asks of a component: everything but where it starts. Components with equal axes, shard, dtype
+    and encoding share one, so that it can be compared by identity.
 
-    inner: the digits of every axis but block and slot. spans: what is held of each; totals: how long each is globally;
-    both also for "", which stands for no axis.
+    meaning: its encoding; named: the manifest says so, not the dtype. inner: the digits of every axis but block and
+    slot. spans: what is held of each; totals: how long each is globally; both also for "", which stands for no axis.
+    undivided: axes that both sides must hold alike.
     """
 
     dtype: str
+    itemsize: int
+    meaning: str
+    named: bool
     block: Radix
     slot: Radix
     inner: dict[str, Radix]
     spans: dict[str, Span]
     totals: dict[str, int]
     shard_axis: str
+    undivided: frozenset[str]
+
+    def digits(self, axis: str) -> Radix:
+        return self.slot if axis == SLOT else self.inner[axis]
+
+    def held(self, axis: str) -> str:
+        """How it holds an axis, for people."""
+        steps = " of ".join(f"{extent} x {stride} bytes" for extent, stride in self.digits(axis)) or "1"
+        return f"{axis} {self.spans[axis]} of {self.totals[axis]}: {steps}"
 
 
 def layouts() -> Callable[[Component], Layout]:
     """The layouts of one plan, each made once."""
-    made = cache(_layout)
+    made: dict[tuple[object, ...], Layout] = {}
 
     def layout_of(component: Component) -> Layout:
         shard, axes = component.shard, tuple((axis.name, axis.extent, axis.stride) for axis in component.axes)
-        return made(component.dtype, axes, *((shard.axis, shard.start, shard.total) if shard else ("", 0, 1)))
+        share = (shard.axis, shard.start, shard.total) if shard else None
+        key = (component.dtype, component.encoding, component.whole, axes, share)
+        if key not in made:
+            made[key] = _layout(component, axes)
+        return made[key]
 
     return layout_of
 
 
-def _layout(dtype: str, axes: Axes, shard_axis: str, shard_start: int, shard_total: int) -> Layout:
-    inner = {name: _radix(axes, name) for name, _, _ in axes if name not in (BLOCK, SLOT)}
-    extents = {name: math.prod(extent for each, extent, _ in axes if each == name) for name in inner}
+def _layout(component: Component, axes: Axes) -> Layout:
+    extents = {name: component.extent(name) for name, _, _ in axes if name != BLOCK}
     spans = {"": Span(0, 1)} | {name: Span(0, extent) for name, extent in extents.items()}
-    if shard_axis:
-        spans[shard_axis] = Span(shard_start, shard_start + extents[shard_axis])
-    totals = {"": 1} | extents | {shard_axis: shard_total}
-    return Layout(dtype, _radix(axes, BLOCK), _radix(axes, SLOT), inner, spans, totals, shard_axis)
+    totals, shard_axis = {"": 1} | extents, ""
+    if shard := component.shard:
+        shard_axis = shard.axis
+        spans[shard_axis] = Span(shard.start, shard.start + extents[shard_axis])
+        totals[shard_axis] = shard.total
+    return Layout(
+        component.dtype, component.itemsize, component.meaning, component.encoding is not None,
+        _radix(axes, BLOCK), _radix(axes, SLOT), {name: _radix(axes, name) for name in extents if name != SLOT},
+        spans, totals, shard_axis, component.undivided,
+    )  # fmt: skip
 
 
 def _radix(axes: Axes, name: str) -> Radix:

@@ -126,13 +126,14 @@ def bind(
         message = f"the token range {tokens[0]}:{tokens[1]} is not a range"
         remedy = "0 <= first <= last, global tokens, last exclusive"
         raise Malformed("malformed_tables", message, field="tokens", value=tokens, remedy=remedy)
+    check_whole(plan, destination_tables, tokens)
     cut: dict[object, _Cut | None] = {}
     pairs = []
     for copy in plan.copies:
         own, place, own_place = copy.destination_group, copy.source, copy.destination
         if own.kind == "state" and not states:
             continue
-        key = (copy.source_rank, copy.source_group.name, own.name, place.grain, own_place.grain)
+        key = (copy.source_rank, copy.source_group.name, own.name, place.grain, own_place.grain, copy.whole)
         if key not in cut:
             cut[key] = _cut(copy, source_tables.get(copy.source_rank, {}), destination_tables, tokens)
         if (found := cut[key]) is not None:
@@ -174,6 +175,8 @@ def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[in
     if len(count) == 0:
         return None
     check_holds(theirs, source, int(source_at[0]), int(source_at[-1] + count[-1]), whose)
+    if copy.whole:
+        _check_first(theirs, source, whose)
 
     source_at, own_at = source_at - theirs.first_token, own_at - ours.first_token
     begin = count.cumsum() - count
@@ -275,6 +278,32 @@ def destination_table_of(tables: Tables, group: Group) -> BlockTable:
         what, remedy = "names a block twice", "every destination block holds different tokens"
         raise _wrong("duplicate_block", "destination", group, what, ".block_ids", table.twice, remedy)
     return table
+
+
+def check_whole(plan: Plan, destination_tables: Tables, tokens: tuple[int, int]) -> None:
+    """The token range cuts no block of a group that moves in whole blocks only, as far as the tables want it. Raises
+    KvferryError (`divided`)."""
+    for copy in plan.copies:
+        group = copy.destination_group
+        table = destination_tables.get(group.name)
+        if not copy.whole or table is None or len(table.block_ids) == 0:
+            continue
+        size, shard = group.block_size, group.token_shard
+        start = max(tokens[0], _global_token(shard, table.first_token))
+        first, stop = (local_tokens(shard, at) for at in (start, tokens[1]))
+        if first >= stop:
+            continue
+        _check_first(table, group, "destination")
+        if first % size or stop % size:
+            why = f"tokens {start} to {tokens[1]} divide a block of group {group.name}, which may only be moved whole"
+            remedy = f"name whole blocks, of {copy.grain} tokens; publish and reserve all the room of the last one"
+            raise Malformed("divided", why, field="tokens", value=f"{tokens[0]}:{tokens[1]}", remedy=remedy)
+
+
+def _check_first(table: BlockTable, group: Group, whose: str) -> None:
+    if table.first_token % group.block_size:
+        what, remedy = "begins inside a block, which may only be moved whole", f"a multiple of {group.block_size}"
+        raise _wrong("divided", whose, group, what, ".first_token", table.first_token, remedy)
 
 
 def check_holds(table: BlockTable, group: Group, first: int, stop: int, whose: str) -> None:

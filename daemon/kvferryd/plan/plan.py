@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from kvferry.errors import Malformed, Refusal
-from kvferry.manifest import Component, Group, Manifest, TokenShard
+from kvferry.manifest import SLOT, Component, Group, Manifest, TokenShard
 from kvferryd.plan.axes import Box, Ints, Layout, Loop, Radix, Span, layouts, offsets, pair, step
 from kvferryd.plan.rows import Pattern, most_runs, patterns
 
@@ -46,19 +46,21 @@ class Place(NamedTuple):
 
 class Choice(NamedTuple):
     """One of the holders of a component, by position, and the part of the sharded axis ("": none) that is read from it.
-    `total`: positions of that axis."""
+    `total`: positions of that axis. `whole`: only whole blocks of it may be read."""
 
     position: int
     axis: str
     span: Span
     total: int
     boxes: list[Box]
+    whole: bool
 
 
 @dataclass(eq=False)
 class Copy:
     """What is read from one group of one source rank, where all components have the same places.
 
+    whole: only whole blocks may be read, as some component's slot axis may not be divided.
     boxes: (box, item size in bytes) at block 0, slot 0. Everything that depends on tokens comes later, from `bind`.
     parts: for people, each of the destination's components and what was chosen for it.
     """
@@ -68,6 +70,7 @@ class Copy:
     destination_group: Group
     source: Place
     destination: Place
+    whole: bool = False
     boxes: list[tuple[Box, int]] = field(default_factory=list)
     parts: list[tuple[Component, Choice]] = field(default_factory=list)
 
@@ -90,6 +93,12 @@ class Copy:
         return Loop(tokens, step(self.source.slot), step(self.destination.slot))
 
     @property
+    def grain(self) -> int:
+        """A token range that begins and ends at multiples of it divides no block that has to stay whole."""
+        groups = (self.source_group, self.destination_group) if self.whole else ()
+        return math.lcm(*(_grain(each.token_shard, each.block_size) for each in groups))
+
+    @property
     def segment(self) -> int:
         """Tokens of a segment where no two blocks of a request follow one another."""
         groups = self.source_group, self.destination_group
@@ -110,6 +119,11 @@ class Plan:
     def reads_from(self) -> tuple[int, ...]:
         """Source ranks that are read, ascending."""
         return tuple(sorted({copy.source_rank for copy in self.copies}))
+
+    @cached_property
+    def grain(self) -> int:
+        """See `Copy.grain`; of all that is read."""
+        return math.lcm(*(copy.grain for copy in self.copies))
 
     @cached_property
     def mean_run(self) -> float:
@@ -157,9 +171,9 @@ def plan(sources: Sequence[Manifest], destination: Manifest) -> Plan:
         for choice in choices[look]:
             held = found[choice.position]
             place = Place(held.component.region, held.layout.block, held.layout.slot)
-            key = (held.rank, held.group.name, own.name, place, own_place)
+            key = (held.rank, held.group.name, own.name, place, own_place, choice.whole)
             if key not in copies:
-                copies[key] = Copy(held.rank, held.group, own, place, own_place)
+                copies[key] = Copy(held.rank, held.group, own, place, own_place, choice.whole)
             origin = Box(held.component.offset, wanted.offset)
             copies[key].boxes += [(origin + box, wanted.itemsize) for box in choice.boxes]
             copies[key].parts.append((wanted, choice))
@@ -180,37 +194,47 @@ class Held(NamedTuple):
 def _choose(wanted: Component, layout: Layout, own: Group, found: Sequence[Held], reader: int) -> list[Choice]:
     """Holders so that every element is read exactly once. Where several hold a position the readers take turns, so that
     replicas share the load: reader r takes the (r modulo n)-th of n. Raises PlanRefused."""
-    _check_compatible(wanted, layout, own, found)
+    undivided = layout.undivided.union(*(held.layout.undivided for held in found))
+    _check_compatible(wanted, layout, own, found, undivided)
     axis = next((held.layout.shard_axis for held in found if held.layout.shard_axis), layout.shard_axis)
     ring, whole, chosen = found[0].group.token_shard, layout.spans[axis], []
     for rank in range(ring.size):
         if not _share_tokens(TokenShard(rank=rank, size=ring.size, interleave=ring.interleave), own.token_shard):
             continue
-        of_shard = [(i, held.layout.spans[axis]) for i, held in enumerate(found) if held.group.token_shard.rank == rank]
+        of_shard = [(i, held.layout) for i, held in enumerate(found) if held.group.token_shard.rank == rank]
         at = whole.start
         while at < whole.stop:
-            holders = [(i, span) for i, span in of_shard if span.start <= at < span.stop]
+            holders = [
+                (i, theirs) for i, theirs in of_shard if theirs.spans[axis].start <= at < theirs.spans[axis].stop
+            ]
             if not holders:
                 raise PlanRefused([_uncovered(wanted, axis, Span(at, whole.stop), found)])
-            position, span = holders[reader % len(holders)]
+            alike = [(i, theirs.spans[axis]) for i, theirs in holders if not _unlike(theirs, layout, undivided)]
+            if not alike:
+                raise PlanRefused(_divided(wanted, layout, [theirs for _, theirs in holders], undivided))
+            position, span = alike[reader % len(alike)]
             part = Span(at, min(whole.stop, span.stop))
             boxes = _boxes(found[position].layout, layout, axis, part)
-            chosen.append(Choice(position, axis, part, layout.totals[axis], boxes))
+            chosen.append(Choice(position, axis, part, layout.totals[axis], boxes, SLOT in undivided))
             at = part.stop
     return chosen
 
 
-def _check_compatible(wanted: Component, layout: Layout, own: Group, found: Sequence[Held]) -> None:
+def _check_compatible(
+    wanted: Component, layout: Layout, own: Group, found: Sequence[Held], undivided: frozenset[str]
+) -> None:
     """Raises PlanRefused with every reason why these holders cannot serve `wanted`, each once."""
-    reasons: dict[str, Refusal] = {}
+    reasons: dict[tuple[str, str], Refusal] = {}
 
-    def refuse(code: str, source: object, destination: object) -> None:
-        reasons.setdefault(code, Refusal(code, wanted.label, str(source), str(destination)))
+    def refuse(code: str, source: object, destination: object, axis: str = "") -> None:
+        reasons.setdefault((code, axis), Refusal(code, wanted.label, str(source), str(destination)))
 
     if not found:
         refuse("missing_component", "no rank that lists it", f"dtype {wanted.dtype}")
     for _, _, group, theirs in found:
-        if theirs.dtype != layout.dtype:
+        if theirs.meaning != layout.meaning and (theirs.named or layout.named):
+            refuse("encoding", theirs.meaning, layout.meaning)
+        elif theirs.meaning != layout.meaning or theirs.itemsize != layout.itemsize:
             refuse("dtype", theirs.dtype, layout.dtype)
         if group.kind != own.kind:
             refuse("group_kind", group.kind, own.kind)
@@ -220,7 +244,9 @@ def _check_compatible(wanted: Component, layout: Layout, own: Group, found: Sequ
         for axis in sorted(layout.inner):
             if theirs.totals[axis] != layout.totals[axis]:
                 code = "total" if axis in (theirs.shard_axis, layout.shard_axis) else "inner_extent"
-                refuse(code, f"{axis} {theirs.totals[axis]}", f"{axis} {layout.totals[axis]}")
+                refuse(code, f"{axis} {theirs.totals[axis]}", f"{axis} {layout.totals[axis]}", axis)
+        if SLOT in undivided and theirs.meaning == layout.meaning and not _blocks_alike(group, own):
+            refuse("divided", _dealt(group), _dealt(own))
     along = {held.layout.shard_axis for held in found} - {""}
     if len(along) > 1:
         refuse("axes", f"ranks sharded along different axes: {sorted(along)}", layout.shard_axis or "not sharded")
@@ -229,6 +255,48 @@ def _check_compatible(wanted: Component, layout: Layout, own: Group, found: Sequ
         refuse("token_shard", f"(size, interleave) differ between ranks: {sorted(rings)}", own.token_shard)
     if reasons:
         raise PlanRefused(list(reasons.values()))
+
+
+def _blocks_alike(source: Group, own: Group) -> bool:
+    """Whether a block of either side, where it is there as well, holds the same tokens on the other."""
+    shards = source.token_shard, own.token_shard
+    rings = {(each.size, each.interleave) for each in shards if each.size > 1}
+    alike = len(rings) == 1 and all(each.size > 1 for each in shards)
+    blockwise = all(interleave % own.block_size == 0 for _, interleave in rings)
+    return source.block_size == own.block_size and (alike or blockwise)
+
+
+def _dealt(group: Group) -> str:
+    """How a group shares out tokens, for people."""
+    shard = group.token_shard
+    ring = f", dealt to {shard.size} ranks {shard.interleave} at a time" if shard.size > 1 else ""
+    return f"slot: blocks of {group.block_size} tokens{ring}"
+
+
+def _unlike(theirs: Layout, layout: Layout, undivided: frozenset[str]) -> list[str]:
+    """Axes that may not be divided, and of which the two do not hold the same part, laid out in the same way."""
+    return [
+        axis
+        for axis in sorted(undivided)
+        if theirs.spans[axis] != layout.spans[axis] or theirs.digits(axis) != layout.digits(axis)
+    ]
+
+
+def _divided(wanted: Component, layout: Layout, found: Sequence[Layout], undivided: frozenset[str]) -> list[Refusal]:
+    """A reason for each axis that no holder has as `wanted` has it; where each is had by some, one for all together."""
+    unlike = [_unlike(theirs, layout, undivided) for theirs in found]
+    axes = sorted(set.intersection(*map(set, unlike))) or sorted(set().union(*unlike))
+    return [
+        Refusal(
+            "divided", wanted.label, " or ".join(dict.fromkeys(each.held(axis) for each in found)), layout.held(axis)
+        )
+        for axis in axes
+    ]
+
+
+def _grain(shard: TokenShard, block_size: int) -> int:
+    """Global tokens after which every rank of the ring has reached a block's end."""
+    return math.lcm(block_size, shard.interleave) * shard.size if shard.size > 1 else block_size
 
 
 def _uncovered(wanted: Component, axis: str, missing: Span, found: Sequence[Held]) -> Refusal:

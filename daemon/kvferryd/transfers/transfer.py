@@ -25,6 +25,7 @@ from kvferryd.paths.checksums import compare
 from kvferryd.paths.source import Computed, SourceReader, bound_to, close_all, readers_of
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
+from kvferryd.plan import check_whole
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
@@ -442,6 +443,7 @@ class Transfer:
         assert self.reservation is not None and self.order is not None
         _check_one_prompt(readers)
         wanted = self.reservation.tokens
+        check_whole(peer.plan, self.reservation.tables, wanted or (0, 0))  # before the first part of it is moved
         first = at = wanted[0] if wanted else 0
         moves: list[Moved] = []
         while True:
@@ -450,6 +452,7 @@ class Transfer:
             if last:
                 _check_published(readers, published, wanted)
             until = published if wanted is None else min(wanted[1], published)
+            until -= 0 if last else until % peer.plan.grain
             if last or until > at:
                 for reader in readers:
                     reader.check()
