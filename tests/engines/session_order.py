@@ -25,7 +25,7 @@ def leases(url: str) -> list[str]:
 
 
 def publish(request_id: str, blocks: list[int], *, last: bool = True) -> Publish:
-    return Publish(request_id, {"0": BlockTable.of(blocks)}, BLOCK * len(blocks), last, b"digest")
+    return Publish(request_id, {"0": BlockTable.of(blocks)}, BLOCK * len(blocks), last, b"digest", 1)
 
 
 def ends(session: Session, count: int) -> list[tuple[str, str]]:
@@ -49,17 +49,17 @@ def main() -> None:
     for name in ("at once", "in two parts"):
         late()
         if name == "in two parts":
-            session.publish(publish(name, [1, 2], last=False))
-        session.publish(publish(name, [1, 2, 3]))
+            session.publish(publish(name, [1, 2], last=False), "")
+        session.publish(publish(name, [1, 2, 3]), "")
         session.revoke(name)
-    session.publish(publish("again", [1, 2]))
+    session.publish(publish("again", [1, 2]), "")
     late()
     session.revoke("again")
-    session.publish(publish("again", [3, 4]))
+    session.publish(publish("again", [3, 4]), "")
     told["waits for what was published again"] = session.waiting
 
-    session.publish(publish("refused", [5, 6], last=False))
-    session.publish(publish("refused", [7, 8]))
+    session.publish(publish("refused", [5, 6], last=False), "")
+    session.publish(publish("refused", [7, 8]), "")
     session.hold("refused")
     told["refused"] = sorted(ends(session, 2))
     told["left then"] = [name for name in leases(sys.argv[2]) if name == "refused"]

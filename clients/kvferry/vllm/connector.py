@@ -17,12 +17,13 @@ from kvferry.vllm.missed import Missed, MissedCounters
 from kvferry.vllm.options import Options
 from kvferry.vllm.scheduler import SchedulerSide
 from kvferry.vllm.step import Address, Step
+from kvferry.vllm.weights import watch_core
 from kvferry.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -40,6 +41,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         options = Options.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+            watch_core()
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, options)
 
@@ -62,6 +64,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         return (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).missed.take()
 
     # The scheduler's side.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.watch(kv_cache_manager)
+
+    def reset_cache(self) -> bool | None:
+        """Nothing of a prefix is cached here. What is published stays readable: its weights are the same ones."""
+        self._scheduler.reset()
+        return True
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Address]) -> None:
         self._scheduler.reached_at(metadata)

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 def fingerprint(config: VllmConfig, options: Options) -> str:
     """Equal for engines whose KV can be exchanged, whatever path, version, backend or parallelism they have."""
-    if options.fingerprint:
-        return options.fingerprint
+    return options.fingerprint or checkpoint(config)
+
+
+def checkpoint(config: VllmConfig) -> str:
+    """The same, of the checkpoint that the configuration names now: vLLM writes another one into it that it loads."""
     model, load = config.model_config, config.load_config
     return model_fingerprint(
         model.hf_text_config.to_dict(), str(model.dtype), model.quantization, name=model.model, revision=model.revision,

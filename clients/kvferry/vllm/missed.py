@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 METRIC = "vllm:kvferry_missed_handovers"
-REASONS = ("refused", "failed", "computed", "several_prompts", "unpublished")
+REASONS = ("refused", "failed", "computed", "several_prompts", "unpublished", "mixed_weights")
 """The values of the metric's label `reason`. docs/vllm.md explains them."""
 
 

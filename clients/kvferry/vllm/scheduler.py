@@ -22,6 +22,7 @@ from kvferry.vllm.step import Address, Load, Publish, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -54,6 +55,12 @@ class Exchange:
     """All that will ever be published has been."""
     digest: bytes = b""
     """Of the prompt, once a part of it has been published."""
+    begun: int = 0
+    """The step with which it was last begun: none of its tokens had been computed."""
+    loaded: int = 0
+    """How many tokens have been read for it since then."""
+    since: int = 0
+    """The oldest step that may have computed any of its tokens; 0 before it is scheduled."""
 
 
 class SchedulerSide:
@@ -73,6 +80,11 @@ class SchedulerSide:
         """Whether blocks stay a request's own until it ends. Others leave it as its window moves on."""
         self._behind = int(caches.has_mamba_layers)
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
+        self._alone: bool = config.kv_transfer_config.kv_connector != "MultiConnector"
+        self._number = 1
+        """Of the step that is being made."""
+        self._cached_since = self._external_since = 1
+        """No older step has computed what the prefix cache has, or what another connector may have beside it."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
         self._attempts = Attempts()
@@ -142,6 +154,9 @@ class SchedulerSide:
                 return None, False
             if load.origin.digest == origin.digest:
                 self._release(exchange)
+        if exchange.published:  # vLLM has taken its blocks back to reset the prefix cache
+            self._revoke(exchange)
+        exchange.begun, exchange.loaded, exchange.since = self._number, 0, 0
         exchange.computed = computed
         count = 1 if exchange.problem else self._reach(exchange.origin, request) - computed
         return (count, True) if count > 0 else (0, False)
@@ -161,6 +176,7 @@ class SchedulerSide:
             tables = self._tables(block_ids, start, stop)
             tokens = start, max(stop, min(self._room(stop), exchange.origin.room))
             load = self._load(request, exchange.origin, tables, tokens)
+            exchange.loaded = external
             self._step.load.append(load)
             self._loading[request.request_id] = self._loads[load.origin.request_id] = load
             exchange.origin = None
@@ -195,11 +211,38 @@ class SchedulerSide:
                 self._revoke(exchange)
         for request_id, count in output.num_scheduled_tokens.items():
             exchange = self._exchanges.get(request_id)
+            if exchange is not None and not exchange.since:
+                exchange.since = self._since(exchange)
             if exchange is not None and exchange.handoff.do_remote_decode and self._early and not exchange.complete:
                 self._computing(exchange, exchange.request.num_computed_tokens + count, block_ids)
         step, self._step = self._step, Step()
+        step.number = self._number
+        self._number += 1
         step.idle = not output.num_scheduled_tokens
         return step
+
+    def _since(self, exchange: Exchange) -> int:
+        """The oldest step that may have computed any token of a request that is scheduled for the first time."""
+        if exchange.request.num_computed_tokens <= exchange.loaded:
+            return exchange.begun
+        return min(exchange.begun, self._cached_since, exchange.begun if self._alone else self._external_since)
+
+    def watch(self, caches: KVCacheManager) -> None:
+        """Know from now on when the prefix cache has been reset: with a connector or, as vLLM does it by default,
+        without; and only where it has been, as blocks that requests have keep it from being."""
+        reset = caches.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            done: bool = reset()
+            if done:
+                self._cached_since = self._number
+            return done
+
+        caches.reset_prefix_cache = reset_prefix_cache
+
+    def reset(self) -> None:
+        """Other connectors have forgotten what they had, too."""
+        self._external_since = self._number
 
     def _computing(self, exchange: Exchange, reached: int, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
         """A step that takes the request to `reached` tokens: publish with it what no later step will add to."""
@@ -214,7 +257,9 @@ class SchedulerSide:
         tables = self._tables(block_ids(request.request_id), 0, end)
         exchange.digest = exchange.digest or digest_of(request, prompt)
         num_tokens = self._room(end) if last else end
-        self._step.computed.append(Publish(request.request_id, tables, num_tokens, last, exchange.digest))
+        self._step.computed.append(
+            Publish(request.request_id, tables, num_tokens, last, exchange.digest, exchange.since)
+        )
         exchange.published, exchange.complete = True, last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -240,7 +285,9 @@ class SchedulerSide:
             metadata = json.dumps({"first_token": first}).encode() if first is not None else b""
             tables = self._tables(block_ids, 0, num_tokens)
             digest = digest_of(request, num_tokens)
-            self._step.finished.append(Publish(request.request_id, tables, room, True, digest, metadata))
+            self._step.finished.append(
+                Publish(request.request_id, tables, room, True, digest, exchange.since, metadata)
+            )
         self._step.hold.append(request.request_id)
         if (prompt := _prompt_of(request.request_id)) != request.request_id:
             # One of several answers: the client gets the kv_transfer_params of the one that ends last.

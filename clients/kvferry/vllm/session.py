@@ -51,6 +51,7 @@ class End(enum.Enum):
     SENT = "nobody reads its blocks any more"
     ARRIVED = "its KV is there"
     FAILED = "nothing is written to its blocks any more, and its KV is not there"
+    MIXED = "its KV was computed, at least in part, by weights that have been replaced: the daemon did not take it"
     UNPUBLISHED = "its KV cannot be read: the daemon did not take it, or has lost it"
 
 
@@ -88,7 +89,7 @@ class Session:
                 wait_s = 0.0
                 if end is End.SENT:
                     self._kept.pop(request_id, None)
-                elif end is not End.UNPUBLISHED:
+                elif end in (End.ARRIVED, End.FAILED):
                     self._loading.pop(request_id, None)
         return ended
 
@@ -103,10 +104,11 @@ class Session:
             works, self._together = self._together, None
             self._begin(works)
 
-    def publish(self, publish: Publish, after: Fence | None = None) -> None:
-        """In the order of calls for each request. `after`: when the KV is in memory. Without a daemon it is dropped."""
+    def publish(self, publish: Publish, weights: str, after: Fence | None = None) -> None:
+        """In the order of calls for each request. weights: the name of those that computed all of it. `after`: when the
+        KV is in memory. Without a daemon it is dropped."""
         kept = self._kept.setdefault(publish.request_id, Kept())
-        self._start(self._publish(publish, after, kept))
+        self._start(self._publish(publish, weights, after, kept))
 
     def hold(self, request_id: str) -> None:
         """Report the request, all of which is published, as sent when its lease has ended."""
@@ -167,7 +169,7 @@ class Session:
         except Exception:
             log.exception("kvferry's connector failed")
 
-    async def _publish(self, publish: Publish, after: Fence | None, kept: Kept) -> None:
+    async def _publish(self, publish: Publish, weights: str, after: Fence | None, kept: Kept) -> None:
         try:
             async with kept.order:
                 if self._kept.get(publish.request_id) is not kept:
@@ -175,13 +177,14 @@ class Session:
                 lease = await self._daemon.client.publish(
                     lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
                     metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
-                    withdraw=publish.last,
+                    withdraw=publish.last, weights=weights,
                 )  # fmt: skip
             if publish.last:
                 await lease.ended()
         except KvferryError as error:
             if publish.last:
-                self._ends.put((publish.request_id, End.UNPUBLISHED))
+                mixed = error.code == "mixed_weights"
+                self._ends.put((publish.request_id, End.MIXED if mixed else End.UNPUBLISHED))
             if isinstance(error, Unsettled):
                 await error.quiesced()
             raise

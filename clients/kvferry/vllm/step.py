@@ -15,6 +15,7 @@ class Publish:
     """The KV of tokens [0, num_tokens) is in these blocks; `last` when no more follows.
 
     num_tokens may count the room after the request's last token. digest: of the tokens of the whole publish.
+    since: the number of the oldest step that may have computed, loaded or cached any of it.
     """
 
     request_id: str
@@ -22,6 +23,7 @@ class Publish:
     num_tokens: int
     last: bool
     digest: bytes
+    since: int
     metadata: bytes = b""
 
 
@@ -38,8 +40,9 @@ class Load:
 
 @dataclass(slots=True)
 class Step(KVConnectorMetadata):
-    """In the order in which a worker acts on them."""
+    """In the order in which a worker acts on them. number: from 1; every worker gets every step."""
 
+    number: int = 0
     revoke: list[str] = field(default_factory=list)
     """Requests whose blocks other requests may get in this very step: their leases are revoked first."""
     cancel: list[str] = field(default_factory=list)

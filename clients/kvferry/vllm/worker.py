@@ -22,6 +22,7 @@ from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
 from kvferry.vllm.session import Before, End, Session
 from kvferry.vllm.step import Address, Step
+from kvferry.vllm.weights import Weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,6 +58,7 @@ class WorkerSide:
             timeout_s=options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
         self._session = Session(self._daemon, options)
+        self._weights = Weights(self._daemon, config)
         self.missed = Missed()
         self._memory: SharedRegion | CudaRegion | CudaMemory | VmmMemory | None = None
         log.info("rank %d of %d is attached to the daemon on %s", self._rank, self._world_size, socket)
@@ -104,7 +106,7 @@ class WorkerSide:
 
     def begin(self, step: Step) -> None:
         """What does not depend on the step's forward pass."""
-        session, before = self._session, None
+        session, before, self._weights.step = self._session, None, step.number
         if step.load and self._device == "cuda":  # steps that are under way may still write, or zero, these blocks
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types for it
             event.record()
@@ -113,7 +115,7 @@ class WorkerSide:
             for request_id in step.cancel:
                 session.cancel(request_id)
             for publish in step.finished:
-                session.publish(publish)
+                session.publish(publish, self._weights.of(publish.since))
             for request_id in step.hold:
                 session.hold(request_id)
             for request_id in step.unread:
@@ -132,7 +134,7 @@ class WorkerSide:
             after = self._daemon.written(torch.cuda.current_stream())
         with self._session.together():
             for publish in step.computed:
-                self._session.publish(publish, after)
+                self._session.publish(publish, self._weights.of(publish.since), after)
 
     def results(self, step: Step) -> KVConnectorTransferResults:
         """What has ended since the last step.
@@ -145,6 +147,8 @@ class WorkerSide:
         arrived, failed = ended[End.ARRIVED], ended[End.FAILED]
         if unpublished := ended[End.UNPUBLISHED]:
             self.missed.add("unpublished", len(unpublished))
+        if mixed := ended[End.MIXED]:
+            self.missed.add("mixed_weights", len(mixed))
         return KVConnectorTransferResults(
             finished_sending=ended[End.SENT], finished_recving=arrived | failed, failed_recving=failed
         )

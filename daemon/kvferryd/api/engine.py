@@ -156,7 +156,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 f"engine has {engine.weights!r} now"
             )
             remedy = "compute the request again; publish no request that an update of the weights has found under way"
-            raise Conflict("mixed_weights", why, field="weights", value=request.weights, remedy=remedy)
+            mixed = Conflict("mixed_weights", why, field="weights", value=request.weights, remedy=remedy)
+            engine.leases.refuse(request.request_id, mixed)
+            raise mixed
         check_seconds("ttl_s", request.ttl_s)
         fence = self._fence(engine, request.after) if request.HasField("after") else None
         lease = engine.leases.publish(

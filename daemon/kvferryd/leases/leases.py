@@ -43,6 +43,8 @@ class Leases:
         """How many of them, by where they call from: no place takes all the waits."""
         self._early: LRUCache[str, dict[ReaderId, int]] = LRUCache(TOMBSTONES, getsizeof=len)
         """Ranks with nothing to read here, which finished before this rank published, each with its attempt."""
+        self._refused: LRUCache[str, KvferryError] = LRUCache(TOMBSTONES)
+        """Requests whose publish was refused, and why: their readers need not wait."""
         self._lost = set[str]()
         """Requests whose readers need not wait, at most TOMBSTONES."""
         self._closed = ""
@@ -100,6 +102,7 @@ class Leases:
                 lease.finished(who, attempt=attempt)
             self._ended.pop(request_id, None)  # else its end would keep the place of the one before
             self._lost.discard(request_id)
+            self._refused.pop(request_id, None)
         if not lease.publish(said, after):
             return lease
         lease.restart_ttl()
@@ -110,6 +113,13 @@ class Leases:
             after.add_done_callback(lambda _: self._show(lease))
         self._show(lease)
         return lease
+
+    def refuse(self, request_id: str, why: KvferryError) -> None:
+        """It is not published: who waits for it, or comes for it, is told why. Not of one that is: that holds."""
+        if request_id not in self._live:
+            self._refused[request_id] = why
+            for waiting in self._no_longer_awaited(request_id):
+                waiting.set_exception(why.kept())
 
     def lost(self, request_ids: Iterable[str]) -> None:
         """They had leases in the session before this one, or could not be published since."""
@@ -143,6 +153,8 @@ class Leases:
             return lease
         if self._closed:
             raise lease_ended(request_id, self._closed)
+        if request_id in self._refused:
+            raise self._refused[request_id].kept()
         if request_id in self._ended:
             raise self._ended[request_id].over()
         if request_id in self._lost:
