@@ -6,7 +6,8 @@ from kvferry.errors import Malformed
 from kvferry.manifest import Group, Manifest
 from kvferry.tables import BlockTable, Tables
 from kvferryd.config import WAYS
-from kvferryd.plan.bind import check_holds, destination_table_of, local_tokens, table_of
+from kvferryd.plan.bind import check_holds, destination_table_of, table_of
+from kvferryd.plan.segments import local_tokens
 
 MAX_METADATA = 64 << 10
 MAX_SECONDS = 86400.0

@@ -153,12 +153,16 @@ def compare(copier: Copier, bound: Bound, shift: int = 0, own_shift: int = 0, sl
 
 def bound_of(source: Manifest, destination: Manifest, tokens: tuple[int, int], seed: int = 0) -> Bound:
     """Every block of either side at a permuted place."""
+    return bound_of_ranks([source], destination, tokens, seed)
+
+
+def bound_of_ranks(sources: list[Manifest], destination: Manifest, tokens: tuple[int, int], seed: int = 0) -> Bound:
     rng = np.random.default_rng(seed)
-    tables = [
+    *tables, own = (
         {group.name: BlockTable.of(rng.permutation(group.num_blocks)) for group in manifest.groups}
-        for manifest in (source, destination)
-    ]
-    return bind(plan([source], destination), {0: tables[0]}, tables[1], tokens)
+        for manifest in (*sources, destination)
+    )
+    return bind(plan(sources, destination), dict(enumerate(tables)), own, tokens)
 
 
 def pair(**destination: object) -> tuple[Manifest, Manifest]:
@@ -177,6 +181,17 @@ def whole_layer(order: str, dtype: str, **more: object) -> Manifest:
     return cache(array(order=order, dtype=dtype, block=12, slot=16, head=3, dim=40, **more))
 
 
+def shares(theirs: tuple[int, int], ours: tuple[int, int], tokens: tuple[int, int], order: str = NHD) -> Bound:
+    """Context parallelism, as (ranks, tokens of each at once), on either side; the destination is the last rank."""
+
+    def rank(engine: str, at: int, ring: tuple[int, int], order: str = NHD) -> Manifest:
+        layers = attention(2, layers=range(6), slot=16, dim=128, block=24, order=order)
+        return cache(*layers, engine=engine, rank=at, of=ring[0], token_shard=(at, *ring))
+
+    sources = [rank("prefill", at, theirs) for at in range(theirs[0])]
+    return bound_of_ranks(sources, rank("decode", ours[0] - 1, ours, order), tokens)
+
+
 DIM_FIRST, FP8 = "block dim head slot", "float8_e5m2"
 CASES = {
     "equal layouts, 8 KiB runs": bound_of(*pair(), (0, 384)),
@@ -190,6 +205,11 @@ CASES = {
         whole_layer(NHD, "bfloat16"), whole_layer(DIM_FIRST, "bfloat16"), (1, 190)
     ),
     "runs of one byte": bound_of(whole_layer(NHD, FP8), whole_layer(DIM_FIRST, FP8), (0, 192)),
+    "context parallelism 2 to 1, token by token": shares((2, 1), (1, 1), (0, 384)),
+    "context parallelism 1 to 2, token by token": shares((1, 1), (2, 1), (0, 384)),
+    "context parallelism 2 to 1, token by token, NHD to HND": shares((2, 1), (1, 1), (3, 380), HND),
+    "context parallelism 2 to 1, four tokens at once": shares((2, 4), (1, 1), (5, 377)),
+    "context parallelism 2 to 3, one token to four at once": shares((2, 1), (3, 4), (1, 383)),
     "gaps between elements": bound_of(whole_layer(NHD, FP8, pad=3), whole_layer(NHD, FP8, pad=1), (0, 192)),
 }
 

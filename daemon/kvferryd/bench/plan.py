@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
 from kvferryd.plan import Bound, bind, plan
 
-PLAN_BUDGET_MS, BIND_BUDGET_MS = 50.0, 0.3
+PLAN_BUDGET_MS, BIND_BUDGET_MS, SHARED_BUDGET_MS = 50.0, 0.3, 0.5
 """The budget on a machine of two cores."""
 
 
@@ -46,7 +47,7 @@ def main() -> int:
 
 
 def measure(repeats: int = 50) -> list[Timing]:
-    return [measure_plan(max(3, repeats // 5)), *measure_bind(repeats)]
+    return [measure_plan(max(3, repeats // 5)), *measure_bind(repeats), *measure_shared(repeats)]
 
 
 def measure_plan(repeats: int) -> Timing:
@@ -82,6 +83,26 @@ def measure_bind(repeats: int) -> list[Timing]:
     ]
 
 
+def measure_shared(repeats: int) -> list[Timing]:
+    """8,192 tokens between two ranks that take them by turns (context parallelism interleaved by one) and one that has
+    all, either way; 80 layers."""
+    blocks, random, timings = 512, np.random.default_rng(7), []
+    for theirs, ours in ((2, 1), (1, 2)):
+        sources, (destination, *_) = (
+            [
+                cache(engine, layers=80, heads=(0, 2), total=2, blocks=blocks, rank=rank, of=ranks, share_tokens=True)
+                for rank in range(ranks)
+            ]
+            for engine, ranks in (("prefill", theirs), ("decode", ours))
+        )
+        chosen, own = plan(sources, destination), {"full": BlockTable.of(random.permutation(blocks))}
+        tables = {rank: {"full": BlockTable.of(random.permutation(blocks))} for rank in range(theirs)}
+        work = functools.partial(bind, chosen, tables, own, (0, blocks * 16))
+        note = f"{work().segment_count:,} segments"
+        timings.append(_timing(f"bind, 8,192 tokens, DCP{theirs} to DCP{ours}", work, SHARED_BUDGET_MS, repeats, note))
+    return timings
+
+
 def cache(
     engine: str,
     *,
@@ -92,8 +113,12 @@ def cache(
     of: int = 1,
     blocks: int = 512,
     order: tuple[str, str] = ("slot", "head"),
+    share_tokens: bool = False,
 ) -> Manifest:
-    """One rank with heads (first, count) of 128 bfloat16, blocks of 16 tokens; K and V of every layer apart."""
+    """One rank with heads (first, count) of 128 bfloat16, blocks of 16 tokens; K and V of every layer apart.
+
+    share_tokens: the ranks take tokens by turns.
+    """
     first, count = heads
     extents = {"slot": 16, "head": count}
     outer, inner = order
@@ -101,6 +126,7 @@ def cache(
     extents |= {"block": blocks, "dim": 128}
     axes = [{"name": name, "extent": extents[name], "stride": strides[name]} for name in ("block", *order, "dim")]
     nbytes = blocks * strides["block"]
+    shard = {"rank": rank, "size": of} if share_tokens else {}
     return Manifest.from_dict(
         {
             "engine_id": engine,
@@ -109,7 +135,7 @@ def cache(
             "rank": rank,
             "world_size": of,
             "regions": [{"id": 0, "kind": "host", "nbytes": 2 * layers * nbytes}],
-            "groups": [{"name": "full", "block_size": 16, "num_blocks": blocks}],
+            "groups": [{"name": "full", "block_size": 16, "num_blocks": blocks, "token_shard": shard}],
             "components": [
                 {
                     "group": "full",

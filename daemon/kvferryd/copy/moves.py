@@ -47,7 +47,7 @@ def moves(bound: Bound) -> list[Move]:
         where = copy.source_rank, copy.source.region, copy.destination.region
         for length, chosen in _by_length(segments.tokens):
             source, destination = segments.source_offsets[chosen], segments.destination_offsets[chosen]
-            for pattern in copy.patterns(length):
+            for pattern in copy.patterns(length, segments.steps):
                 rows, own_rows = tables(pattern)
                 batch = Batch(pattern.nbytes, len(rows.offsets), Side(source, rows), Side(destination, own_rows))
                 found.append(Move(*where, batch))

@@ -13,6 +13,7 @@ from kvferry.errors import Malformed
 from kvferry.manifest import Group, Manifest
 from kvferry.tables import BlockTable, Tables, tables_from_json
 from kvferryd.plan import Bound, Copy, Plan, bind, plan
+from kvferryd.plan.segments import EVERY
 
 Bindings: TypeAlias = tuple[dict[int, Tables], Tables, tuple[int, int]]
 """Source tables by rank, destination tables, global tokens [first, last)."""
@@ -105,9 +106,9 @@ def summarise(chosen: Plan) -> Summary:
     """What a long request in scattered blocks would do, by binding the plan to one."""
     paged = [copy for copy in chosen.copies if copy.destination_group.kind == "paged"]
     states = [copy for copy in chosen.copies if copy.destination_group.kind == "state"]
-    per_token = sum(copy.most_runs(copy.segment) / copy.segment for copy in paged)
+    per_token = sum(copy.most_runs(copy.segment, EVERY) / copy.segment for copy in paged)
     tokens = _typical_tokens(paged, chosen.grain, MOST_RUNS / max(per_token, 1))
-    _check_runs(sum(copy.most_runs(1) for copy in states) + round(per_token * tokens), MOST_RUNS, "sources")
+    _check_runs(sum(copy.most_runs(1, EVERY) for copy in states) + round(per_token * tokens), MOST_RUNS, "sources")
     source_tables: dict[int, dict[str, BlockTable]] = {}
     destination_tables: dict[str, BlockTable] = {}
     for copy in chosen.copies:

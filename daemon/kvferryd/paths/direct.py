@@ -41,8 +41,7 @@ class Direct:
                 raise Conflict("too_many_runs", why, field="runs", value=count, remedy=remedy)
             return [_rows(each, regions, move.peer) for each in bound.runs()]
 
-        runs = sum(len(copy.boxes) * len(segments.tokens) for copy, segments in bound.pairs)
-        rows = await beside(runs, all_rows)
+        rows = await beside(bound.most_runs, all_rows)
         reads = [move.read(*each) for each in rows]
         await all_done([read.done for read in reads])
         return Moved(move.ranks, sum(len(local) for _, local, *_ in rows))

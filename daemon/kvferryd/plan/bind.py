@@ -1,7 +1,7 @@
 """The second pure function: bind a plan to block tables and a token range.
 
-First the segments: the longest token intervals that lie in one source block and one destination block. Then the
-runs: segments times the plan's static rows. Vectorised; no Python loop over blocks.
+First the segments: the most tokens that lie regularly in one source block and one destination block. Then the runs:
+segments times the plan's static rows. Vectorised; no Python loop over blocks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.errors import Malformed
-from kvferry.manifest import Group, TokenShard
+from kvferry.manifest import Group
 from kvferry.tables import BlockTable, Tables
 from kvferryd.plan.axes import Ints
 from kvferryd.plan.plan import Copy, Plan
 from kvferryd.plan.rows import Pattern, coalesce
+from kvferryd.plan.segments import EVERY, Segments, Steps, distinct, global_token, local_tokens, shared
 
 EXACT_RUNS = 16_384
 """Up to this many runs, those of different rows are joined too (a sort, 1 ms); beyond, only a few could still join, and
@@ -39,15 +40,6 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Token intervals inside one source block and one destination block; offsets in bytes of their first slot."""
-
-    source_offsets: Ints
-    destination_offsets: Ints
-    tokens: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +82,10 @@ class Bound:
     @property
     def most_runs(self) -> int:
         """At least run_count, without making any run."""
-        lengths = ((copy, *np.unique(segments.tokens, return_counts=True)) for copy, segments in self.pairs)
+        lengths = ((copy, each.steps, *np.unique(each.tokens, return_counts=True)) for copy, each in self.pairs)
         return sum(
-            copy.most_runs(tokens) * times
-            for copy, found, counts in lengths
+            copy.most_runs(tokens, steps) * times
+            for copy, steps, found, counts in lengths
             for tokens, times in zip(found.tolist(), counts.tolist(), strict=True)
         )
 
@@ -127,7 +119,7 @@ def bind(
         remedy = "0 <= first <= last, global tokens, last exclusive"
         raise Malformed("malformed_tables", message, field="tokens", value=tokens, remedy=remedy)
     check_whole(plan, destination_tables, tokens)
-    cut: dict[object, _Cut | None] = {}
+    cut: dict[object, list[_Cut]] = {}
     pairs = []
     for copy in plan.copies:
         own, place, own_place = copy.destination_group, copy.source, copy.destination
@@ -136,22 +128,20 @@ def bind(
         key = (copy.source_rank, copy.source_group.name, own.name, place.grain, own_place.grain, copy.whole)
         if key not in cut:
             cut[key] = _cut(copy, source_tables.get(copy.source_rank, {}), destination_tables, tokens)
-        if (found := cut[key]) is not None:
-            theirs, ours, lengths = found
-            pairs.append((copy, Segments(place.offsets(*theirs), own_place.offsets(*ours), lengths)))
+        for steps, theirs, ours, count in cut[key]:
+            pairs.append((copy, Segments(steps, place.offsets(*theirs), own_place.offsets(*ours), count)))
     return Bound(tuple(pairs))
 
 
-_Cut: TypeAlias = tuple[tuple[Ints, Ints], tuple[Ints, Ints], Ints]
+_Cut: TypeAlias = tuple[Steps, tuple[Ints, Ints], tuple[Ints, Ints], Ints]
 """Segments before they meet a component's strides: (block, slot) on either side where each begins, and its tokens."""
 
 
-def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[int, int]) -> _Cut | None:
-    """None: there is nothing to move."""
+def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[int, int]) -> list[_Cut]:
     source, own, whose = copy.source_group, copy.destination_group, f"source rank {copy.source_rank}"
     ours = destination_table_of(own_tables, own)
     if len(ours.block_ids) == 0:
-        return None
+        return []
     theirs = table_of(source_tables, source, whose)
     if own.kind == "state":
         for table, group, of in ((theirs, source, whose), (ours, own, "destination")):
@@ -159,103 +149,31 @@ def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[in
                 what, remedy = f"has {ids} ids", "a state group holds one block per request"
                 raise _wrong("tables_mismatch", of, group, what, ".block_ids", table.block_ids.tolist(), remedy)
         zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-        return (theirs.block_ids, zero), (ours.block_ids, zero), one
+        return [(EVERY, (theirs.block_ids, zero), (ours.block_ids, zero), one)]
     # Before the range is spelled out: it may be absurdly long. After this the table bounds it.
     check_holds(ours, own, ours.first_token, local_tokens(own.token_shard, tokens[1]), "destination")
     # Tokens before the destination's first are cached there; of a sliding window the source may have dropped some.
-    start = max(tokens[0], _global_token(own.token_shard, ours.first_token))
-    source_at, own_at, count = _shared(source.token_shard, own.token_shard, (min(start, tokens[1]), tokens[1]))
     window = min((group.window for group in (source, own) if group.window is not None), default=None)
+    dropped = 0
     if window is not None:
-        needed = max(tokens[0], tokens[1] - window + 1)
-        if theirs.first_token <= local_tokens(source.token_shard, needed):
-            skip = np.maximum(theirs.first_token - source_at, 0)
-            keep = count > skip
-            source_at, own_at, count = (source_at + skip)[keep], (own_at + skip)[keep], (count - skip)[keep]
-    if len(count) == 0:
-        return None
-    check_holds(theirs, source, int(source_at[0]), int(source_at[-1] + count[-1]), whose)
-    if copy.whole:
-        _check_first(theirs, source, whose)
-
-    source_at, own_at = source_at - theirs.first_token, own_at - ours.first_token
-    begin = count.cumsum() - count
-    starts, interval = _starts(source_at, own_at, begin, count, (copy.source.grain, copy.destination.grain))
-    inside = starts - begin[interval]
-    source_block, source_slot = np.divmod(source_at[interval] + inside, source.block_size)
-    own_block, own_slot = np.divmod(own_at[interval] + inside, own.block_size)
-    lengths = np.empty_like(starts)
-    np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
-    lengths[-1] = begin[-1] + count[-1] - starts[-1]
-    return (theirs.block_ids[source_block], source_slot), (ours.block_ids[own_block], own_slot), lengths
-
-
-def _shared(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
-    """Local tokens of either side for the global tokens that lie on both: intervals (source, own, count)."""
-    start, stop = tokens
-    if source.size == own.size == 1:
-        at = np.array([start] if start < stop else [], dtype=np.int64)
-        return at, at, stop - at
-    edges = [np.array([start, stop], dtype=np.int64)]
-    for shard in (source, own):
-        if shard.size > 1:
-            edges.append(np.arange(start - start % shard.interleave, stop, shard.interleave)[1:])
-    cuts = np.unique(np.concatenate(edges))
-    first, count = cuts[:-1], np.diff(cuts)
-    held = np.ones(len(first), dtype=bool)
-    local = []
-    for shard in (source, own):
-        held &= first // shard.interleave % shard.size == shard.rank
-        ring = shard.interleave * shard.size
-        local.append(first // ring * shard.interleave + first % shard.interleave)
-    # Equal rings on both sides: global neighbours may be far apart, local ones are not.
-    return coalesce(local[0][held], local[1][held], count[held])
-
-
-def local_tokens(shard: TokenShard, token: int) -> int:
-    """How many of the global tokens before `token` lie on this shard."""
-    ring = shard.interleave * shard.size
-    inside = token % ring - shard.rank * shard.interleave
-    return token // ring * shard.interleave + min(max(inside, 0), shard.interleave)
-
-
-def _global_token(shard: TokenShard, local: int) -> int:
-    """The global token that is local token `local` of this shard."""
-    ring = shard.interleave * shard.size
-    return local // shard.interleave * ring + shard.rank * shard.interleave + local % shard.interleave
-
-
-def _starts(
-    source_at: Ints, own_at: Ints, begin: Ints, count: Ints, steps: tuple[int, int]
-) -> tuple[Ints, Ints | slice[None]]:
-    """Where segments begin, counted over all intervals, and the interval of each: at every edge of either side."""
-    if len(count) == 1:
-        step, at = min(steps), int(source_at[0])
-        if max(steps) % step == 0 and (at - int(own_at[0])) % step == 0:  # one side's edges are among the other's
-            starts = np.arange(-(at % step), int(count[0]), step)
-            starts[0] = 0
-            return starts, slice(None)
-    edges = (_edges(at, begin, count, step) for at, step in zip((source_at, own_at), steps, strict=True))
-    starts = _distinct(np.concatenate([begin, *edges]))
-    return starts, np.searchsorted(begin, starts, side="right") - 1
-
-
-def _edges(at: Ints, begin: Ints, count: Ints, size: int) -> Ints:
-    """For every interval [at, at + count), counted from `begin`, the multiples of `size` inside it."""
-    if len(at) == 1:
-        return np.arange(begin[0] + size - at[0] % size, begin[0] + count[0], size)
-    number = (at + count - 1) // size - at // size
-    nth = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
-    found: Ints = (np.repeat(at // size + 1, number) + nth) * size - np.repeat(at - begin, number)
+        needed = local_tokens(source.token_shard, max(tokens[0], tokens[1] - window + 1))
+        dropped = theirs.first_token if theirs.first_token <= needed else 0
+    strands = shared(source.token_shard, own.token_shard, tokens, ours.first_token, dropped)
+    spans = [each.source_span for each in strands]
+    if spans:
+        check_holds(theirs, source, min(first for first, _ in spans), max(stop for _, stop in spans), whose)
+        if copy.whole:
+            _check_first(theirs, source, whose)
+    found = []
+    for each in strands:
+        starts, own_starts, count = each.cut(
+            (theirs.first_token, ours.first_token), (copy.source.grain, copy.destination.grain)
+        )
+        source_block, source_slot = np.divmod(starts, source.block_size)
+        own_block, own_slot = np.divmod(own_starts, own.block_size)
+        places = (theirs.block_ids[source_block], source_slot), (ours.block_ids[own_block], own_slot)
+        found.append((each.steps, *places, count))
     return found
-
-
-def _distinct(values: Ints) -> Ints:
-    """Sorted, each once. Runs of ascending values make a stable sort a merge: a tenth of the time of np.unique."""
-    values = np.sort(values, kind="stable")
-    fresh = np.ones(len(values), dtype=bool)
-    np.not_equal(values[1:], values[:-1], out=fresh[1:])
-    return values[fresh]
 
 
 def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
@@ -289,7 +207,7 @@ def check_whole(plan: Plan, destination_tables: Tables, tokens: tuple[int, int])
         if not copy.whole or table is None or len(table.block_ids) == 0:
             continue
         size, shard = group.block_size, group.token_shard
-        start = max(tokens[0], _global_token(shard, table.first_token))
+        start = max(tokens[0], global_token(shard, table.first_token))
         first, stop = (local_tokens(shard, at) for at in (start, tokens[1]))
         if first >= stop:
             continue
@@ -324,9 +242,9 @@ def _wrong(code: str, whose: str, group: Group, what: str, field: str, value: ob
 
 def _repeat(copy: Copy, segments: Segments) -> Iterator[Repeated]:
     kinds: dict[bytes, list[tuple[Pattern, Ints]]] = defaultdict(list)
-    for length in _distinct(segments.tokens).tolist():
+    for length in distinct(segments.tokens).tolist():
         of_length = np.flatnonzero(segments.tokens == length)
-        for pattern in copy.patterns(length):
+        for pattern in copy.patterns(length, segments.steps):
             kinds[pattern.key].append((pattern, of_length))
     for found in kinds.values():
         pattern = found[0][0]

@@ -13,6 +13,7 @@ from kvferry.errors import Malformed, Refusal
 from kvferry.manifest import SLOT, Component, Group, Manifest, TokenShard
 from kvferryd.plan.axes import Box, Ints, Layout, Loop, Radix, Span, layouts, offsets, pair, step
 from kvferryd.plan.rows import Pattern, most_runs, patterns
+from kvferryd.plan.segments import EVERY, Steps
 
 
 class PlanRefused(Malformed):
@@ -80,17 +81,17 @@ class Copy:
         return sum(math.prod(loop.extent for loop in box.loops) * item for box, item in self.boxes)
 
     @cached_property
-    def patterns(self) -> Callable[[int], list[Pattern]]:
+    def patterns(self) -> Callable[[int, Steps], list[Pattern]]:
         """The runs of one segment of so many tokens, see `rows.patterns`; computed once per length. Block sizes in the
         hundreds have many partial lengths, so not all of them are kept."""
-        return lru_cache(maxsize=64)(lambda tokens: patterns(self.boxes, self._slots(tokens)))
+        return lru_cache(maxsize=64)(lambda tokens, steps: patterns(self.boxes, self._slots(tokens, steps)))
 
-    def most_runs(self, tokens: int) -> int:
+    def most_runs(self, tokens: int, steps: Steps) -> int:
         """At least as many runs as a segment of so many tokens has, without making any."""
-        return most_runs(self.boxes, self._slots(tokens))
+        return most_runs(self.boxes, self._slots(tokens, steps))
 
-    def _slots(self, tokens: int) -> Loop:
-        return Loop(tokens, step(self.source.slot), step(self.destination.slot))
+    def _slots(self, tokens: int, steps: Steps) -> tuple[Loop, ...]:
+        return steps.loops(tokens, step(self.source.slot), step(self.destination.slot))
 
     @property
     def grain(self) -> int:
@@ -100,7 +101,7 @@ class Copy:
 
     @property
     def segment(self) -> int:
-        """Tokens of a segment where no two blocks of a request follow one another."""
+        """Consecutive tokens of a segment where no two blocks of a request follow one another."""
         groups = self.source_group, self.destination_group
         shares = (each.token_shard.interleave for each in groups if each.token_shard.size > 1)
         return min(*(each.block_size for each in groups), self.source.grain, self.destination.grain, *shares)
@@ -131,7 +132,7 @@ class Plan:
         runs, nbytes = 0.0, 0
         for copy in self.copies:
             if copy.destination_group.kind == "paged":
-                runs += sum(len(each.source_offsets) for each in copy.patterns(copy.segment)) / copy.segment
+                runs += sum(len(each.source_offsets) for each in copy.patterns(copy.segment, EVERY)) / copy.segment
                 nbytes += copy.bytes_per_token
         return nbytes / runs if runs else float("inf")
 

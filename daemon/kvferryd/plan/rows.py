@@ -30,14 +30,14 @@ class Pattern:
         return self.source_offsets.tobytes() + self.destination_offsets.tobytes()
 
 
-def patterns(boxes: Sequence[tuple[Box, int]], token_loop: Loop) -> list[Pattern]:
-    """Maximal runs of a segment of `token_loop.extent` consecutive slots, grouped by length. boxes: see `Copy`.
+def patterns(boxes: Sequence[tuple[Box, int]], tokens: Sequence[Loop]) -> list[Pattern]:
+    """Maximal runs of a segment, grouped by length. boxes: see `Copy`.
 
-    The segment lies inside the innermost digit of both slot axes, so that tokens are one more regular loop.
+    The segment lies inside the innermost digit of both slot axes, so that its tokens are loops like any other.
     """
     found = []
     for box, item in boxes:
-        loops, nbytes = _contiguous([*box.loops, token_loop], item)
+        loops, nbytes = _contiguous([*box.loops, *tokens], item)
         at = np.array([[box.source_offset], [box.destination_offset]], dtype=np.int64)
         for loop in loops:
             steps = np.outer((loop.source_stride, loop.destination_stride), np.arange(loop.extent))
@@ -48,9 +48,9 @@ def patterns(boxes: Sequence[tuple[Box, int]], token_loop: Loop) -> list[Pattern
     return [Pattern(source[of_length], destination[of_length], length) for length, of_length in chosen]
 
 
-def most_runs(boxes: Sequence[tuple[Box, int]], token_loop: Loop) -> int:
+def most_runs(boxes: Sequence[tuple[Box, int]], tokens: Sequence[Loop]) -> int:
     """How many runs `patterns` has, before any are joined; none is made."""
-    found = (_contiguous([*box.loops, token_loop], item)[0] for box, item in boxes)
+    found = (_contiguous([*box.loops, *tokens], item)[0] for box, item in boxes)
     return sum(math.prod(loop.extent for loop in loops) for loops in found)
 
 

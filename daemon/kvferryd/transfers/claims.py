@@ -9,7 +9,7 @@ import numpy as np
 from kvferry.errors import Conflict
 from kvferry.manifest import Group, Manifest
 from kvferry.tables import BlockIds, BlockTable
-from kvferryd.plan.bind import local_tokens
+from kvferryd.plan.segments import local_tokens
 from kvferryd.transfers.order import Reservation
 
 
