@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from caches import HND, array, as_tuples, attention, cache, table
+from caches import HND, NHD, array, as_tuples, attention, cache, table
 from hypothesis import given
 from strategies import Case, cases, tried
 
@@ -60,6 +60,32 @@ def test_without_tables_json_is_a_summary(folder: Path, capsys: pytest.CaptureFi
     assert list(answer) == ["sources", "run_bytes", "descriptors_per_token", "path"]
     assert answer["path"] == "direct"
     assert answer["run_bytes"] > 0
+
+
+def in_memory(manifest: Manifest, kind: str) -> Manifest:
+    said = json.loads(manifest.to_json())
+    return Manifest.from_dict(said | {"regions": [region | {"kind": kind} for region in said["regions"]]})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "order", "path"),
+    [
+        ("host", "host", NHD, "direct"),
+        ("host", "host", HND, "staged"),  # runs of one head of one token
+        ("cuda", "cuda", NHD, "mapped"),
+        ("cuda", "cuda", HND, "mapped"),
+        ("host", "cuda", NHD, "direct"),
+        ("host", "cuda", HND, "staged"),  # of host memory nothing is mapped
+    ],
+)
+def test_the_path_is_the_one_that_daemons_would_take(theirs: str, ours: str, order: str, path: str) -> None:
+    """By their own rule, from the kind of memory on either side."""
+    shape: dict[str, Any] = {"layers": range(1 if order == NHD else 80), "slot": 16, "block": 64}
+    source = in_memory(cache(*attention(2, dim=8, **shape)), theirs)
+    own = in_memory(cache(*attention(2, dim=8, order=order, **shape), engine="decode"), ours)
+    assert explain_json([source], own, None)["path"] == path
+    assert f"way: {path}" in explain_text([source], own, None)
+    assert explain_json([source], own, None, way="direct")["path"] == "direct"
 
 
 def test_the_summary_names_every_rank_that_is_read() -> None:

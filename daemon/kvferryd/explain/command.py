@@ -107,10 +107,10 @@ def explain_command(args: argparse.Namespace) -> int:
         sources = [_manifest(file, "source") for file in args.source]
         destination = _manifest(args.destination, "destination")
         tables = _tables(args, sources)
+        way = resolve({"config": args.config}, only={"way"})[0].way
         if args.json:
-            print(json.dumps(explain_json(sources, destination, tables)))
+            print(json.dumps(explain_json(sources, destination, tables, way=way)))
         else:
-            way = resolve({"config": args.config}, only={"way"})[0].way
             _print(explain_text(sources, destination, tables, way))
     except _InvalidManifest as invalid:
         return _say_refused(invalid.error, [invalid.refusal], as_json=args.json)

@@ -12,6 +12,7 @@ import numpy as np
 from kvferry.errors import Malformed
 from kvferry.manifest import Group, Manifest
 from kvferry.tables import BlockTable, Tables, tables_from_json
+from kvferryd.explain.ways import taken
 from kvferryd.plan import Bound, Copy, Plan, bind, plan
 from kvferryd.plan.segments import EVERY
 
@@ -25,9 +26,11 @@ MOST_RUNS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """bytes_per_token: by source rank, of a long sequence. run_nbytes: the sizes of a typical request's runs."""
+    """bound: to a typical request. bytes_per_token: by source rank, of a long sequence. run_nbytes: the sizes of that
+    request's runs."""
 
     plan: Plan
+    bound: Bound
     bytes_per_token: dict[int, float]
     state_nbytes: dict[int, int]
     run_nbytes: np.ndarray[Any, np.dtype[np.int64]]
@@ -44,15 +47,21 @@ class Summary:
 
 
 def explain_json(
-    sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None, most: int | None = None
+    sources: Sequence[Manifest],
+    destination: Manifest,
+    tables: Bindings | None,
+    most: int | None = None,
+    *,
+    way: str = "auto",
 ) -> dict[str, Any]:
     """The JSON form of `explain --json`.
 
     With tables `{"runs": [[source_rank, source_region, source_offset, destination_region, destination_offset,
     nbytes], ...]}`. Without, what a long request in scattered blocks would do: `sources` (one object per rank that is
     read; bytes_per_token is an average, state_bytes come once per request), `run_bytes` (half of all bytes travel in
-    runs of at least this size), `descriptors_per_token`, `path`. most: of the runs with tables. Raises PlanRefused, or
-    KvferryError for tables, and `too_many_runs`.
+    runs of at least this size), `descriptors_per_token`, `path` (which daemons with this `way` would take, as far as
+    the kinds of memory tell). most: of the runs with tables. Raises PlanRefused, or KvferryError for tables, and
+    `too_many_runs`.
     """
     chosen = plan_distinct(sources, destination)
     if tables is not None:
@@ -65,7 +74,7 @@ def explain_json(
         "sources": [_source(summary, rank) for rank in chosen.reads_from],
         "run_bytes": summary.run_bytes,
         "descriptors_per_token": round(summary.descriptors_per_token, 6),
-        "path": "direct",
+        "path": taken(way, chosen, summary.bound),
     }
 
 
@@ -127,6 +136,7 @@ def summarise(chosen: Plan) -> Summary:
     descriptors = sum(len(runs) for runs in found) if paged else 0
     return Summary(
         chosen,
+        bound,
         {rank: nbytes / max(tokens, 1) for rank, nbytes in moved.items()},
         state_nbytes,
         np.concatenate([runs.nbytes for runs in found]) if found else np.zeros(0, dtype=np.int64),

@@ -40,9 +40,9 @@ def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bin
             rows.append([str(rank), chosen.sources[rank].engine_id, layers, components, share, "", ""])
         rows[-1][-2:] = [_number(summary.bytes_per_token[rank]), _number(summary.state_nbytes[rank])]
     lines = [head, "", *table(rows, right=(0, 5, 6)), ""]
-    sizes = summary.run_nbytes.tolist() if tables is None else [run[-1] for run in run_rows(bind(chosen, *tables))]
-    kind = next(iter(destination.regions)).kind
-    own = taken(way, kind, len(sizes), sum(sizes))
+    bound = summary.bound if tables is None else bind(chosen, *tables)
+    sizes = summary.run_nbytes.tolist() if tables is None else [run[-1] for run in run_rows(bound)]
+    own = taken(way, chosen, bound)
     if tables is None:
         nbytes = _number(sum(summary.bytes_per_token.values()))
         lines += [
@@ -61,7 +61,7 @@ def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bin
         ]
     if sizes:
         what = "these tokens" if tables else f"the {_number(sum(sizes))} bytes above"
-        lines += ["", *ways_text(way, kind, len(sizes), sum(sizes), what)]
+        lines += ["", *ways_text(way, chosen, bound, what)]
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 

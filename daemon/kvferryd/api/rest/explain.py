@@ -39,7 +39,7 @@ def routes(ferry: Ferry) -> APIRouter:
     async def explain(body: ExplainRequest) -> Response:
         """A summary of the plan or, with tables, every run. A refused pair answers 422 with `refusals`."""
         async with place():
-            return Response(await asyncio.to_thread(_explain, body), media_type="application/json")
+            return Response(await asyncio.to_thread(_explain, body, ferry.config.way), media_type="application/json")
 
     @router.get("/plan", responses=problems(404, 429))
     async def planned(engine_id: Name, destination: Name | None = None) -> PlanRecord:
@@ -70,13 +70,13 @@ def _plan(peer: PeerEngine, told: Mapping[int, Manifest | KvferryError]) -> Plan
     )  # fmt: skip
 
 
-def _explain(body: ExplainRequest) -> bytes:
+def _explain(body: ExplainRequest, way: str) -> bytes:
     from kvferryd.explain import explain_json  # pulls in the planner
 
     sources = [_manifest(source, f"sources.{i}") for i, source in enumerate(body.sources)]
     destination = _manifest(body.destination, "destination")
     tables = _tables(body.tables, sources, destination) if body.tables else None
-    explained = explain_json(sources, destination, tables, MAX_RUNS)
+    explained = explain_json(sources, destination, tables, MAX_RUNS, way=way)
     # Not json.dumps: that makes 20 MB in one go, and whoever else wants the interpreter waits.
     return "".join(json.JSONEncoder().iterencode(explained)).encode()
 
