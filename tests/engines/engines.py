@@ -173,6 +173,14 @@ class Pair:
         """What the prefill engine makes of it without help."""
         return tokens_of(complete(self.prefill, tokens, **more))
 
+    def split(self, tokens: Sequence[int], *, max_tokens: int = 16) -> list[int]:
+        """The same, but the prompt's last token is computed alone, as a decode engine does: sums of bfloat16 differ
+        with what is computed together. Both engines have worker/forced.py."""
+        more = {"max_tokens": max_tokens + 1, "vllm_xargs": {"first": tokens[-1]}}
+        last, *found = tokens_of(complete(self.prefill, tokens[:-1], **more))
+        assert last == tokens[-1]
+        return found
+
     def kill(self, engine: Service) -> None:
         engine.signal(signal.SIGKILL)
         engine.process.wait(SETTLE_S)
@@ -321,13 +329,16 @@ def words(tokens: Sequence[int]) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
 
-def hybrid(folder: Path, groups: int) -> None:
-    """Write the checkpoint of tests/engines/hybrid_checkpoint.py."""
-    script = Path(__file__).with_name("hybrid_checkpoint.py")
-    done = subprocess.run(
-        [PYTHON, script, folder, str(groups)], timeout=START_S, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def checkpoint(name: str, **changes: Any) -> Callable[[Path], None]:
+    """A writer of a model of tests/engines/checkpoints.py into a folder. changes: to its configuration."""
+    script = Path(__file__).with_name("checkpoints.py")
+
+    def write(folder: Path) -> None:
+        command = [PYTHON, script, folder, name, json.dumps(changes)]
+        done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    return write
 
 
 def whole(tokens: int, block_size: int = 32) -> int:

@@ -10,10 +10,10 @@ from engines import (
     LENGTHS,
     Pair,
     cache_usage,
+    checkpoint,
     complete,
     eventually,
     handed_over,
-    hybrid,
     prompt,
     several,
     tokens_of,
@@ -46,7 +46,7 @@ IN_THE_GATE = ["6 groups", "1 group"]
 )
 def pairs(request: pytest.FixtureRequest) -> Iterator[dict[Shape, Pair]]:
     groups, sides, shapes = FLEETS[request.param]
-    with several(lambda folder: hybrid(folder, groups), sides) as engines:
+    with several(checkpoint("granite-4", mamba_n_groups=groups), sides) as engines:
         yield {shape: engines.pair(*shape) for shape in shapes}
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
 log = init_logger("vllm.kvferry.scheduler")
@@ -176,6 +176,7 @@ class SchedulerSide:
             tables = self._tables(block_ids, start, stop)
             tokens = start, max(stop, min(self._room(stop), exchange.origin.room))
             load = self._load(request, exchange.origin, tables, tokens)
+            load = replace(load, partly=self._partly(tables, start, tokens[1]))
             exchange.loaded = external
             self._step.load.append(load)
             self._loading[request.request_id] = self._loads[load.origin.request_id] = load
@@ -330,7 +331,7 @@ class SchedulerSide:
         state the one that is in after `stop` tokens."""
         tables = {}
         for (group_id, group), span in zip(self._groups, self._spans, strict=True):
-            if isinstance(next(iter(iter_layer_specs(group.kv_cache_spec))), MambaSpec):
+            if _is_state(group):
                 tables[str(group_id)] = BlockTable.of([block_ids[group_id][(stop - 1) // span]])
                 continue
             first, ids = start // span, block_ids[group_id][: -(-stop // span)]
@@ -338,6 +339,27 @@ class SchedulerSide:
                 first += 1
             tables[str(group_id)] = BlockTable.of(ids[first:], first * group.kv_cache_spec.block_size)
         return tables
+
+    def _partly(self, tables: dict[str, BlockTable], start: int, stop: int) -> dict[str, list[int]]:
+        """The blocks, by group, of which a load of [start, stop) may leave a part as it is: the last one, where it ends
+        inside, and the first one of a window, since the source may have kept less of it. Attention reads such a part:
+        it gives it no weight, but nothing times NaN is NaN, and NaN is what another group may have left there.
+
+        Not a block that begins before `start`: it is a copy of one that the prefix cache has.
+        """
+        partly: dict[str, list[int]] = {}
+        for (group_id, group), span in zip(self._groups, self._spans, strict=True):
+            table = tables[str(group_id)]
+            if _is_state(group) or not len(table.block_ids):
+                continue
+            first = table.first_token // group.kv_cache_spec.block_size
+            last = first + len(table.block_ids) - 1
+            found = {first} if first > start // span else set()
+            if last * span >= start and (last + 1) * span > stop:
+                found.add(last)
+            if found:
+                partly[str(group_id)] = [int(table.block_ids[index - first]) for index in sorted(found)]
+        return partly
 
     def _room(self, tokens: int) -> int:
         """For how many the blocks that hold `tokens` have room: whole blocks are longer runs. Windows move exactly."""
@@ -349,6 +371,10 @@ class SchedulerSide:
             return 0
         wanted = request.num_prompt_tokens - self._behind
         return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)
+
+
+def _is_state(group: KVCacheGroupSpec) -> bool:
+    return isinstance(next(iter(iter_layer_specs(group.kv_cache_spec))), MambaSpec)
 
 
 def _shorten(request: Request, count: int) -> None:

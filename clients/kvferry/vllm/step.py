@@ -29,13 +29,17 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read tokens [start, stop) from another engine. No tokens and empty tables: only end the lease."""
+    """Read tokens [start, stop) from another engine. No tokens and empty tables: only end the lease.
+
+    partly: by group, the blocks of which it may leave a part as it is. They are zeroed first.
+    """
 
     request_id: str
     origin: Origin
     tables: dict[str, BlockTable]
     tokens: tuple[int, int]
     attempt: int
+    partly: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
