@@ -26,7 +26,8 @@ Write: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class Part:
     """One component of a layer: a view of its memory and the names of the view's axes.
 
-    `sharded` is the axis of which each rank has one of `shards` equal parts; ranks beyond that have copies.
+    `sharded` is the axis of which each rank has one of `shards` equal parts; ranks beyond that have copies. `encoding`:
+    what the bytes mean, where the view's dtype does not say it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Part:
     axes: tuple[str, ...]
     sharded: str
     shards: int
+    encoding: str | None = None
 
     def shard(self, rank: int, ranks: int) -> Shard:
         """What rank `rank` of `ranks` has."""
@@ -54,7 +56,9 @@ class Describing:
             self._seen[layer, part.name] += 1
             name = f"{part.name}.{nth}" if nth else part.name
             shard = part.shard(self._rank, self._ranks)
-            self._builder.component(group, layer=layer, name=name, array=part.view, axes=part.axes, shard=shard)
+            self._builder.component(
+                group, layer=layer, name=name, array=part.view, axes=part.axes, shard=shard, encoding=part.encoding
+            )
 
 
 def attention_parts(

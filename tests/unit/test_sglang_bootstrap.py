@@ -12,8 +12,14 @@ from typing import Any
 
 import pytest
 
+from kvferry.schemas import SourceBody
 from kvferry.sglang import bootstrap
-from kvferry.sglang.bootstrap import ASK_S, ASKS, GLANCE_S, MOST_NBYTES, PATH, Sources
+from kvferry.sglang.bootstrap import ASK_S, ASKS, GLANCE_S, MOST_NBYTES, PATH, Prefill, Sources
+
+PREFILL = Prefill(
+    source=SourceBody(engine_id="p", address="10.0.0.7:1"), kv_cache_dtype="fp8_e4m3", encoding="fp8_e4m3fn"
+)
+ANSWER = PREFILL.model_dump_json(exclude_none=True).encode()
 
 
 @pytest.fixture
@@ -37,7 +43,7 @@ def good() -> Iterator[str]:
             assert self.path == PATH
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'{"engine_id": "p", "address": "10.0.0.7:1"}')
+            self.wfile.write(ANSWER)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -60,7 +66,7 @@ def until(true: Callable[[], bool], within_s: float) -> float:
 def test_an_engine_that_answers_is_known_at_once_and_forgotten(sources: Sources, good: str) -> None:
     until(lambda: sources.ensure(good), 30.0)
     source = sources.get(good)
-    assert source is not None and source.engine_id == "p"
+    assert source is not None and (source.source.engine_id, source.kv_cache_dtype) == ("p", "fp8_e4m3")
     sources.forget(good)
     assert sources.get(good) is None
     until(lambda: sources.ensure(good), 30.0)
@@ -114,7 +120,7 @@ def test_of_a_long_answer_only_the_beginning_is_read(sources: Sources, caplog: p
         assert not sources.ensure(f"127.0.0.1:{listener.getsockname()[1]}")
         peer, _ = listener.accept()
         with peer, suppress(OSError):
-            body = b'{"engine_id": "p", "address": "10.0.0.7:1"}'
+            body = ANSWER
             peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + body + b" " * MOST_NBYTES)
             until(lambda: not sources._asking, 30.0)
     assert "more than 4096 bytes" in caplog.text

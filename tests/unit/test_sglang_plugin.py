@@ -10,11 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvferry.errors import KvferryError  # noqa: E402
-from kvferry.manifest import ManifestBuilder, ModelInfo  # noqa: E402
+from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo  # noqa: E402
 from kvferry.memory import memfd_region  # noqa: E402
 from kvferry.memory.placing import buffers_of, placed, region_nbytes  # noqa: E402
 from kvferry.sglang.cache import GROUP, describe  # noqa: E402
 from kvferry.sglang.options import Options  # noqa: E402
+from kvferryd.plan import PlanRefused, plan  # noqa: E402
 
 
 def test_an_unknown_variable_is_refused_by_name() -> None:
@@ -29,6 +30,9 @@ def test_ranks_that_would_share_a_daemon_are_refused() -> None:
         Options.read({"KVFERRY_SGLANG_SOCKET": "/run/one.sock"}).socket_of(1, 2)
 
 
+POOL = {"page_size": 16, "size": 32, "layer_num": 2, "start_layer": 0}
+
+
 def create(pool: Any) -> None:
     """As SGLang's pools do: keys and values are halves of one tensor per layer."""
     fused = [torch.zeros((2, 48, 2, 8), dtype=torch.float32, device="cpu") for _ in range(2)]
@@ -36,7 +40,7 @@ def create(pool: Any) -> None:
 
 
 def test_a_pool_is_placed_in_the_region_and_described_there() -> None:
-    pool = SimpleNamespace(page_size=16, size=32, layer_num=2, start_layer=0, kv_cache_layout="nhd")
+    pool = SimpleNamespace(**POOL, kv_cache_layout="nhd", dtype=torch.float32)
     buffers = buffers_of(lambda: create(pool))
     region = memfd_region(region_nbytes(buffers, "cpu"))
     with placed(region, buffers):
@@ -47,7 +51,7 @@ def test_a_pool_is_placed_in_the_region_and_described_there() -> None:
 
     builder = ManifestBuilder("engine", "epoch", ModelInfo(name="m", fingerprint="f"), rank=1, world_size=2)
     builder.region(0, "host", nbytes=region.nbytes, address=region.address)
-    describe(builder, pool, 1, 2, heads=4)
+    describe(builder, pool, 1, 2, lambda layer: 4, "auto")
     manifest = builder.build()
     assert [(group.name, group.block_size, group.num_blocks) for group in manifest.groups] == [(GROUP, 16, 3)]
     value = next(each for each in manifest.components if (each.layer, each.name) == (1, "v"))
@@ -58,7 +62,75 @@ def test_a_pool_is_placed_in_the_region_and_described_there() -> None:
 
 
 def test_an_unknown_layout_is_refused_by_name() -> None:
-    pool = SimpleNamespace(page_size=16, size=32, layer_num=2, start_layer=0, kv_cache_layout="vectorized_5d")
+    pool = SimpleNamespace(**POOL, kv_cache_layout="vectorized_5d", dtype=torch.float32)
     create(pool)
     with pytest.raises(KvferryError, match="vectorized_5d"):
-        describe(ManifestBuilder("e", "e", ModelInfo(name="m", fingerprint="f")), pool, 0, 1, heads=2)
+        described(pool)
+
+
+def described(pool: Any, cache_dtype: str = "auto", heads: int = 2) -> Manifest:
+    """Of one rank, whose buffers lie anywhere."""
+    builder = ManifestBuilder("e", "e", ModelInfo(name="m", fingerprint="f"))
+    buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
+    start = min(buffer.data_ptr() for buffer in buffers)
+    stop = max(buffer.data_ptr() + buffer.nbytes for buffer in buffers)
+    describe(
+        builder.region(0, "host", nbytes=stop - start, address=start), pool, 0, 1, lambda layer: heads, cache_dtype
+    )
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype", "stored", "means"),
+    [
+        ("auto", "float32", "float32", "fp32"),
+        ("auto", "bfloat16", "bfloat16", "bf16"),
+        ("bf16", "bfloat16", "bfloat16", "bf16"),
+        ("auto", "float8_e4m3fn", "uint8", "fp8_e4m3fn"),  # by the checkpoint
+        ("fp8_e4m3", "float8_e4m3fn", "uint8", "fp8_e4m3fn"),
+        ("fp8_e5m2", "float8_e5m2", "uint8", "fp8_e5m2"),
+        ("fp8_e5m2", "float8_e4m3fnuz", "uint8", "fp8_e4m3fnuz"),  # on ROCm
+        ("mxfp8", "float8_e4m3fn", "float8_e4m3fn", "opaque:sglang.mxfp8"),
+        ("nvfp4", "float4_e2m1fn_x2", "uint8", "opaque:sglang.nvfp4"),
+        ("auto", "uint8", "uint8", "opaque:sglang.uint8"),
+        ("tomorrow", "bfloat16", "bfloat16", "opaque:sglang.tomorrow"),
+    ],
+)
+def test_a_cache_type_is_said_by_its_meaning_and_never_by_its_width(
+    cache_dtype: str, dtype: str, stored: str, means: str
+) -> None:
+    pool = SimpleNamespace(**POOL, kv_cache_layout="nhd", dtype=f"torch.{dtype}")
+    memory = torch.zeros((2, 2, 48, 2, 8), dtype=getattr(torch, stored))
+    pool.k_buffer, pool.v_buffer = list(memory[0]), list(memory[1])
+    assert {component.meaning for component in described(pool, cache_dtype).components} == {means}
+
+
+@pytest.mark.parametrize(("packed", "means"), [(False, "fp8_e4m3fn"), (True, "opaque:sglang.packed_fp8_e4m3")])
+def test_latent_rows_that_pack_scales_are_opaque(packed: bool, means: str) -> None:
+    pool = SimpleNamespace(**POOL, dtype=torch.float8_e4m3fn, dsa_kv_cache_store_fp8=packed)
+    pool.kv_buffer = list(torch.zeros((2, 48, 1, 24), dtype=torch.uint8))
+    assert {component.meaning for component in described(pool, "fp8_e4m3").components} == {means}
+
+
+def test_a_layer_whose_heads_are_not_those_of_the_model_is_refused_by_number() -> None:
+    pool = SimpleNamespace(**POOL, kv_cache_layout="nhd", dtype=torch.float32)
+    create(pool)
+    with pytest.raises(KvferryError, match=r"layer 0 has 4 KV heads, and each of 1 ranks keeps \[2\]") as refused:
+        described(pool, heads=4)
+    assert refused.value.code == "unknown_heads"
+
+
+def test_fp8_of_one_kind_is_not_handed_over_as_another() -> None:
+    """Both lie in uint8."""
+    held = torch.zeros((2, 2, 48, 2, 8), dtype=torch.uint8)
+    manifests = {}
+    for cache_dtype, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+        pool = SimpleNamespace(**POOL, kv_cache_layout="nhd", dtype=dtype)
+        pool.k_buffer, pool.v_buffer = list(held[0]), list(held[1])
+        manifests[cache_dtype] = described(pool, cache_dtype)
+    assert plan([manifests["fp8_e4m3"]], manifests["fp8_e4m3"]).copies
+    with pytest.raises(PlanRefused) as refused:
+        plan([manifests["fp8_e4m3"]], manifests["fp8_e5m2"])
+    assert {(each.code, each.source, each.destination) for each in refused.value.refusals} == {
+        ("encoding", "fp8_e4m3fn", "fp8_e5m2")
+    }

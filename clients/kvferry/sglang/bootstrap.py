@@ -10,13 +10,14 @@ import time
 from concurrent.futures import wait
 
 import httpx
+from pydantic import BaseModel
 
 from kvferry.handoff import Remembered
 from kvferry.schemas import SourceBody
 
 log = logging.getLogger(__name__)
 PATH = "/kvferry"
-"""The HTTP path at which a prefill engine answers with its engine id and its daemon's address."""
+"""The HTTP path at which a prefill engine answers with a `Prefill`."""
 ASK_S = 2.0
 """How long a prefill engine may take to say so."""
 MOST_NBYTES = 4096
@@ -27,12 +28,20 @@ ASKS = 64
 """Addresses that are asked at once. Requests name them, so that anybody may name one that is silent."""
 
 
+class Prefill(BaseModel):
+    """An engine that prefills. kv_cache_dtype: SGLang's name of its cache type. encoding: what that means there."""
+
+    source: SourceBody
+    kv_cache_dtype: str
+    encoding: str
+
+
 class Sources:
     """The prefill engines that are known, by bootstrap address. SGLang's scheduler calls it; another thread sends the
     HTTP requests."""
 
     def __init__(self) -> None:
-        self._known: Remembered[SourceBody] = Remembered()
+        self._known: Remembered[Prefill] = Remembered()
         self._lock = threading.Lock()
         """Guards changes of `_known`."""
         self._asking: set[str] = set()
@@ -45,7 +54,7 @@ class Sources:
         self._glance_at = 0.0
         """When the scheduler may wait again."""
 
-    def get(self, address: str) -> SourceBody | None:
+    def get(self, address: str) -> Prefill | None:
         return self._known.get(address)
 
     def ensure(self, address: str) -> bool:
@@ -73,9 +82,9 @@ class Sources:
                         content += chunk
                         if len(content) > MOST_NBYTES:
                             raise ValueError(f"its answer has more than {MOST_NBYTES} bytes")
-            source = SourceBody.model_validate_json(bytes(content))
+            prefill = Prefill.model_validate_json(bytes(content))
             with self._lock:
-                self._known[address] = source
+                self._known[address] = prefill
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
             log.warning("no prefill engine answers at bootstrap address %s: %s", address, why)

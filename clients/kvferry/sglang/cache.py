@@ -2,41 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder
+from kvferry.manifest.encoding import OF_DTYPE, OPAQUE
 from kvferry.parts import Describing, Part
 
 GROUP = "0"
 AXES = {"nhd": ("block", "slot", "head", "dim"), "hnd": ("block", "head", "slot", "dim")}
 """Of keys and values, by SGLang's name of the layout."""
+ELEMENTS = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+"""SGLang's cache types (--kv-cache-dtype) of which a pool holds plain elements of its own dtype, which is not that of
+its memory: SGLang keeps fp8 in uint8. One name may be several encodings: on ROCm both fp8 types are e4m3fnuz."""
 
 
-def describe(builder: ManifestBuilder, pool: Any, rank: int, ranks: int, heads: int) -> None:
-    """Add the pool's layers to the manifest. heads: the model's KV heads. Raises KvferryError (`unknown_layout`)."""
+def encoding(cache_dtype: str, dtype: Any) -> str:
+    """What a pool of this cache type and (torch) dtype holds. Of the other types (mxfp8, nvfp4, fp4_mx_block16, and
+    such as nobody knows yet) nobody has described the bytes and their scales."""
+    if cache_dtype not in ELEMENTS:
+        return f"{OPAQUE}sglang.{cache_dtype}"
+    name = str(dtype).removeprefix("torch.")
+    return OF_DTYPE.get(name, f"{OPAQUE}sglang.{name}")
+
+
+def describe(
+    builder: ManifestBuilder, pool: Any, rank: int, ranks: int, heads: Callable[[int], int], cache_dtype: str
+) -> None:
+    """Add the pool's layers to the manifest. heads: how many KV heads a layer has on all ranks. cache_dtype: SGLang's
+    name of the cache type. Raises KvferryError (`unknown_layout`, `unknown_heads`)."""
     page = pool.page_size
     blocks = pool.size // page + 1  # page 0 takes what padding writes
     builder.group(GROUP, num_blocks=blocks, block_size=page)
     describing = Describing(builder, rank, ranks)
     for layer in range(pool.layer_num):
-        describing.add(GROUP, pool.start_layer + layer, _parts(pool, layer, blocks, min(ranks, heads)))
+        number = pool.start_layer + layer
+        if hasattr(pool, "kv_buffer"):
+            parts = [_latent(pool, layer, blocks, cache_dtype)]
+        else:
+            total = heads(number)
+            parts = _keys_and_values(pool, layer, blocks, min(ranks, total), cache_dtype)
+            _check_heads(parts, number, total, ranks)
+        describing.add(GROUP, number, parts)
 
 
-def _parts(pool: Any, layer: int, blocks: int, shards: int) -> list[Part]:
-    if hasattr(pool, "kv_buffer"):  # latent attention: one row for a token, the same on all ranks
-        rows = pool.kv_buffer[layer]
-        view = rows[: blocks * pool.page_size].view(blocks, pool.page_size, *rows.shape[1:])
-        return [Part("kv", view, ("block", "slot", "head", "content"), "head", 1)]
+def _latent(pool: Any, layer: int, blocks: int, cache_dtype: str) -> Part:
+    """Of latent attention: one row for a token, the same on all ranks."""
+    rows = pool.kv_buffer[layer]
+    view = rows[: blocks * pool.page_size].view(blocks, pool.page_size, *rows.shape[1:])
+    # Sparse attention's rows in fp8 hold values, their scales and a part in bf16.
+    packed = getattr(pool, "dsa_kv_cache_store_fp8", False)
+    means = f"{OPAQUE}sglang.packed_{cache_dtype}" if packed else encoding(cache_dtype, pool.dtype)
+    return Part("kv", view, ("block", "slot", "head", "content"), "head", 1, means)
+
+
+def _keys_and_values(pool: Any, layer: int, blocks: int, shards: int, cache_dtype: str) -> list[Part]:
     axes = AXES.get(pool.kv_cache_layout)
     if axes is None:
         what = f"the cache's layout {pool.kv_cache_layout} is not known"
         remedy = f"one of {', '.join(AXES)}: choose another attention backend"
         raise Malformed("unknown_layout", what, field="kv_cache_layout", value=pool.kv_cache_layout, remedy=remedy)
-    found = []
+    found, means = [], encoding(cache_dtype, pool.dtype)
     for name, buffer in (("k", pool.k_buffer[layer]), ("v", pool.v_buffer[layer])):
         view = buffer
         if axes[1] == "slot":
             view = buffer[: blocks * pool.page_size].view(blocks, pool.page_size, *buffer.shape[1:])
-        found.append(Part(name, view, axes, "head", shards))
+        found.append(Part(name, view, axes, "head", shards, means))
     return found
+
+
+def _check_heads(parts: Sequence[Part], layer: int, total: int, ranks: int) -> None:
+    """A rank has its share of the layer's own heads, or it is not known which it has. Raises KvferryError
+    (`unknown_heads`)."""
+    held = {part.view.shape[part.axes.index("head")] for part in parts}
+    if held != {max(1, total // ranks)}:
+        what = f"layer {layer} has {total} KV heads, and each of {ranks} ranks keeps {sorted(held)} of them"
+        remedy = "which heads these are cannot be told: report the model and its --tp-size"
+        raise Malformed("unknown_heads", what, field="heads", value=sorted(held), remedy=remedy)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -16,9 +16,10 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
+from kvferry.errors import Conflict
 from kvferry.handoff import Attempts, Remembered
 from kvferry.schemas import SourceBody
-from kvferry.sglang.bootstrap import ASK_S, PATH, Sources
+from kvferry.sglang.bootstrap import ASK_S, PATH, Prefill, Sources
 from kvferry.sglang.rank import this_rank, unsupported
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ PREFILL = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None, kv_cache_dtype=None,
     follow_bootstrap_room=True,
 )  # fmt: skip
-"""What SGLang wants to know of an engine that prefills: that any rank may ask it."""
+"""What SGLang wants to know of an engine that prefills: that any rank may ask it. Of an SGLang engine, its cache type
+is known, too."""
 
 
 class Manager(BaseKVManager):
@@ -47,7 +49,7 @@ class Manager(BaseKVManager):
         _check(args, arguments)
         self.kv_args = args
         self.rank = this_rank()
-        self.rank.register(arguments)
+        self.rank.register(arguments, args.kv_cache_dtype_str)
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
         """By room. Only this one publishes what a room names and takes it back: a client may send a room twice."""
         self.attempts = Attempts()
@@ -59,7 +61,9 @@ class Manager(BaseKVManager):
         self._draining: defaultdict[int, list[Receiver]] = defaultdict(list)
         """Receivers that have failed, by room: SGLang keeps their blocks until they are quiet."""
         if mode is DisaggregationMode.PREFILL and self.rank.number == 0:
-            _answer(get_serving().host, get_disagg().disaggregation_bootstrap_port)
+            source = SourceBody(engine_id=self.rank.engine_id, address=self.rank.daemon.peer_address)
+            said = Prefill(source=source, kv_cache_dtype=args.kv_cache_dtype_str, encoding=self.rank.encoding)
+            _answer(get_serving().host, get_disagg().disaggregation_bootstrap_port, said)
 
     def register_to_bootstrap(self) -> None:
         """There is nothing to do: rank 0 answers at the bootstrap address itself."""
@@ -72,10 +76,25 @@ class Manager(BaseKVManager):
     def try_ensure_parallel_info(self, address: str) -> bool:
         """Whether it is known which engine prefills at a bootstrap address. Called by decode's scheduler, which must
         not wait for an engine that is gone."""
-        if not self.sources.ensure(address):
+        if not self.sources.ensure(address) or (prefill := self.sources.get(address)) is None:
             return False
-        self.prefill_info_table[address] = PREFILL
+        self.prefill_info_table[address] = replace(PREFILL, kv_cache_dtype=prefill.kv_cache_dtype)
         return True
+
+    def source(self, address: str) -> SourceBody | None:
+        """Who prefills at a bootstrap address, where that is known. Raises KvferryError (`other_cache_type`).
+
+        SGLang's own check of cache types ends decode's scheduler, and takes `auto` and `bf16` for different ones.
+        """
+        prefill, ours = self.sources.get(address), self.rank.encoding
+        if prefill is not None and prefill.encoding != ours:
+            theirs = f"{prefill.kv_cache_dtype} ({prefill.encoding})"
+            why = (
+                f"prefill at {address} has a KV cache of {theirs}, decode of {self.kv_args.kv_cache_dtype_str} ({ours})"
+            )
+            remedy = "start both engines with the same --kv-cache-dtype"
+            raise Conflict("other_cache_type", why, field="kv_cache_dtype", value=theirs, remedy=remedy)
+        return prefill.source if prefill is not None else None
 
     def forget(self, address: str) -> None:
         """A receive from there has failed: another engine may be there by now."""
@@ -125,8 +144,9 @@ def _check(args: KVArgs, arguments: ServerArgs) -> None:
             raise unsupported(what)
 
 
-def _answer(host: str, port: int) -> None:
+def _answer(host: str, port: int, said: Prefill) -> None:
     """Say which engine this is, and where its rank 0's daemon is. Raises OSError."""
+    content = said.model_dump_json(exclude_none=True).encode()
 
     class Handler(BaseHTTPRequestHandler):
         timeout = ASK_S
@@ -135,10 +155,9 @@ def _answer(host: str, port: int) -> None:
             if self.path != PATH:
                 self.send_error(404)
                 return
-            said = SourceBody(engine_id=this_rank().engine_id, address=this_rank().daemon.peer_address)
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps(said.model_dump(exclude_none=True)).encode())
+            self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
             pass

@@ -48,6 +48,8 @@ class Rank:
         self.idle = Idle()
         self._region: SharedRegion | CudaRegion | None = None
         self._pool: Any = None
+        self.encoding = ""
+        """What the cache holds, once it is registered."""
         log.info("rank %d of %d is attached to the daemon on %s", self.number, self.count, path)
 
     def place(self, create: Callable[[Any], None], pool: Any) -> None:
@@ -59,8 +61,8 @@ class Rank:
         with placed(self._region, buffers):
             create(pool)
 
-    def register(self, arguments: ServerArgs) -> None:
-        """Describe the cache to the daemon. Raises KvferryError."""
+    def register(self, arguments: ServerArgs, cache_dtype: str) -> None:
+        """Describe the cache to the daemon. cache_dtype: SGLang's name of its type. Raises KvferryError."""
         if self._region is None:
             raise unsupported("a cache that is neither MHATokenToKVPool nor MLATokenToKVPool")
         model = ModelConfig.from_server_args(arguments)
@@ -72,10 +74,12 @@ class Rank:
             self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
             world_size=self.count, parallel={"tp": self.count},
         ).region(0, self._region.kind, nbytes=self._region.nbytes, address=self._region.address)  # fmt: skip
-        describe(builder, self._pool, self.number, self.count, model.get_total_num_kv_heads())
+        describe(builder, self._pool, self.number, self.count, _heads(model), cache_dtype)
+        manifest = builder.build()
+        self.encoding = manifest.components[0].meaning
         if self.on_gpu:
             self.daemon.open_fences(torch.cuda.current_device())
-        for note in self.daemon.register(builder.build()):
+        for note in self.daemon.register(manifest):
             log.warning("%s", note)
 
     @property
@@ -85,6 +89,13 @@ class Rank:
     def written(self) -> Fence | None:
         """What to publish after for all that was computed until now."""
         return self.daemon.written(torch.cuda.current_stream()) if self.on_gpu else None
+
+
+def _heads(model: ModelConfig) -> Callable[[int], int]:
+    """How many KV heads a layer has: those with sliding windows may have another number."""
+    windowed = frozenset(model.swa_attention_layer_ids or ())
+    everywhere, in_windows = model.get_total_num_kv_heads(), model.get_swa_num_kv_heads(1)
+    return lambda layer: in_windows if layer in windowed else everywhere
 
 
 def _configuration(model: ModelConfig, arguments: ServerArgs) -> dict[str, Any]:

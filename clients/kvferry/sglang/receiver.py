@@ -62,7 +62,12 @@ class Receiver(BaseKVReceiver):
                 self._fail(reason(error))
 
     def init(self, prefill_dp_rank: int) -> None:
-        source = self.kv_mgr.sources.get(self.bootstrap_addr)
+        try:
+            source = self.kv_mgr.source(self.bootstrap_addr)
+        except KvferryError as error:
+            self._fail(reason(error))
+            self.kv_mgr.forget(self.bootstrap_addr)
+            return
         if source is not None:
             self._origin = Origin(self._name, self._prompt.num_tokens, source, digest=self._prompt.digest)
         elif self._origin is None:
