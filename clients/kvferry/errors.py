@@ -72,7 +72,8 @@ class KvferryError(Exception):
     """Any error of kvferry. Only the subclasses below are raised.
 
     kind: decides the status. code: stable, snake_case, for programs. message: one sentence for people. field and
-    value: the one field that was wrong, if it was one. remedy: what to do. refusals: why a pair was refused.
+    value: the one field that was wrong, if it was one. remedy: what to do. refusals: why a pair was refused; the
+    message names the first of them.
     """
 
     kind: Kind = Kind.INTERNAL
@@ -94,7 +95,7 @@ class KvferryError(Exception):
             parts.append(f"({self.field} = {self.value})")
         if self.remedy:
             parts.append(f"-> {self.remedy}")
-        return " ".join([*parts, *(f"\n  {refusal}" for refusal in self.refusals)])
+        return " ".join(parts)
 
     def kept(self) -> Self:
         """This error, for a record that outlives the call: without the frames it was raised through, and what lives in

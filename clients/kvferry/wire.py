@@ -22,8 +22,8 @@ from kvferry.v1 import layout_pb2 as pb
 MAX_PROBLEM_BYTES = 6000
 """A problem travels in trailing metadata, of which gRPC takes 8 KiB and drops the whole call's answer beyond."""
 
-LIMIT = 1000
-"""Characters of one field of a problem."""
+LIMIT, MESSAGE_LIMIT = 1000, 2000
+"""Characters of one field of a problem, and of its message, which may name ten reasons."""
 
 _KINDS = {kind: pb.ProblemKind.Value(f"PROBLEM_KIND_{kind.name}") for kind in Kind}
 TRANSFER_STATES = {state: pb.TransferState.Value(f"TRANSFER_STATE_{state.name}") for state in TransferState}
@@ -126,7 +126,7 @@ def problem_to_proto(error: KvferryError) -> pb.Problem:
     problem = pb.Problem(
         kind=_KINDS[error.kind],
         code=error.code,
-        message=shorten(error.message, LIMIT),
+        message=shorten(error.message, MESSAGE_LIMIT),
         field=shorten(error.field, LIMIT),
         value=error.value,
         remedy=shorten(error.remedy, LIMIT),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.manifest import BLOCK, SLOT, Component, Group, Manifest
-from kvferry.tables import Tables
+from kvferry.tables import BlockTable, Tables
 
 GARBAGE, SENTINEL = 0xA5, 0x5A
 
@@ -223,7 +223,7 @@ MEANT = {"bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8_e4m3fn", "
 
 
 def meant(component: Component) -> str:
-    return component.encoding or MEANT[component.dtype]
+    return component.encoding or MEANT.get(component.dtype, f"opaque:{component.dtype}")
 
 
 Unit = dict[Coordinate, int]
@@ -283,19 +283,13 @@ def can_stay_whole(sources: Sequence[Manifest], destination: Manifest, wanted: C
     return all(any(alike(unit, each) for each in theirs[frozenset(unit)]) for unit in all_units(wanted, own))
 
 
-def cuts(case_tokens: tuple[int, int], destination: Manifest, tables: Tables, whole: Mapping[str, set[str]]) -> bool:
-    """Whether the token range takes only a part of a block that has to stay whole. whole: by component."""
-    for component in destination.components:
-        group, table = destination.group(component.group), tables[component.group]
-        if SLOT in whole[component.label]:
-            for i in range(len(table.block_ids)):
-                local = table.first_token + i * group.block_size
-                inside = [
-                    case_tokens[0] <= global_token(group, local + slot) < case_tokens[1]
-                    for slot in range(group.block_size)
-                ]
-                if any(inside) and not all(inside):
-                    return True
+def cuts(tokens: tuple[int, int], group: Group, table: BlockTable) -> bool:
+    """Whether the token range takes only a part of a block."""
+    for i in range(len(table.block_ids)):
+        local = table.first_token + i * group.block_size
+        inside = [tokens[0] <= global_token(group, local + slot) < tokens[1] for slot in range(group.block_size)]
+        if any(inside) and not all(inside):
+            return True
     return False
 
 

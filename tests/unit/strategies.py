@@ -7,15 +7,16 @@ matters is the combination. `tried` says how often.
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
+from caches import array, cache
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from layouts import Draw, Group, Part, Span, lay_out
 
-from kvferry.manifest import SLOT, Manifest
+from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
 
 BLOCK_SIZES = (1, 2, 3, 4, 5, 8)
@@ -81,54 +82,58 @@ def cases(draw: Draw) -> Case:
     )
 
 
+HELD = {
+    "order": st.sampled_from(["block slot head dim", "block head slot dim", "slot block head dim"]),
+    "pad": st.sampled_from([0, 0, 1]),
+    "slot": st.sampled_from([1, 2, 4]),
+    "block": st.sampled_from([24, 25]),
+    "heads": st.sampled_from([[(0, 4)], [(0, 2), (2, 4)], [(0, 3), (1, 4)], [(1, 4), (0, 3)]]),
+    "token_ranks": st.sampled_from([1, 1, 2, 3]),
+    "interleave": st.sampled_from([1, 2, 4]),
+    "encoding": st.sampled_from([None, "nvfp4", "nvfp4", "nvfp4"]),
+    "whole": st.sampled_from([("slot",), ("slot",), ("head",), ("dim", "head"), ("dim", "slot"), ()]),
+}
+"""One component as an engine may hold it."""
+
+
 @st.composite
-def marked_cases(draw: Draw) -> Case:
-    """Cases in which components may not be divided along some axes, or mean something else on the other side. Half of
-    the destinations are one of the source ranks over again, and most token ranges end where blocks do."""
-    case = draw(cases())
-    destination, tables = case.destination, case.destination_tables
-    if draw(st.booleans()):
-        twin = draw(st.sampled_from(case.sources))
-        destination = twin.of_engine("decode", "1")
-        moved = {group.num_blocks: draw(st.permutations(range(group.num_blocks))) for group in twin.groups}
-        tables = {
-            group.name: BlockTable.of([moved[group.num_blocks][id] for id in held.block_ids], held.first_token)
-            for group in twin.groups
-            for held in [case.source_tables[twin.rank][group.name]]
-        }
-    whole = math.lcm(*(group.block_size * group.token_shard.size for group in destination.groups))
-    first, last = case.tokens
-    tokens = draw(st.sampled_from([case.tokens, (0, last), (0, last // whole * whole), (first // whole * whole, last)]))
-    labels = sorted({(component.label, component.dtype) for component in destination.components})
-    marks = {label: draw_mark(draw) for label, _ in labels}
-    return Case(
-        tuple(marked(source, marks, 0) for source in case.sources),
-        case.source_tables,
-        marked(destination, marks, 1),
-        tables,
-        tokens,
+def whole_cases(draw: Draw) -> Case:
+    """One component that may not be divided along some axes. Both engines hold it alike but for a thing or two; most
+    token ranges and tables begin and end where blocks do."""
+    prefill = {name: draw(held) for name, held in HELD.items()}
+    other = draw(
+        st.sampled_from([(), (), *((name,) for name in HELD), ("heads", "slot"), ("token_ranks", "interleave")])
     )
+    decode = {name: draw(held) if name in other else prefill[name] for name, held in HELD.items()}
+    sources, destinations = (
+        [raw_rank(held, rank, name) for rank in range(len(held["heads"]) * held["token_ranks"])]
+        for held, name in ((prefill, "prefill"), (decode, "decode"))
+    )
+    destination = draw(st.sampled_from(destinations))
+    edges = st.sampled_from([0, 8, 24, draw(st.integers(0, 24))])
+    first, last = sorted((draw(edges), draw(edges)))
+    firsts = st.sampled_from([0, 0, 0, prefill["slot"], 1])
+
+    def tables(manifest: Manifest, first_token: int) -> dict[str, BlockTable]:
+        (group,) = manifest.groups
+        held = -(-24 // group.token_shard.size // group.block_size) + group.token_shard.interleave
+        return {"full": BlockTable.of(draw(st.permutations(range(24)))[:held], first_token)}
+
+    starts = [draw(firsts)] * len(sources) if draw(st.booleans()) else [0] * len(sources)
+    by_rank = {each.rank: tables(each, start) for each, start in zip(sources, starts, strict=True)}
+    return Case(tuple(sources), by_rank, destination, tables(destination, draw(firsts)), (first, last))
 
 
-Mark = tuple[tuple[str | None, str | None], tuple[set[str], set[str]]]
-"""The encoding of a component, where it is not its own, and its axes that are whole; on either side."""
-
-
-def draw_mark(draw: Draw) -> Mark:
-    name = draw(st.sampled_from([None, None, None, "opaque:a", "opaque:a", "opaque:b"]))
-    other = draw(st.sampled_from([name, name, name, name, "opaque:b"]))
-    axes = draw(st.sets(st.sampled_from([SLOT, "head", "dim", "chan", "row", "state"]), max_size=3))
-    return (name, other), (axes, draw(st.sampled_from([axes, set()])))
-
-
-def marked(manifest: Manifest, marks: dict[str, Mark], side: int) -> Manifest:
-    components = []
-    for component in manifest.components:
-        (encodings, wholes) = marks.get(component.label, ((None, None), (set(), set())))
-        whole = tuple(sorted(wholes[side] & {axis.name for axis in component.axes}))
-        encoding = encodings[side] or component.encoding
-        components.append(component.model_copy(update={"encoding": encoding, "whole": whole}))
-    return manifest.model_copy(update={"components": tuple(components)}).validated()
+def raw_rank(held: dict[str, Any], rank: int, engine: str) -> Manifest:
+    token_rank, of_heads = divmod(rank, len(held["heads"]))
+    start, stop = held["heads"][of_heads]
+    component = array(
+        order=held["order"], pad=held["pad"], block=held["block"], slot=held["slot"], head=stop - start, dim=2,
+        dtype="uint8", shard=("head", start, 4), encoding=held["encoding"], whole=held["whole"],
+    )  # fmt: skip
+    token_shard = (token_rank, held["token_ranks"], held["interleave"])
+    of = len(held["heads"]) * held["token_ranks"]
+    return cache(component, engine=engine, rank=rank, of=of, token_shard=token_shard)
 
 
 def draw_model(draw: Draw) -> list[Part]:

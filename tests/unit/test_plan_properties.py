@@ -5,7 +5,7 @@ from caches import as_tuples
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import NotHeld, can_stay_whole, cuts, meant, mergeable, needs, torn, undivided, verify
-from strategies import Case, cases, marked_cases, tried
+from strategies import Case, cases, tried, whole_cases
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import SLOT
@@ -78,21 +78,20 @@ def test_a_range_moved_in_two_parts_writes_what_it_writes_in_one(case: Case, dat
     assert head | tail == whole
 
 
-@tried(100)
-@given(marked_cases())
+@tried(500)
+@given(whole_cases())
 def test_what_may_not_be_divided_is_moved_whole_or_refused_by_name(case: Case) -> None:
     sources, destination = case.sources, case.destination
-    reasons = {}
-    for wanted in destination.components:
-        held = [component for source in sources for component in source.components if component.label == wanted.label]
-        if any(meant(component) != meant(wanted) for component in held):
-            reasons[wanted.label] = "encoding"
-        elif not can_stay_whole(sources, destination, wanted):
-            reasons[wanted.label] = "divided"
-    if reasons:
+    (wanted,), held = destination.components, [component for source in sources for component in source.components]
+    reason = None
+    if any(meant(component) != meant(wanted) for component in held):
+        reason = "encoding"
+    elif not can_stay_whole(sources, destination, wanted):
+        reason = "divided"
+    if reason:
         with pytest.raises(PlanRefused) as refused:
             plan(sources, destination)
-        assert {reason.component: reason.code for reason in refused.value.refusals} == reasons
+        assert {each.code for each in refused.value.refusals} == {reason}
         return
     plan(sources, destination)
     try:
@@ -101,23 +100,10 @@ def test_what_may_not_be_divided_is_moved_whole_or_refused_by_name(case: Case) -
         with pytest.raises(KvferryError):
             bound_of(case)
         return
-    whole = {
-        wanted.label: undivided(
-            [each for side in (destination, *sources) for each in side.components if each.label == wanted.label]
-        )
-        for wanted in destination.components
-    }
-    apart = any(
-        table.first_token % manifest.group(component.group).block_size
-        for manifest, tables in (
-            (destination, case.destination_tables),
-            *((s, case.source_tables[s.rank]) for s in sources),
-        )
-        for component in manifest.components
-        for table in [tables[component.group]]
-        if SLOT in whole.get(component.label, ())
-    )
-    cut = cuts(case.tokens, destination, case.destination_tables, whole)
+    own, tables = destination.groups[0], [*case.source_tables.values(), case.destination_tables]
+    whole = SLOT in undivided([wanted, *held])
+    apart = whole and any(each["full"].first_token % own.block_size for each in tables)
+    cut = whole and cuts(case.tokens, own, case.destination_tables["full"])
     try:
         runs = as_tuples(bound_of(case))
     except KvferryError as error:

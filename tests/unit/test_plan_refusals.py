@@ -5,7 +5,9 @@ from caches import HND, array, attention, cache, move, table
 
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest
+from kvferry.wire import problem_from_proto, problem_to_proto
 from kvferryd.plan import PlanRefused, bind, plan
+from kvferryd.plan.refused import MEANING, reasons
 
 FOUR = {"full": table(4, 5, 3, 6)}
 
@@ -332,3 +334,35 @@ def test_tables_that_begin_inside_a_block_of_what_is_opaque() -> None:
         with pytest.raises(KvferryError) as caught:
             bind(chosen, {0: source}, own, (4, 16) if theirs else (0, 16))
         assert (caught.value.code, caught.value.field) == ("divided", "tables.full.first_token")
+
+
+def test_a_reason_of_many_layers_is_told_once_with_their_range() -> None:
+    layers = range(80)
+    with pytest.raises(PlanRefused) as caught:
+        plan([cache(*attention(layers=layers))], cache(*attention(layers=layers, dtype="float16")))
+    assert caught.value.message == (
+        "source and destination cannot be paired: layers 0-79 k: dtype: source has bfloat16, destination has float16; "
+        "layers 0-79 v: dtype: source has bfloat16, destination has float16"
+    )
+    assert caught.value.remedy == "give both engines the same KV-cache dtype"
+    assert len(caught.value.refusals) == 160
+
+
+def test_layers_that_do_not_follow_one_another_and_long_values() -> None:
+    found = [Refusal("total", f"{layer}.k", "head 8", "head 4") for layer in (0, 1, 2, 5, 9, 10)]
+    found.append(Refusal("uncovered", "3.k", "x" * 5000, "y"))
+    ranges, long = reasons([Refusal("fingerprint", "", "a", "b"), *found])[1:]
+    assert ranges == "layers 0-2, 5, 9-10 k: total: source has head 8, destination has head 4"
+    assert long.startswith("component 3.k: uncovered: source has xxx")
+    assert len(long) < 300
+
+
+def test_ten_reasons_are_told_and_the_rest_counted_each_kind_with_its_remedy() -> None:
+    found = [Refusal("missing_component", f"{layer}.k{layer}", "none", "some") for layer in range(11)]
+    refused = PlanRefused([Refusal("encoding", "0.v", "bf16", "fp8_e5m2"), *found])
+    assert "0.v: encoding: source has bf16, destination has fp8_e5m2; component 0.k0: missing" in refused.message
+    assert refused.message.endswith(
+        "8.k8: missing_component: source has none, destination has some; and 2 more reasons"
+    )
+    assert refused.remedy == f"{MEANING['encoding'][1]}; {MEANING['missing_component'][1]}"
+    assert problem_from_proto(problem_to_proto(refused)).message == refused.message

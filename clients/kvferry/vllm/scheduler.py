@@ -194,7 +194,11 @@ class SchedulerSide:
             if left := request_id in self._step.cancel:
                 self._step.cancel.remove(request_id)
             if request_id in failed and (lives or left):
-                self._missed(load, "failed", f"request {load.origin.request_id} of the source was not read")
+                self._missed(
+                    load,
+                    "failed",
+                    f"request {load.origin.request_id} of the source was not read; the worker's log has the reason",
+                )
             if (request_id in failed or not lives) and self._loads.get(load.origin.request_id) is load:
                 del self._loads[load.origin.request_id]  # the next request that comes with this lease reads it itself
 

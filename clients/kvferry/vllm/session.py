@@ -214,6 +214,9 @@ class Session:
             if self._loading.get(load.request_id) is load:  # not cancelled meanwhile
                 await self._receive(load)
                 end = End.ARRIVED
+        except KvferryError as error:
+            error.message = f"request {load.request_id} was not read: {error.message}"
+            raise
         finally:
             self._ends.put((load.request_id, end))
 

@@ -47,7 +47,8 @@ def outcome_text(record: TransferRecord, why_not: Mapping[str, str]) -> str:
     source = record.source.engine_id if record.source else "nobody yet"
     head = f"request {record.request_id}, from {source} to {record.engine_id}: {record.state.value}"
     if record.error:
-        head += f" ({record.error.code}: {record.error.message})"
+        remedy = f" -> {record.error.remedy}" if record.error.remedy else ""
+        head += f" ({record.error.code}: {record.error.message}{remedy})"
     moved = f"{ask.size(record.bytes)} in {ask.duration(record.phases_ms.get('total', 0.0))}"
     tokens = f", tokens {record.tokens[0]} to {record.tokens[1]} (excluded)" if record.tokens else ""
     transport = f" over {record.transport}" if record.transport else ""

@@ -12,18 +12,8 @@ from kvferryd.explain.parts import parts
 from kvferryd.explain.summary import Bindings, plan_distinct, run_rows, summarise
 from kvferryd.explain.ways import taken, ways_text
 from kvferryd.plan import Plan, bind
+from kvferryd.plan.refused import CANNOT, MEANING, ranges
 
-MEANING = {
-    "fingerprint": ("they serve different models", "start both engines with the same weights, heads and dtype"),
-    "dtype": ("the element types differ", "give both engines the same KV-cache dtype"),
-    "missing_component": ("no source rank lists it", "give the manifests of all ranks, and engines of the same model"),
-    "inner_extent": ("an axis that is not sharded has another length", "the engines must serve the same model"),
-    "total": ("the sharded axis has another length over all ranks", "the engines must serve the same model"),
-    "axes": ("the axes are not the same", "name the axes alike on both sides; their order is free"),
-    "group_kind": ("one side pages it by tokens, the other holds it as a state", "use the same kind of group"),
-    "token_shard": ("the source ranks share out tokens in different ways", "one size and interleave for all ranks"),
-    "uncovered": ("no set of source ranks holds all of it", "give the manifests of all source ranks"),
-}
 SIZES_SHOWN = 8
 """Run sizes that are listed; the rest are counted together."""
 
@@ -70,7 +60,7 @@ def refusal_text(error: KvferryError) -> str:
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for refusal in error.refusals:
         reasons.setdefault((refusal.code, refusal.source, refusal.destination), []).append(refusal.component)
-    lines = [error.message]
+    lines = [CANNOT]
     for (code, source, destination), components in reasons.items():
         meaning, remedy = MEANING.get(code, (code, error.remedy))
         where = f" ({_some(components)})" if any(components) else ""
@@ -109,7 +99,7 @@ def _shares(chosen: Plan, rank: int) -> list[tuple[str, str, str]]:
             whole = not share.axis or share.span == (0, share.total)
             tokens = _tokens(share.group.token_shard)
             part = "all" if whole else f"{share.axis} {share.span} of {share.total}"
-            said.append((_ranges(layers), ", ".join(components), f"{part}, {tokens}" if tokens else part))
+            said.append((ranges(layers), ", ".join(components), f"{part}, {tokens}" if tokens else part))
     return said
 
 
@@ -117,17 +107,6 @@ def _tokens(shard: TokenShard) -> str:
     if shard.size == 1:
         return ""
     return f"tokens of shard {shard.rank} of {shard.size}, {shard.interleave} at a time"
-
-
-def _ranges(layers: Iterable[int]) -> str:
-    """Layers as 0-3, 5, 100."""
-    spans: list[list[int]] = []
-    for layer in sorted(layers):
-        if spans and spans[-1][1] == layer - 1:
-            spans[-1][1] = layer
-        else:
-            spans.append([layer, layer])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def _sizes(run_nbytes: Sequence[int]) -> list[str]:

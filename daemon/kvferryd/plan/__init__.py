@@ -6,6 +6,7 @@ right source element, and nothing else is touched.
 """
 
 from kvferryd.plan.bind import Bound, Runs, bind, check_whole
-from kvferryd.plan.plan import Copy, Plan, PlanRefused, plan
+from kvferryd.plan.plan import Copy, Plan, plan
+from kvferryd.plan.refused import PlanRefused
 
 __all__ = ["Bound", "Copy", "Plan", "PlanRefused", "Runs", "bind", "check_whole", "plan"]

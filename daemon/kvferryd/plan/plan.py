@@ -9,23 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from kvferry.errors import Malformed, Refusal
+from kvferry.errors import Refusal
 from kvferry.manifest import SLOT, Component, Group, Manifest, TokenShard
 from kvferryd.plan.axes import Box, Ints, Layout, Loop, Radix, Span, layouts, offsets, pair, step
+from kvferryd.plan.refused import PlanRefused
 from kvferryd.plan.rows import Pattern, most_runs, patterns
 from kvferryd.plan.segments import EVERY, Steps
-
-
-class PlanRefused(Malformed):
-    """The two sides cannot be paired. `refusals` lists every reason with both values."""
-
-    def __init__(self, refusals: Sequence[Refusal]) -> None:
-        super().__init__(
-            "refused",
-            f"source and destination cannot be paired: {len(refusals)} reason{'s' * (len(refusals) > 1)}",
-            remedy="make the caches of the two engines agree in what the reasons name",
-            refusals=tuple(refusals),
-        )
 
 
 class Place(NamedTuple):
