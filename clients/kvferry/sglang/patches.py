@@ -143,6 +143,50 @@ def _wait_when_idle(_: None, scheduler: Any) -> None:
         this_rank().idle.wait(channels.recv_from_tokenizer, channels.recv_from_rpc)
 
 
+def _replace_weights(replace: Callable[..., Any], updater: Any, said: Any) -> Any:
+    from kvferry.sglang.rank import chosen, this_rank
+
+    if not chosen():
+        return replace(updater, said)
+    rank, how = this_rank(), replace.__name__
+    if how not in IN_SESSION:
+        rank.version = None
+    with rank.weights.replacing():
+        result = replace(updater, said)
+    if rank.version is not None:
+        rank.weights.rename(rank.version)
+    elif how == "update_weights_from_disk" and result.success:
+        rank.reloaded(said.model_path)
+    return result
+
+
+def _name_weights(_: None, scheduler: Any, new_version: str | None) -> None:
+    from kvferry.sglang.rank import chosen, this_rank
+
+    if chosen() and new_version is not None:
+        this_rank().version = new_version
+        this_rank().weights.rename(new_version)
+
+
+def _count_step(run: Callable[..., Any], scheduler: Any, *rest: Any, **more: Any) -> Any:
+    from kvferry.sglang.rank import chosen, this_rank
+
+    if chosen():
+        this_rank().weights.step += 1
+    return run(scheduler, *rest, **more)
+
+
+def _note_flush(flushed: bool, scheduler: Any, *_: object, **__: object) -> None:
+    from kvferry.sglang.rank import chosen, this_rank
+
+    if flushed and chosen():
+        this_rank().cached_since = this_rank().weights.step + 1
+
+
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+IN_SESSION = ("update_weights_from_distributed", "update_weights_from_tensor", "end_weight_update")
+"""A version that any of these is told names the weights of the whole session."""
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": (("self",), _place, "AROUND"),
@@ -154,6 +198,14 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "AFTER"),
     # Where it has nothing to compute and waits for transfers, SGLang keeps a core busy, which the daemons need.
-    "sglang.srt.managers.scheduler.Scheduler.on_idle": (("self",), _wait_when_idle, "AFTER"),
+    f"{SCHEDULER}.on_idle": (("self",), _wait_when_idle, "AFTER"),
+    # KV is bound to the weights that computed it. A session writes them between its begin and its end, also by itself.
+    **{
+        f"{UPDATER}.{name}": (("self", "recv_req"), _replace_weights, "AROUND")
+        for name in ("update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update", *IN_SESSION)
+    },
+    f"{SCHEDULER}.record_weight_version_change": (("self", "new_version"), _name_weights, "AFTER"),
+    f"{SCHEDULER}.run_batch": (("self", "batch"), _count_step, "AROUND"),
+    f"{SCHEDULER}.flush_cache": (("self", "empty_cache"), _note_flush, "AFTER"),
 }  # fmt: skip
 """The functions of SGLang that are wrapped: the names of their first parameters, by what, and where."""

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from transformers import AutoConfig
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.errors import Malformed
+from kvferry.errors import KvferryError, Malformed
 from kvferry.fingerprint import model_fingerprint
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.memory import CudaRegion, SharedRegion
@@ -25,6 +25,7 @@ from kvferry.sglang import BACKEND
 from kvferry.sglang.cache import describe
 from kvferry.sglang.idle import Idle
 from kvferry.sglang.options import Options
+from kvferry.weights import Weights
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -45,6 +46,11 @@ class Rank:
             path, engine_id=self.engine_id, epoch=self._epoch, rank=self.number, world_size=self.count,
             timeout_s=self.options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
+        self.weights = Weights(self.daemon, f"{self.engine_id}/{self._epoch}", log.info)
+        self.version: str | None = None
+        """The name that the update under way, or the last one, has been told."""
+        self.cached_since = 1
+        """No older step has computed what the prefix cache has."""
         self.idle = Idle()
         self._region: SharedRegion | CudaRegion | None = None
         self._pool: Any = None
@@ -66,10 +72,12 @@ class Rank:
         if self._region is None:
             raise unsupported("a cache that is neither MHATokenToKVPool nor MLATokenToKVPool")
         model = ModelConfig.from_server_args(arguments)
-        fingerprint = self.options.fingerprint or model_fingerprint(
-            _configuration(model, arguments), str(model.dtype), model.quantization, name=model.model_path,
-            revision=model.revision, seed=arguments.random_seed if arguments.load_format == "dummy" else None,
-        )  # fmt: skip
+        seed = arguments.random_seed if arguments.load_format == "dummy" else None
+        self._checkpoint = partial(
+            model_fingerprint, _configuration(model, arguments), str(model.dtype), model.quantization
+        )
+        self._registered = self._checkpoint(name=model.model_path, revision=model.revision, seed=seed)
+        fingerprint = self.options.fingerprint or self._registered
         builder = ManifestBuilder(
             self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
             world_size=self.count, parallel={"tp": self.count},
@@ -81,6 +89,15 @@ class Rank:
             self.daemon.open_fences(torch.cuda.current_device())
         for note in self.daemon.register(manifest):
             log.warning("%s", note)
+
+    def reloaded(self, folder: str) -> None:
+        """The weights are those of this checkpoint by now."""
+        try:
+            name = self._checkpoint(name=folder, revision=None)
+        except KvferryError as error:
+            log.warning("the checkpoint has no name: %s", error)
+        else:
+            self.weights.rename("" if name == self._registered else name)
 
     @property
     def on_gpu(self) -> bool:

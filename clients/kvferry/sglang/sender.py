@@ -52,7 +52,7 @@ class Sender(BaseKVSender):
         self._daemon = mgr.rank.daemon
         self._prompt = Prompt(0, b"")
         self._pages: list[int] = []
-        self._expected = self._aux = 0
+        self._expected = self._aux = self._begun = 0
         self._began: float | None = None
         self._order = asyncio.Lock()
         self._lease: Lease | None = None
@@ -76,6 +76,7 @@ class Sender(BaseKVSender):
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._expected, self._aux = num_kv_indices, aux_index or 0
+        self._begun = self.kv_mgr.rank.weights.step + 1
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
@@ -95,7 +96,8 @@ class Sender(BaseKVSender):
         if self._early_send_wait_event is not None:
             self._early_send_wait_event.wait()
             self._early_send_wait_event = None
-        publish = self._publish(BlockTable.of(self._pages), num_tokens, last, metadata, self.kv_mgr.rank.written())
+        rank, table = self.kv_mgr.rank, BlockTable.of(self._pages)
+        publish = self._publish(table, num_tokens, last, metadata, rank.weights.of(self._since), rank.written())
         try:
             end = self._daemon.start(publish)
         except KvferryError as error:  # the client is closed
@@ -103,10 +105,15 @@ class Sender(BaseKVSender):
             return
         if last:
             self._end = end
-            self.kv_mgr.rank.idle.wake_after(end)
+            rank.idle.wake_after(end)
+
+    @property
+    def _since(self) -> int:
+        """The oldest step that may have computed any of its tokens, those among them that the prefix cache had."""
+        return min(self._begun, self.kv_mgr.rank.cached_since)
 
     async def _publish(
-        self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, after: Fence | None
+        self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, weights: str, after: Fence | None
     ) -> LeaseState:
         """Returns how the lease has ended, after the last publish; a lease that has ended gets no more."""
         try:
@@ -115,6 +122,7 @@ class Sender(BaseKVSender):
                     self._lease = await self._daemon.client.publish(
                         self._name, {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
                         digest=self._prompt.digest, ttl_s=self.kv_mgr.rank.options.lease_ttl_s, withdraw=last,
+                        weights=weights,
                     )  # fmt: skip
             if self._lease is None:
                 return LeaseState.REVOKED

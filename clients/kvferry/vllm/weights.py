@@ -9,11 +9,9 @@ with every publish names the oldest that may have computed any of its tokens.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -22,6 +20,7 @@ from vllm.logger import init_logger
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError, Unavailable
 from kvferry.vllm.identity import checkpoint
+from kvferry.weights import Weights, digest_of_adapter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,80 +39,26 @@ ADAPTER = ("self", "lora_request")
 """The parameters of the function that reads every LoRA adapter."""
 
 
-class Weights:
-    """Those of one engine rank. Called by the worker's thread."""
+class VllmWeights(Weights):
+    """Those of one rank of vLLM. Called by the worker's thread."""
 
     def __init__(self, daemon: BlockingEngineClient, config: VllmConfig) -> None:
-        self._daemon, self._config = daemon, config
-        self._engine = f"{config.kv_transfer_config.engine_id}/{config.instance_id}"
-        self._registered = checkpoint(config)
-        self._base = self._name = ""
-        self._adapters: dict[str, tuple[str, str]] = {}
-        """By name, what its first weights were and what they are now."""
-        self.step = 0
-        """The last that this worker was given."""
-        self._replaced_at = -1
-        """The last step before the last change."""
-        self._changes = 0
+        super().__init__(daemon, f"{config.kv_transfer_config.engine_id}/{config.instance_id}", log.info)
+        self._config, self._registered = config, checkpoint(config)
         _watched.add(self)
         watch_worker()
 
-    def of(self, since: int) -> str:
-        """The name for what has been computed since this step; one that means nothing where the weights have been
-        replaced meanwhile."""
-        return self._name if since > self._replaced_at else f"{self._engine}, before a change"
-
-    @contextmanager
-    def replacing(self, *, from_disk: bool) -> Iterator[None]:
-        """The weights are replaced inside. Where that fails nobody knows what they are."""
-        self._replace(self._unknown())
-        yield
-        if from_disk:
-            self._replace(self._checkpoint())
-
-    def replaced(self, name: str) -> None:
-        """Something else has replaced them, and they are called this."""
-        self._replace(name)
-
-    def rename(self, name: str) -> None:
-        """They are the same, and are called this. What has their old name cannot be read any more."""
-        self._base = name
-        self._tell()
-
-    def read_adapter(self, name: str, path: str) -> None:
-        """A LoRA adapter has been read. Under a name that had other weights before it is a change."""
-        digest = _digest_of(Path(path))
-        first, now = self._adapters.setdefault(name, (digest, digest))
-        if digest != now:
-            self._adapters[name] = first, digest
-            self._replace(self._base)
-
-    def _replace(self, name: str) -> None:
-        self._base, self._replaced_at = name, self.step
-        self._tell()
-
-    def _tell(self) -> None:
-        again = sorted((name, now) for name, (first, now) in self._adapters.items() if now != first)
-        adapters = f"+lora:{hashlib.sha256(repr(again).encode()).hexdigest()[:32]}" if again else ""
-        self._name = f"{self._base}{adapters}"
-        log.info("the weights were replaced: they are called %r", self._name)
-        self._daemon.replace_weights(self._name)
-
-    def _unknown(self) -> str:
-        """A new name that all ranks make alike."""
-        self._changes += 1
-        return f"{self._engine}/{self.step}.{self._changes}"
-
-    def _checkpoint(self) -> str:
+    def reloaded(self) -> None:
+        """They are those of the checkpoint that the configuration names by now."""
         try:
             name = checkpoint(self._config)
         except KvferryError as error:
             log.warning("the checkpoint has no name: %s", error)
-            return self._unknown()
-        return "" if name == self._registered else name
+        else:
+            self.rename("" if name == self._registered else name)
 
 
-_watched: WeakSet[Weights] = WeakSet()
+_watched: WeakSet[VllmWeights] = WeakSet()
 
 
 def watch_worker() -> None:
@@ -169,8 +114,11 @@ def _replacing(replace: Callable[..., Any]) -> Callable[..., Any]:
         from_disk = replace.__name__ == "reload_weights" and given is None
         with ExitStack() as changes:
             for weights in _watched:
-                changes.enter_context(weights.replacing(from_disk=from_disk))
-            return replace(worker, *args, **named)
+                changes.enter_context(weights.replacing())
+            result = replace(worker, *args, **named)
+        for weights in _watched if from_disk else ():
+            weights.reloaded()
+        return result
 
     return replaced
 
@@ -180,7 +128,7 @@ def _reading(read: Callable[..., Any]) -> Callable[..., Any]:
     def loaded(manager: Any, lora_request: Any) -> Any:
         adapter = read(manager, lora_request)
         for weights in _watched:
-            weights.read_adapter(lora_request.lora_name, lora_request.lora_path)
+            weights.adapter_loaded(lora_request.lora_name, digest_of_adapter(lora_request.lora_path))
         return adapter
 
     return loaded
@@ -194,14 +142,3 @@ def _said(what: str) -> Callable[[Any, str], None]:
             getattr(weights, what)(name)
 
     return said
-
-
-def _digest_of(adapter: Path) -> str:
-    """Of the whole adapter, which is small; of what is no folder its name."""
-    digest = hashlib.sha256(str(adapter).encode() if not adapter.is_dir() else b"")
-    for file in sorted(adapter.glob("adapter_*")):
-        digest.update(file.name.encode())
-        with file.open("rb") as opened:
-            while chunk := opened.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()

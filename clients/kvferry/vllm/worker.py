@@ -22,7 +22,7 @@ from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
 from kvferry.vllm.session import Before, End, Session
 from kvferry.vllm.step import Address, Step
-from kvferry.vllm.weights import Weights
+from kvferry.vllm.weights import VllmWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,7 +58,7 @@ class WorkerSide:
             timeout_s=options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
         self._session = Session(self._daemon, options)
-        self._weights = Weights(self._daemon, config)
+        self._weights = VllmWeights(self._daemon, config)
         self.missed = Missed()
         self._memory: SharedRegion | CudaRegion | CudaMemory | VmmMemory | None = None
         self._blocks: dict[str, list[torch.Tensor]] = {}

@@ -1,0 +1,77 @@
+"""The weights of an engine that replaces them while it serves, as the plug-ins name them. docs/engines.md says why.
+
+The engine's steps are numbered, and what is to be published names the oldest step that may have computed any of it. A
+change comes between two steps, the same two on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.blocking import BlockingEngineClient
+
+
+class Weights:
+    """Those of one engine rank. Called by the thread that computes."""
+
+    def __init__(self, daemon: BlockingEngineClient, engine: str, say: Callable[..., None]) -> None:
+        """engine: names this start of the engine, on all its ranks alike. say: a logger's method."""
+        self._daemon, self._engine, self._say = daemon, engine, say
+        self._base = self._name = ""
+        """Of the model, and of all that KV depends on."""
+        self._adapters: dict[str, tuple[str, str]] = {}
+        """By name, the digests of its first weights and of those that it has now."""
+        self.step = 0
+        """The last that has begun."""
+        self._replaced_at = -1
+        """The last step before the last change."""
+        self._changes = 0
+
+    def of(self, since: int) -> str:
+        """The name for what has been computed since this step; one that the daemon refuses (`mixed_weights`) where the
+        weights have been replaced meanwhile."""
+        return self._name if since > self._replaced_at else f"those before change {self._changes} of {self._engine}"
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """They are replaced inside, and have a new name that no other engine knows, also where that fails; until
+        `rename` says what they are."""
+        self._changes += 1
+        self.replaced(f"{self._engine}/{self._changes}")
+        yield
+
+    def replaced(self, name: str) -> None:
+        """They have been replaced, and are called this. What was published before cannot be read any more."""
+        self._replaced_at = self.step
+        self.rename(name)
+
+    def rename(self, name: str) -> None:
+        """They are the same, and are called this. What was published under another name cannot be read any more."""
+        self._base = name
+        again = sorted((adapter, now) for adapter, (first, now) in self._adapters.items() if now != first)
+        adapters = f"+lora:{hashlib.sha256(repr(again).encode()).hexdigest()[:32]}" if again else ""
+        self._name = f"{name}{adapters}"
+        self._say("the weights are called %r now", self._name)
+        self._daemon.replace_weights(self._name)
+
+    def adapter_loaded(self, name: str, digest: str) -> None:
+        """A LoRA adapter has been loaded. Under a name that had other weights before it is a change."""
+        first, before = self._adapters.setdefault(name, (digest, digest))
+        if digest != before:
+            self._adapters[name] = first, digest
+            self.replaced(self._base)
+
+
+def digest_of_adapter(path: str) -> str:
+    """Of a LoRA adapter's files, all of them, as they are small; of what is no folder its name."""
+    folder = Path(path)
+    digest = hashlib.sha256(b"" if folder.is_dir() else path.encode())
+    for file in sorted(folder.glob("adapter_*")):
+        digest.update(file.name.encode())
+        with file.open("rb") as opened:
+            while chunk := opened.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
