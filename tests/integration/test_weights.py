@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
-from fleet import until
-from pair import TOKENS, Pair, half_published, is_in, order, prefilled
-from ranks import Kv, TestEngine
+from fleet import TIMEOUT_S, until
+from pair import TOKENS, Pair, half_published, is_in, order, prefilled, waits_for
+from ranks import NHD, Blocks, Kv, Shape, TestEngine, describe
 
+from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.schemas import LeaseState, TransferState
+from kvferry.memory import SharedRegion
+from kvferry.schemas import Awaited, LeaseState, TransferState
+from kvferry.weights import Weights, digest_of_adapter
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
+SHAPE = Shape(axes=NHD, num_blocks=16)
 
 
 async def replace(engine: TestEngine, weights: str) -> None:
@@ -154,3 +160,81 @@ async def test_the_daemon_shows_the_names(engines: Pair, request_id: str) -> Non
     router = engines.prefill_routers[0]
     assert {engine.weights for engine in await router.engines()} == {"step-7"}
     assert [it.weights for it in await router.leases() if it.request_id == request_id] == ["step-7"]
+
+
+@pytest.fixture
+async def rank(near: DaemonService, request_id: str) -> AsyncIterator[tuple[Weights, Callable[[str, str], str]]]:
+    """An engine's weights as its plug-in keeps them; a publish under a name: done, or by which code refused."""
+    with BlockingEngineClient.connect(str(near.socket), engine_id=request_id, epoch="1", timeout_s=TIMEOUT_S) as client:
+        region = client.allocate(SHAPE.nbytes(0))
+        assert isinstance(region, SharedRegion)
+        client.register(describe(request_id, "1", SHAPE, 0, region))
+
+        def publish(name: str, weights: str) -> str:
+            try:
+                client.publish(name, Blocks((3, 1), 5).tables(), 20, weights=weights)
+            except KvferryError as error:
+                return error.code
+            return "done"
+
+        yield Weights(client, f"{request_id}/1", lambda *_: None), publish
+
+
+async def test_what_steps_before_a_change_have_computed_is_refused(
+    rank: tuple[Weights, Callable[[str, str], str]],
+) -> None:
+    weights, publish = rank
+    weights.step = 3
+    assert publish("before", weights.of(3)) == "done"
+    with weights.replacing():
+        assert publish("of no name", "") == "mixed_weights"
+    unknown = weights.of(4)
+    assert publish("old", weights.of(3)) == "mixed_weights"
+    assert publish("new", unknown) == "done"
+    weights.rename("v2")
+    assert publish("by its old name", unknown) == "mixed_weights"
+    assert (weights.of(4), publish("by its name", weights.of(4))) == ("v2", "done")
+    weights.step = 5
+    with weights.replacing():
+        pass
+    assert weights.of(6) not in (unknown, "v2")  # each change whose weights have no name makes one
+    assert publish("since the change before", weights.of(5)) == "mixed_weights"
+
+
+async def test_an_adapter_that_is_loaded_again_with_other_content_is_a_change(
+    rank: tuple[Weights, Callable[[str, str], str]], tmp_path: Path
+) -> None:
+    weights, _ = rank
+    digests = []
+    for content in (b"1", b"2"):
+        (tmp_path / "adapter_model.safetensors").write_bytes(content)
+        digests.append(digest_of_adapter(str(tmp_path)))
+    weights.adapter_loaded("a", digests[0])
+    weights.adapter_loaded("b", digests[1])
+    weights.adapter_loaded("a", digests[0])
+    assert weights.of(0) == ""  # the weights are those that it registered with
+    weights.step = 1
+    weights.adapter_loaded("a", digests[1])
+    other = weights.of(2)
+    assert other and weights.of(1) != other
+    weights.rename("v2")
+    assert weights.of(2) == f"v2{other}"
+    weights.adapter_loaded("a", digests[0])
+    assert weights.of(2) == "v2"
+
+
+async def test_a_reader_of_what_is_refused_does_not_wait(engines: Pair, request_id: str) -> None:
+    """Neither one that is there before, nor one that comes later."""
+    source, blocks = engines.prefill.source(), engines.decode.take(TOKENS)
+    receiving = asyncio.create_task(engines.decode.outcomes(request_id, blocks, source=source, attempt=1))
+    await until(lambda: waits_for(engines.routers[0], request_id, Awaited.PUBLISH), "its publish is awaited")
+    await replace(engines.prefill, "B")
+    await replace(engines.prefill, "")
+    pages = engines.prefill.take(TOKENS)
+    for name in (request_id, f"{request_id}-later"):
+        for each in engines.prefill.ranks:
+            with pytest.raises(KvferryError, match="computed"):
+                await each.client.publish(name, pages.tables(), TOKENS, weights="B")
+    assert {getattr(outcome, "code", "") for outcome in await receiving} & {"mixed_weights"}
+    later = await engines.decode.outcomes(f"{request_id}-later", blocks, source=source, attempt=1)
+    assert "mixed_weights" in {getattr(outcome, "code", "") for outcome in later}
