@@ -71,9 +71,10 @@ def layouts() -> Callable[[Component], Layout]:
         shard, axes = component.shard, tuple((axis.name, axis.extent, axis.stride) for axis in component.axes)
         share = (shard.axis, shard.start, shard.total) if shard else None
         key = (component.dtype, component.encoding, component.whole, axes, share)
-        if key not in made:
-            made[key] = _layout(component, axes)
-        return made[key]
+        layout = made.get(key)  # hashed once: there are thousands of components
+        if layout is None:
+            layout = made[key] = _layout(component, axes)
+        return layout
 
     return layout_of
 
