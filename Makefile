@@ -20,7 +20,7 @@ export NIXL_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp soak soak-vllm lint format proto reference bench clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise soak soak-vllm lint format proto reference bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ $(SGLANG_READY): tests/engines/install.py tests/engines/install_sglang.py tests/
 
 test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines, behind SGLang's router, and beside vLLM where there is one
 	@$(BIN)/python -m pytest -m engines tests/engines/test_sglang*.py
+
+stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on all cores; what is new goes to found.jsonl
+	@$(BIN)/python tests/unit/seeded.py --hours $${HOURS:-1}
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py

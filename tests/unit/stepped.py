@@ -37,8 +37,10 @@ def stepping() -> Iterator[World]:
     world = World(ARENA)
     with pytest.MonkeyPatch.context() as patched:
         world.patch(patched)
-        yield world
-        world.dispose()
+        try:
+            yield world
+        finally:
+            world.dispose()
 
 
 class Daemon:

@@ -1,0 +1,735 @@
+"""Runs that are drawn from a seed: two engines of one or two ranks each, blows at first, then none, and what must hold.
+
+Every rank is a whole daemon in a world that takes one step at a time (stepwise.py). A run has three parts. Blows come
+in the first one: preempted prefills, aborts, reads that fail, streams that break, daemons that die, time that passes.
+Then they stop, and everything has to end within its bounds. At last each request is prefilled and ordered once more;
+nothing stands in the way of it any more, so all ranks have to be told `done`.
+
+`python seeded.py --hours 8` draws seeds on all cores and writes what it finds; `--seed N` plays one run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
+
+from kvferry.errors import Conflict, KvferryError
+from kvferry.schemas import LeaseState, TransferState
+from kvferry.tables import BlockTable
+from kvferry.v1 import engine_pb2
+from kvferryd.leases.lease import Lease, Publication
+from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.ranks import GRACE_S
+from kvferryd.transfers.transfer import Transfer
+
+HEADS = 2
+TTL_S, DEADLINE_S = 20.0, 30.0
+MOST = 8
+"""Leases, and transfers, that a daemon may hold."""
+HISTORY = 4
+UNSEEN = 1 << 48
+"""Tags from here on are an engine's other use of a block."""
+REQUESTS = ("r", "s")
+SEEDS = 1 << 48
+BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "stream", "restart source",
+         "restart reader", "time", "time", "order again")  # fmt: skip
+NOT_DONE = "not done though nothing stands in the way"
+KNOWN = {
+    "ranks of one request read two publishes": "ranks do not tell each other which lease they read",
+    f"{NOT_DONE}: order first, deadline": "an order has no id: one that is as before is taken for the one before",
+    f"{NOT_DONE}: other_prompt": "announcements are kept by request and not by lease",
+    f"{NOT_DONE}: aborted": "an abort that a rank hears of without its attempt may be of the next one",
+    f"{NOT_DONE}: peer_lost": "a stream does not say which start of a daemon it is for",
+    "a retirement that meets a failing step does not empty": "its steps are a straight line",
+    "needless lease_ended: direct": "ranks are counted across attempts that have no number of their engine",
+    "needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails",
+}
+"""Kinds of violations that are known, and why they are there. The protocol without I/O ends them. A night reports all
+others."""
+
+
+class Violation(AssertionError):
+    """kind: the same for all runs that find the same."""
+
+    def __init__(self, kind: str, about: str = "") -> None:
+        super().__init__(f"{kind}: {about}" if about else kind)
+        self.kind = kind
+
+
+@dataclass(eq=False)
+class Published:
+    """One publish of the source's engine, on all of its ranks. held: ranks where it is not known to be over."""
+
+    number: int
+    request_id: str
+    digest: bytes
+    blocks: list[int]
+    held: set[int] = field(default_factory=set)
+
+    def tags(self, heads: range) -> np.ndarray[Any, Any]:
+        """(component, token, head), as this publish has them."""
+        component, token, head = np.ogrid[0:2, 0 : SLOTS * len(self.blocks), heads.start : heads.stop]
+        return np.asarray(self.number << 16 | component << 12 | token << 4 | head, dtype=np.uint64)
+
+
+@dataclass(eq=False)
+class Part:
+    """What one rank of the reading engine received into its blocks."""
+
+    receive: Receive
+    rank: int
+    blocks: list[int]
+    transfer: Transfer
+    ended: engine_pb2.TransferEnded | None = None
+    publish: int = 0
+    """The number of the publish whose bytes it was told to have."""
+    holds: np.ndarray[Any, Any] | None = None
+    lost: bool = False
+    """Its daemon has died: nobody is told how it ended."""
+
+
+@dataclass(eq=False)
+class Receive:
+    """One reservation of the reading engine for a request, on all of its ranks. number: as the engine gave it, or 0."""
+
+    request_id: str
+    digest: bytes
+    number: int
+    parts: dict[int, Part] = field(default_factory=dict)
+    refused: dict[int, KvferryError] = field(default_factory=dict)
+    aborted: bool = False
+
+
+class Run:
+    """One run. `play` raises Violation."""
+
+    def __init__(self, seed: int, *, blows: int = 8) -> None:
+        self.seed, self.blows = seed, blows
+        self.rng = random.Random(seed)
+        self.steps = 0
+        self.ends: Counter[str] = Counter()
+        self.log: list[str] = []
+        """What was done, as a person reads it."""
+
+    def play(self) -> None:
+        with stepping() as self.world:
+            gc.disable()
+            try:
+                self._set_up()
+                self._strike_and_serve()
+                self._come_to_rest()
+                self._serve_all_once_more()
+                self._leave()
+            finally:
+                gc.enable()
+
+    # ---- the engines ----
+
+    def _set_up(self) -> None:
+        ranks = self.rng.choice(((1, 2), (2, 2), (2, 1), (1, 1), (2, 2)))
+        self.way = self.rng.choice(("direct", "staged", "auto"))
+        self.addresses = {
+            engine: {rank: f"127.0.0.1:{port + rank}" for rank in range(count)}
+            for engine, count, port in zip(("prefill", "decode"), ranks, (7001, 7101), strict=True)
+        }
+        self.published: list[Published] = []
+        self.receives: list[Receive] = []
+        self.others = 0
+        self.numbers = dict.fromkeys(REQUESTS, 0)
+        self.prompts = dict.fromkeys(REQUESTS, b"one")
+        self.signed = {request_id: self.rng.random() < 0.7 for request_id in REQUESTS}
+        self.stopping: list[asyncio.Task[None]] = []
+        self.ended: dict[tuple[int, str], tuple[LeaseState, int]] = {}
+        """How each source rank's last lease of a request ended, and the number of its publish."""
+        self.sources = {rank: self._daemon("prefill", rank) for rank in self.addresses["prefill"]}
+        self.readers = {rank: self._daemon("decode", rank) for rank in self.addresses["decode"]}
+        self.log.append(f"{ranks[0]} ranks read by {ranks[1]}, {self.way}")
+
+    def _daemon(self, engine: str, rank: int) -> Daemon:
+        members = self.addresses[engine]
+        manifest = manifest_of(engine, rank=rank, of=len(members), heads=HEADS)
+        settings: dict[str, Any] = {
+            "lease_ttl_s": TTL_S, "deadline_s": DEADLINE_S, "max_leases": MOST, "max_transfers": MOST,
+            "history": HISTORY, "way": self.way,
+        }  # fmt: skip
+        daemon = Daemon(self.world, members[rank], manifest, members, **settings)
+        self._use_otherwise(daemon, range(BLOCKS))
+        if engine == "prefill":
+            self._watch(rank, daemon)
+        return daemon
+
+    def _watch(self, rank: int, daemon: Daemon) -> None:
+        tell = daemon.engine.leases.on_end
+
+        def on_end(lease: Lease) -> None:
+            live = self._live(lease.request_id)
+            self.ended[rank, lease.request_id] = lease.state, live.number if live else 0
+            tell(lease)
+
+        daemon.engine.leases.on_end = on_end
+
+    def _tags(self, daemon: Daemon) -> np.ndarray[Any, Any]:
+        """(component, block, token, head, words)."""
+        return daemon.memory.view(np.uint64).reshape(2, BLOCKS, SLOTS, -1, PIECE // 8)
+
+    def _heads(self, daemon: Daemon) -> range:
+        each = HEADS // daemon.engine.world_size
+        return range(daemon.engine.rank * each, (daemon.engine.rank + 1) * each)
+
+    def _use_otherwise(self, daemon: Daemon, blocks: range | list[int]) -> None:
+        self.others += 1
+        self._tags(daemon)[:, list(blocks)] = UNSEEN + self.others
+
+    def _call(self, daemon: Daemon, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Call into a daemon; raises what that raises. Engines see at once what they are told."""
+        try:
+            with self.world.within(daemon.process):
+                return self.world.loop.call(function, *args, **more)
+        finally:
+            self._told()
+
+    def _told(self) -> None:
+        for rank, daemon in self.sources.items():
+            while (event := daemon.engine.session.events.pop()) is not None:
+                if event.WhichOneof("kind") == "lease_ended":
+                    self._lease_over(rank, event.lease_ended.request_id)
+        for rank, daemon in self.readers.items():
+            while (event := daemon.engine.session.events.pop()) is not None:
+                self._on_event(rank, event)
+
+    # ---- the source's engine ----
+
+    def _live(self, request_id: str) -> Published | None:
+        return next((each for each in self.published if each.request_id == request_id and each.held), None)
+
+    def _lease_over(self, rank: int, request_id: str) -> None:
+        """This rank's daemon says so: the engine uses the blocks otherwise, at once."""
+        published = self._live(request_id)
+        if published is not None and rank in published.held:
+            published.held.discard(rank)
+            self._use_otherwise(self.sources[rank], published.blocks)
+
+    def publish(self, request_id: str, ranks: list[int] | None = None) -> None:
+        """By all ranks, with steps of everything else in between. Nothing where blocks are missing."""
+        taken = {block for each in self.published if each.held for block in each.blocks}
+        blocks = [block for block in range(BLOCKS) if block not in taken][:2]
+        if len(blocks) < 2 or self._live(request_id) is not None:
+            return
+        digest = self.prompts[request_id] if self.signed[request_id] else b""
+        published = Published(len(self.published) + 1, request_id, digest, blocks)
+        self.published.append(published)
+        self.log.append(f"publish {published.number} of {request_id}")
+        published.held = set(self.sources)
+        for rank in self.rng.sample(sorted(self.sources), len(self.sources)):
+            if rank not in published.held:
+                continue  # taken back by another step already
+            self._tags(self.sources[rank])[:, blocks] = published.tags(self._heads(self.sources[rank])).reshape(
+                2, len(blocks), SLOTS, -1
+            )[..., None]
+            self.publish_at(published, rank)
+            self.go(self.rng.choice((0, 0, 3, 10)))
+
+    def publish_at(self, published: Published, rank: int) -> None:
+        daemon, tables = self.sources[rank], {"full": BlockTable.of(published.blocks)}
+        said = Publication(tables, SLOTS * len(published.blocks), b"", more=False, digest=published.digest)
+        try:
+            self._call(daemon, daemon.engine.leases.publish, published.request_id, said, ttl_s=TTL_S, readers=1)
+        except KvferryError as error:
+            raise Violation(f"publish refused: {error.code}", str(error)) from error
+
+    def revoke(self, request_id: str) -> None:
+        """The engine takes it back, on all ranks."""
+        self.log.append(f"revoke {request_id}")
+        for rank, daemon in self.sources.items():
+            self._call(daemon, daemon.ferry.abort_here, daemon.engine, request_id, "by the engine")
+            self._lease_over(rank, request_id)
+
+    # ---- the reading engine, and its router ----
+
+    def _order(self) -> Order:
+        return Order("prefill", self.addresses["prefill"][0], way="" if self.way == "auto" else self.way)
+
+    def receive(self, request_id: str, *, own: bool) -> Receive:
+        """Reserve blocks on all ranks, with steps in between. own: the engine names the source and the number; else no
+        attempt of the request may be under way, for an engine has one at a time."""
+        if not own and any(self._goes_on(request_id, rank) for rank in self.readers):
+            self.abort(request_id)
+        self.numbers[request_id] += 1
+        digest = self.prompts[request_id] if self.signed[request_id] else b""
+        receive = Receive(request_id, digest, self.numbers[request_id] if own else 0)
+        self.receives.append(receive)
+        self.log.append(f"receive {request_id} {receive.number or 'for a router'}")
+        for rank in self.rng.sample(sorted(self.readers), len(self.readers)):
+            if receive.aborted:
+                break
+            self._receive_at(receive, rank, own=own)
+            self.go(self.rng.choice((0, 0, 3, 10, 40)))
+        return receive
+
+    def _receive_at(self, receive: Receive, rank: int, *, own: bool) -> None:
+        daemon = self.readers[rank]
+        taken = {block for part in self._parts(rank) for block in part.blocks}
+        blocks = [block for block in range(BLOCKS) if block not in taken][:2]
+        if len(blocks) < 2:
+            receive.refused[rank] = Conflict("no_blocks", "all are taken")
+            return
+
+        def begin() -> None:
+            reservation = Reservation({"full": BlockTable.of(blocks)}, (0, 2 * SLOTS), receive.digest)
+            transfer = daemon.ferry.jobs.receive(
+                daemon.engine, receive.request_id, reservation, self._order() if own else None, None,
+                attempt=receive.number,
+            )  # fmt: skip
+            receive.parts[rank] = Part(receive, rank, blocks, transfer)
+
+        try:
+            self._call(daemon, begin)
+        except KvferryError as error:
+            self.log.append(f"  rank {rank} refuses: {error.code}")
+            self.ends[f"refused: {error.code}"] += 1
+            receive.refused[rank] = error
+
+    def order(self, request_id: str) -> None:
+        """By a router, at any rank."""
+        rank = self.rng.choice(sorted(self.readers))
+        daemon = self.readers[rank]
+        self.log.append(f"order {request_id} at rank {rank}")
+        with contextlib.suppress(KvferryError):
+            self._call(daemon, daemon.ferry.jobs.order, daemon.engine, request_id, self._order(), {})
+
+    def abort(self, request_id: str) -> None:
+        """By the engine, on all ranks."""
+        for receive in self.receives:
+            receive.aborted |= receive.request_id == request_id
+        for daemon in self.readers.values():
+            self._call(daemon, daemon.ferry.abort_here, daemon.engine, request_id, "by the engine")
+
+    def _parts(self, rank: int) -> list[Part]:
+        """Those of this rank whose blocks are not free."""
+        return [part for receive in self.receives if (part := receive.parts.get(rank)) is not None and part.blocks]
+
+    def _goes_on(self, request_id: str, rank: int) -> bool:
+        return any(part.receive.request_id == request_id and not part.ended for part in self._parts(rank))
+
+    def _on_event(self, rank: int, event: engine_pb2.Event) -> None:
+        match event.WhichOneof("kind"):
+            case "transfer_ended":
+                for part in self._parts(rank):
+                    if part.transfer.transfer_id == event.transfer_ended.transfer_id:
+                        self._ended(part, event.transfer_ended)
+            case "blocks_safe":
+                for part in self._parts(rank):
+                    if part.transfer.transfer_id == event.blocks_safe.transfer_id:
+                        self._free(part)
+
+    def _ended(self, part: Part, ended: engine_pb2.TransferEnded) -> None:
+        code = ended.problem.code or ended.state
+        self.ends[code] += 1
+        self.log.append(f"  {part.receive.request_id} {part.receive.number} rank {part.rank}: {code}")
+        if part.ended is not None:
+            raise Violation("ended twice", code)
+        part.ended = ended
+        if ended.state == TransferState.DONE:
+            self._check_bytes(part)
+            self._check_one_lease(part.receive)
+        elif code == "lease_ended":
+            self._check_why_ended(part.receive.request_id)
+        elif code in ("internal", "protocol", "malformed_read", "malformed_pack", "not_opened"):
+            raise Violation(f"between daemons of ours: {code}", ended.problem.message)
+        if ended.blocks_safe and part.holds is None:
+            self._free(part)
+
+    def _free(self, part: Part) -> None:
+        self._use_otherwise(self.readers[part.rank], part.blocks)
+        part.blocks, part.holds = [], None
+
+    # ---- safety ----
+
+    def _check_bytes(self, part: Part) -> None:
+        daemon, blocks = self.readers[part.rank], part.blocks
+        part.holds = self._tags(daemon)[:, blocks].copy()
+        number = int(part.holds.flat[0]) >> 16
+        published = next((each for each in self.published if each.number == number), None)
+        if published is None:
+            raise Violation("done with what nobody published")
+        meant = published.tags(self._heads(daemon)).reshape(2, len(blocks), SLOTS, -1)[..., None]
+        if not np.array_equal(part.holds, np.broadcast_to(meant, part.holds.shape)):
+            raise Violation("done with torn bytes")
+        if published.request_id != part.receive.request_id or (
+            part.receive.digest and published.digest != part.receive.digest
+        ):
+            raise Violation("done with another prompt's bytes")
+        part.publish = number
+
+    def _check_one_lease(self, receive: Receive) -> None:
+        """The ranks that are done hold one publish."""
+        numbers = {rank: part.publish for rank, part in receive.parts.items() if part.publish}
+        if len(set(numbers.values())) > 1:
+            raise Violation("ranks of one request read two publishes", str(numbers))
+
+    def _check_why_ended(self, request_id: str) -> None:
+        """Of each source rank the lease was revoked, has expired or is lost; or all reading ranks of one attempt have
+        read it."""
+        for rank in self.sources:
+            state, number = self.ended.get((rank, request_id), (LeaseState.REVOKED, 0))
+            if state is not LeaseState.RELEASED or rank in getattr(self._live(request_id), "held", ()):
+                continue
+            if not any(self._all_read(receive, number) for receive in self.receives):
+                raise Violation(
+                    f"needless lease_ended: {'staged' if self.way != 'direct' else 'direct'}",
+                    f"publish {number} of {request_id} at rank {rank} was released",
+                )
+
+    def _all_read(self, receive: Receive, number: int) -> bool:
+        """A part that still goes on may have read this source rank."""
+        return len(receive.parts) == len(self.readers) and all(
+            part.publish in (0, number) and (part.ended is None or part.publish) for part in receive.parts.values()
+        )
+
+    def check(self) -> None:
+        """What must hold after every step."""
+        for rank, daemon in self.readers.items():
+            for part in self._parts(rank):
+                if part.holds is not None and not np.array_equal(part.holds, self._tags(daemon)[:, part.blocks]):
+                    raise Violation("overwritten after done")
+            for transfer in daemon.ferry.jobs:
+                late_s = self.world.loop.now - transfer.deadline
+                if late_s > 0 and not transfer.ended.is_set():
+                    raise Violation("a transfer outlives its deadline")
+                if late_s > GRACE_S and not transfer.over:
+                    raise Violation("a transfer of all ranks outlives its deadline")
+        for daemon in (*self.sources.values(), *self.readers.values()):
+            for name, (size, most) in sizes(daemon).items():
+                if size > most:
+                    raise Violation(f"more than may be kept: {name}", f"{size}, at most {most}")
+        if self.world.loop.problems:
+            raise Violation("the loop heard of an error", str(self.world.loop.problems))
+
+    # ---- what happens ----
+
+    def go(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.world.step(self.rng.randrange(1 << 16)):
+                return
+            self.steps += 1
+            self._told()
+            self.check()
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.world.loop.now + seconds
+        while self.world.loop.now < until:
+            due = self.world.loop.next_timer() or until
+            self.world.loop.pass_time(min(until, max(due, self.world.loop.now + 1e-6)) - self.world.loop.now)
+            self._told()
+            self.check()
+
+    def _strike_and_serve(self) -> None:
+        for _ in range(self.blows):
+            request_id = self.rng.choice(REQUESTS)
+            deeds = [self.publish, self.receive_somehow]
+            self.rng.shuffle(deeds)
+            for deed in deeds[: self.rng.choice((1, 2, 2))]:
+                deed(request_id)
+                self.go(self.rng.randrange(60))
+            if self.rng.random() < 0.6:
+                self._strike(self.rng.choice(BLOWS), request_id)
+                self.go(self.rng.randrange(40))
+
+    def receive_somehow(self, request_id: str) -> None:
+        how = self.rng.choice(("own", "own", "order first", "reservation first"))
+        if how == "order first":
+            self.order(request_id)
+            self.go(self.rng.randrange(20))
+        self.receive(request_id, own=how == "own")
+        if how == "reservation first":
+            self.order(request_id)
+
+    def _strike(self, blow: str, request_id: str) -> None:
+        self.log.append(f"{blow} ({request_id})")
+        match blow:
+            case "preempt":
+                self.revoke(request_id)
+                self.publish(request_id)
+            case "other prompt":
+                self.revoke(request_id)
+                self.abort(request_id)
+                self.prompts[request_id] = self.rng.choice((b"one", b"another"))
+                self.publish(request_id)
+            case "abort":
+                self.abort(request_id)
+            case "abort here":  # by a router, at one rank
+                daemon = self.readers[self.rng.choice(sorted(self.readers))]
+                for receive in self.receives:
+                    receive.aborted |= receive.request_id == request_id
+                self._call(daemon, daemon.ferry.abort_here, daemon.engine, request_id, "by a router")
+            case "read" if flights := self.world.flights():
+                self.rng.choice(flights).fail()
+                self.world.loop.settle()
+                self._told()
+            case "stream" if streams := self.world.streams():
+                self.rng.choice(streams).break_down()
+            case "restart source":
+                self._restart(self.sources, "prefill")
+            case "restart reader":
+                self._restart(self.readers, "decode")
+            case "time":
+                self.pass_time(self.rng.choice((0.01, 0.6, 6.0, TTL_S + 1)))
+            case "order again":
+                self.order(request_id)
+
+    def _restart(self, daemons: dict[int, Daemon], engine: str) -> None:
+        """The daemon of one rank dies. Its engine's rank attaches to the next one, in the same epoch."""
+        rank = self.rng.choice(sorted(daemons))
+        before = daemons[rank]
+        self.world.kill(before.process)
+        with self.world.within(before.process):
+            self.stopping.append(self.world.loop.create_task(before.ferry.close()))
+        daemons[rank] = after = self._daemon(engine, rank)
+        if engine == "prefill":
+            lost = [each.request_id for each in self.published if rank in each.held]
+            self._call(after, after.engine.leases.lost, lost)
+            for published in self.published:
+                published.held.discard(rank)
+            self.ended = {key: how for key, how in self.ended.items() if key[0] != rank}
+        else:
+            for part in self._parts(rank):
+                part.blocks, part.holds, part.lost = [], None, True
+        self.log.append(f"  rank {rank} of {engine}")
+
+    # ---- blows have stopped ----
+
+    def _run(self) -> None:
+        """Until nothing is under way, without time passing."""
+        for _ in range(20_000):
+            if not self.world.step(self.rng.randrange(1 << 16)):
+                return
+            self.steps += 1
+            self._told()
+            self.check()
+        raise Violation("what is under way never ends")
+
+    def _wait(self, until: Callable[[], bool], bound_s: float) -> bool:
+        """Let everything go on. Time passes only while nothing is under way."""
+        end = self.world.loop.now + bound_s
+        while True:
+            self._run()
+            if until():
+                return True
+            due = self.world.loop.next_timer()
+            if due is None or due > end:
+                self.pass_time(end - self.world.loop.now)
+                self._run()
+                return until()
+            self.pass_time(due - self.world.loop.now + 1e-6)
+
+    def _over(self) -> bool:
+        jobs = [transfer for daemon in self.readers.values() for transfer in daemon.ferry.jobs]
+        return all(transfer.over and transfer.quiet.is_set() for transfer in jobs)
+
+    def _come_to_rest(self) -> None:
+        """All that was begun ends within its bounds; leases by their ttl, counted from their last read."""
+        self.log.append("blows stop")
+        if not self._wait(self._over, DEADLINE_S + GRACE_S + 5):
+            raise Violation("something does not end once blows have stopped")
+        if not all(part.ended or part.lost for receive in self.receives for part in receive.parts.values()):
+            raise Violation("an engine is not told of an end")
+        if not self._wait(lambda: not any(len(each.engine.leases) for each in self.sources.values()), 2 * TTL_S):
+            raise Violation("a lease does not end once nobody reads it")
+        if not self._wait(lambda: all(task.done() for task in self.stopping), DEADLINE_S):
+            raise Violation("a daemon does not stop")
+        for receive in self.receives:
+            for part in receive.parts.values():
+                if part.blocks:
+                    self._free(part)
+
+    def _serve_all_once_more(self) -> None:
+        """Prefilled anew, with another prompt perhaps, and ordered anew: nothing stands in the way."""
+        for request_id in REQUESTS:
+            self.prompts[request_id] = self.rng.choice((b"one", b"another"))
+            how = self.rng.choice((*3 * ("own",), *3 * ("reservation first",), "order first"))
+            receives_first = self.rng.random() < 0.5 and not self._tombs(request_id)
+            self.log.append(f"once more: {request_id}, {how}, {'receive' if receives_first else 'publish'} first")
+            if not receives_first:
+                self.publish(request_id)
+                self.go(self.rng.choice((0, 0, 50)))
+            if how == "order first":
+                self.order(request_id)
+                self.go(self.rng.randrange(30))
+            receive = self.receive(request_id, own=how == "own")
+            if how == "reservation first":
+                self.order(request_id)
+            if receives_first:
+                self.go(self.rng.randrange(60))
+                self.publish(request_id)
+            self._wait(self._over, DEADLINE_S + GRACE_S)
+            if not all((part := receive.parts.get(rank)) and part.publish for rank in self.readers):
+                raise Violation(*self._why_not_done(receive, how))
+
+    def _why_not_done(self, receive: Receive, how: str) -> tuple[str, str]:
+        """(the kind of it, what each rank says). That another rank has failed is no reason."""
+        whys = {rank: (why.code, why.message) for rank, why in receive.refused.items()}
+        for rank, part in receive.parts.items():
+            if part.ended is None:
+                whys[rank] = "not told", ""
+            elif not part.publish:
+                whys[rank] = part.ended.problem.code, part.ended.problem.message
+        code = next((code for code, _ in sorted(whys.values()) if code != "rank_failed"), "rank_failed")
+        of_order = f"{how}, " if code == "deadline" else ""
+        return f"{NOT_DONE}: {of_order}{code}", str(whys)
+
+    def _tombs(self, request_id: str) -> bool:
+        """Whether a source rank remembers that its lease has ended: readers are refused until the next one."""
+        every = [daemon.engine.leases for daemon in self.sources.values()]
+        return any(request_id in each._ended or request_id in each._lost for each in every)
+
+    def _leave(self) -> None:
+        """A wish to drain or to stop is fulfilled: the one when a last lease has expired, the other though a region
+        cannot be freed. Nothing is left."""
+        loop = self.world.loop
+        self.publish(REQUESTS[0])
+        for daemon in (*self.readers.values(), *self.sources.values()):
+            with self.world.within(daemon.process):
+                draining = loop.create_task(daemon.ferry.drain(DEADLINE_S, "a test"))
+            loop.settle()
+            if not self._wait(draining.done, DEADLINE_S):
+                raise Violation("who waits for a drain is not answered")
+            if not draining.result().drained:
+                raise Violation("a drain is not fulfilled though nothing goes on")
+        if self.rng.random() < 0.3:
+            self._retire(self.rng.choice((*self.readers.values(), *self.sources.values())))
+        for daemon in (*self.readers.values(), *self.sources.values()):
+            with self.world.within(daemon.process):
+                closing = loop.create_task(daemon.ferry.close())
+            if not self._wait(closing.done, 5.0):
+                raise Violation("a daemon does not stop")
+            closing.result()
+        if self.world.flights():
+            raise Violation("reads are left")
+
+    def _retire(self, daemon: Daemon) -> None:
+        """Its engine's session ends, and a region of it cannot be freed."""
+        session, registry = daemon.engine.session, daemon.ferry.registry
+        for region in session.regions.values():
+            region.close = _cannot_be_freed  # type: ignore[method-assign]
+        with self.world.within(daemon.process):
+            ending = self.world.loop.create_task(registry.end(session.id))
+        self._wait(ending.done, 15.0)
+        answered = ending.done() and (ending.exception() is None or isinstance(ending.exception(), KvferryError))
+        if (
+            not answered
+            or session in registry.sessions
+            or not session.retired.is_set()
+            or session.id in registry._by_id
+        ):
+            raise Violation("a retirement that meets a failing step does not empty")
+
+
+def _cannot_be_freed() -> None:
+    raise RuntimeError("the context is broken")
+
+
+def sizes(daemon: Daemon) -> dict[str, tuple[int, int]]:
+    """Of all that a daemon keeps: how many, and how many there may be."""
+    jobs, leases, peers = daemon.ferry.jobs, daemon.engine.leases, daemon.ferry.peers_known
+    transfers = list(jobs)
+    going_on = sum(not (each.over and each.quiet.is_set()) for each in transfers)
+    return {
+        "transfers": (len(transfers), MOST + HISTORY),
+        "transfers of requests": (sum(map(len, jobs._by_request.values())), len(transfers)),
+        "transfers under way": (len(jobs._under_way), going_on),
+        "claims": (sum(map(len, jobs._claims.values())), going_on),
+        "leases": (len(leases), MOST),
+        "words": (int(np.count_nonzero(leases.words._words)), len(leases)),
+        "users of peers": (sum(peer.users for peer in peers), going_on),
+    }
+
+
+# ---- many runs ----
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Daemons log nothing."""
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("critical"), cache_logger_on_first_use=False
+    )
+    yield
+    structlog.configure(**before)
+
+
+def found_by(seed: int) -> tuple[Run, str, str]:
+    """(the run, the kind of what it found or nothing, more about it)."""
+    run = Run(seed)
+    try:
+        run.play()
+    except Violation as violation:
+        return run, violation.kind, str(violation)
+    except Exception as error:  # noqa: BLE001  a find as well
+        return run, f"{type(error).__name__}: {error}"[:120], traceback.format_exc()
+    return run, "", ""
+
+
+def _work(first: int, until: float, runs: int, into: str) -> tuple[int, int, Counter[str]]:
+    """(runs, steps, how often each kind was found); writes each find that is not known."""
+    count, steps, kinds = 0, 0, Counter[str]()
+    rng = random.Random(first)
+    with quiet():
+        while count < runs and time.monotonic() < until:
+            seed = rng.randrange(SEEDS)
+            run, kind, about = found_by(seed)
+            count, steps = count + 1, steps + run.steps
+            if kind:
+                kinds[kind] += 1
+                if kind not in KNOWN and kinds[kind] <= 20:
+                    with Path(into).open("a") as file:
+                        file.write(json.dumps({"seed": seed, "kind": kind, "about": about}) + "\n")
+    return count, steps, kinds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="play this run, and print what was done in it")
+    parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--runs", type=int, default=1 << 62, help="for each process, at most")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--into", default="found.jsonl", help="a line of JSON for each violation of a kind not known")
+    asked = parser.parse_args()
+    if asked.seed is not None:
+        with quiet():
+            run, kind, about = found_by(asked.seed)
+        print(*run.log, about or f"nothing found in {run.steps} steps", sep="\n")
+        return bool(kind)
+    began = time.monotonic()
+    work = [(random.randrange(SEEDS), began + 3600 * asked.hours, asked.runs, asked.into)] * asked.processes
+    work = [(random.randrange(SEEDS), *each[1:]) for each in work]
+    with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
+        done = pool.starmap(_work, work)
+    kinds = sum((each[2] for each in done), Counter[str]())
+    hours = (time.monotonic() - began) / 3600
+    print(f"{sum(each[0] for each in done)} runs, {sum(each[1] for each in done)} steps, {hours:.2f} hours")
+    for kind, times in kinds.most_common():
+        print(f"{times:7} {kind}{f' (known: {KNOWN[kind]})' if kind in KNOWN else ''}")
+    return bool(set(kinds) - set(KNOWN))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Runs of two engines whose daemons meet blows, then none (seeded.py): new ones each time, and what each oracle finds.
+
+`STEPWISE_SEED=N pytest tests/unit/test_seeded.py` plays the same runs again; `python seeded.py --seed N` one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from seeded import KNOWN, SEEDS, found_by, quiet
+
+from kvferryd.engine.session import Session
+from kvferryd.ferry import Ferry
+from kvferryd.leases.lease import Lease
+from kvferryd.leases.leases import Leases
+from kvferryd.paths.source import SourceReader
+from kvferryd.peers.peers import Peers
+from kvferryd.transfers.claims import Claim
+
+SEED = int(os.environ.get("STEPWISE_SEED") or random.randrange(SEEDS))
+RUNS = 20
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+@pytest.mark.timeout(600)
+def test_whatever_happens_what_nothing_stands_in_the_way_of_is_done() -> None:
+    """Runs that nobody has tried before. Violations of a kind that is known are counted."""
+    print(f"STEPWISE_SEED={SEED} repeats these runs")
+    rng, ends = random.Random(SEED), Counter[str]()
+    for _ in range(RUNS):
+        seed = rng.randrange(SEEDS)
+        run, kind, about = found_by(seed)
+        ends += run.ends
+        assert not kind or kind in KNOWN, f"python tests/unit/seeded.py --seed {seed}\n{about}"
+    assert ends["done"] > RUNS, ends
+
+
+async def at_once(*_: Any, **__: Any) -> None:
+    """In place of what takes its time."""
+
+
+async def for_ever(*_: Any, **__: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """In place of what does something."""
+
+
+def by_one_rank(lease: Lease) -> bool:
+    return not lease.more and any(reader.read for reader in lease._readers.values())
+
+
+PLANTED = [
+    ("the word of a lease is not looked at", SourceReader, "verify", at_once, "done with torn bytes"),
+    (
+        "a lease ends when one rank has read it",
+        Lease,
+        "all_read",
+        property(by_one_rank),
+        "needless lease_ended: direct",
+    ),
+    ("a lease never ends", Leases, "_settle", nothing, "a lease does not end once nobody reads it"),
+    ("a peer is used for ever", Peers, "leave", nothing, "more than may be kept: users of peers"),
+    ("a claim is never released", Claim, "release", nothing, "more than may be kept: claims"),
+    ("nobody is told that a drain is over", Ferry, "drain", for_ever, "who waits for a drain is not answered"),
+    ("a daemon does not close", Ferry, "close", for_ever, "a daemon does not stop"),
+    ("an engine is not told", Session, "tell", nothing, "an engine is not told of an end"),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "broken", "kind"), [each[1:] for each in PLANTED], ids=[each[0] for each in PLANTED]
+)
+def test_what_is_broken_on_purpose_is_found(
+    monkeypatch: pytest.MonkeyPatch, where: type, name: str, broken: object, kind: str
+) -> None:
+    monkeypatch.setattr(where, name, broken)
+    seed = next(seed for seed in range(100) if found_by(seed)[1] == kind)
+    monkeypatch.undo()
+    assert found_by(seed)[1] != kind
