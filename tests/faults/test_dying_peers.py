@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
 from fleet import SPOKEN, TCP_ALONE, Daemons, ended, peer_stub, screens
 from lives import engine_on, published, receives
+from test_agent import a_source
 from test_hostile_metadata import impostor, inner
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Full, KvferryError
 from kvferry.schemas import PeerRequest
 from kvferry.v1 import peer_pb2
 from kvferryd.transport.agent import Agent
-from kvferryd.transport.metadata import Metadata, Screen, parse
+from kvferryd.transport.metadata import Metadata, parse
 from kvferryd.transport.read import Span, TransportError
+from kvferryd.transport.screen import MOST, Screen
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 60.0
@@ -55,30 +56,26 @@ async def test_a_peer_that_dies_while_it_is_met_is_unreachable(daemons: Daemons,
     assert refused.value.code == "peer_unreachable"
 
 
-class Watched(Screen):
-    """Notes how many peers are tried at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.together: list[int] = []
-
-    async def _answers(self, together: Sequence[object], timeout_s: float) -> list[str]:
-        self.together.append(len(together))
-        return await super()._answers(together, timeout_s)  # type: ignore[arg-type]  # passed on as they are
-
-
-async def test_peers_that_wait_are_tried_together_and_one_of_them_harms_no_other(
-    monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack
-) -> None:
-    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
-    words, screen = np.zeros(8, dtype=np.uint64), Watched()
-    stack.push_async_callback(screen.close)
-    span, peers = Span(words.ctypes.data, words.nbytes, "host"), list[Metadata]()
-    for number in range(6):
+async def sources(stack: AsyncExitStack, count: int) -> tuple[Span, list[Metadata]]:
+    """Memory of this process, and the metadata of so many agents that have it registered."""
+    words, peers = np.zeros(8, dtype=np.uint64), list[Metadata]()
+    span = Span(words.ctypes.data, words.nbytes, "host")
+    stack.callback(lambda: words.sum())  # it lives until the agents are closed
+    for number in range(count):
         agent = Agent(f"tried-{number}")
         stack.push_async_callback(agent.close)
         await agent.start()
         peers.append(parse(agent.name, await agent.register(span)))
+    return span, peers
+
+
+async def test_a_peer_that_kills_the_process_which_tries_it_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack
+) -> None:
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
+    screen = Screen()
+    stack.push_async_callback(screen.close)
+    span, peers = await sources(stack, 6)
     address = inner(peers[2].blob)[0]
     hostile = bytearray(peers[2].blob)
     hostile[address.start : address.stop] = bytes(len(address))
@@ -86,4 +83,41 @@ async def test_peers_that_wait_are_tried_together_and_one_of_them_harms_no_other
     told = await asyncio.gather(*(screen.check(each, [span], WAIT_S) for each in peers), return_exceptions=True)
     assert isinstance(told.pop(2), TransportError)
     assert told == [None] * 5
-    assert screen.together[:2] == [1, 5]  # whoever comes first is not kept waiting for others
+
+
+async def test_peers_whose_fabric_is_silent_keep_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack
+) -> None:
+    """Their daemons answer, and their NIXL does not: each is tried for as long as its caller says, and beside it others
+    are tried to their end."""
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
+    screen = Screen()
+    stack.push_async_callback(screen.close)
+    span, peers = await sources(stack, 6)
+    with a_source() as silent, a_source() as silent_too:
+        for source in (silent, silent_too):
+            source.process.send_signal(signal.SIGSTOP)
+        late = [asyncio.create_task(screen.check(each.peer, [each.span], WAIT_S)) for each in (silent, silent_too) * 2]
+        for peer in peers:
+            await screen.check(peer, [span], WAIT_S)
+            assert not any(task.done() for task in late)
+        await asyncio.gather(*(screen.check(peer, [span], WAIT_S) for peer in peers))
+        assert not any(task.done() for task in late)
+        for source in (silent, silent_too):
+            source.process.send_signal(signal.SIGCONT)
+        await asyncio.gather(*late)
+
+
+async def test_more_peers_than_may_wait_are_refused_by_name(stack: AsyncExitStack) -> None:
+    screen = Screen()
+    stack.push_async_callback(screen.close)
+    span, (peer,) = await sources(stack, 1)
+    asked = [asyncio.create_task(screen.check(peer, [span], WAIT_S)) for _ in range(MOST)]
+    await asyncio.sleep(0)  # each has its place now
+    with pytest.raises(Full) as refused:
+        await screen.check(peer, [span], WAIT_S)
+    assert (refused.value.code, refused.value.value) == ("screen_full", str(MOST))
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    await screen.check(peer, [span], WAIT_S)

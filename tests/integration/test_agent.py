@@ -23,9 +23,10 @@ import pytest
 from fleet import TCP_ALONE
 
 from kvferryd.transport.agent import Agent
-from kvferryd.transport.metadata import Metadata, Screen, parse
+from kvferryd.transport.metadata import Metadata, parse
 from kvferryd.transport.nixl import FIRST_READ_S
 from kvferryd.transport.read import CHUNK_DESCRIPTORS, Read, Span, TransportError
+from kvferryd.transport.screen import Screen
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30.0
@@ -67,9 +68,11 @@ def a_source() -> Iterator[Source]:
     quiet = os.environ | {"NIXL_LOG_LEVEL": "ERROR"}  # NIXL writes to stdout
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         assert process.stdout is not None
-        address, nbytes, metadata = json.loads(process.stdout.readline())
-        yield Source(process, parse(name, bytes.fromhex(metadata)), Span(address, nbytes, "host"))
-        process.kill()
+        try:
+            address, nbytes, metadata = json.loads(process.stdout.readline())
+            yield Source(process, parse(name, bytes.fromhex(metadata)), Span(address, nbytes, "host"))
+        finally:
+            process.kill()  # it may stand still
 
 
 @pytest.fixture
@@ -196,9 +199,9 @@ async def test_a_screening_process_that_died_before_it_was_asked_says_nothing_of
         screen = Screen()
         try:
             await screen.prepare()
-            process = screen._process
-            assert process is not None
-            os.kill(process.pid, signal.SIGKILL)
+            assert screen._common is not None
+            process = screen._common._process
+            process.kill()
             if ended:
                 await process.wait()
             await screen.check(source.peer, [source.span], WAIT_S)
@@ -211,11 +214,11 @@ async def test_screening_processes_that_die_before_they_are_asked_are_not_starte
 ) -> None:
     screen, start = Screen(), Screen._start
 
-    async def dies(screen: Screen) -> asyncio.subprocess.Process:
-        process = await start(screen)
-        process.kill()
-        await process.wait()
-        return process
+    async def dies(screen: Screen) -> object:
+        started = await start(screen)
+        started._process.kill()
+        await started._process.wait()
+        return started
 
     monkeypatch.setattr(Screen, "_start", dies)
     with pytest.raises(TransportError) as caught:

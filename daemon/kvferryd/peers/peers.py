@@ -36,8 +36,9 @@ from kvferryd.plan import Plan, plan
 from kvferryd.plan.cost import COSTS, cheapest
 from kvferryd.staging.arena import SLOT_ALIGN
 from kvferryd.staging.share import prepare_scatter
-from kvferryd.transport.metadata import Metadata, Screen, parse
+from kvferryd.transport.metadata import Metadata, parse
 from kvferryd.transport.read import Span, TransportError
+from kvferryd.transport.screen import Screen
 
 log = logs.get(__name__)
 UNLOAD_S = 5.0

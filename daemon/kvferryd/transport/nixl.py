@@ -102,45 +102,40 @@ def rehearse(agent: Any, own: Any) -> None:
     held = partner.register_memory(own, "DRAM")
     agent.add_remote_agent(bytes(partner.get_agent_metadata()))
     try:
-        for error in read_first(agent, own, [(name, own)]).values():
-            raise error
+        reads, deadline = FirstReads(agent, own, name, [own]), time.monotonic() + FIRST_READ_S
+        while not reads.over():
+            if time.monotonic() >= deadline:
+                raise TimeoutError("a first read does not arrive")
+            time.sleep(POLL_S)
     finally:
         agent.remove_remote_agent(name)
         partner.deregister_memory(held)
 
 
-def read_first(
-    agent: Any, own: Any, far: Sequence[tuple[str, Any]], wait_s: float = FIRST_READ_S
-) -> dict[str, Exception]:
-    """Read host memory of these (peer, row), all at once, here and now: of each peer with which that failed, why."""
-    failed: dict[str, Exception] = {}
-    under_way = []
-    for peer, row in far:
-        try:
-            rows = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(row, "DRAM")
-            handle = agent.initialize_xfer("READ", *rows, peer)
-            under_way.append((peer, handle, agent.transfer(handle)))
-        except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
-            failed[peer] = error
-    deadline = time.monotonic() + wait_s
-    while under_way:
-        late, left = time.monotonic() >= deadline, []
-        for peer, handle, state in under_way:
+class FirstReads:
+    """Reads of a peer's host memory, a byte of each row, posted at once; nobody waits for them. `own`: where they land.
+    Raises NIXL's own errors."""
+
+    def __init__(self, agent: Any, own: Any, peer: str, rows: Sequence[Any]) -> None:
+        self._agent, self._under_way = agent, list[tuple[Any, str]]()
+        for row in rows:
+            descs = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(row, "DRAM")
+            handle = agent.initialize_xfer("READ", *descs, peer)
+            self._under_way.append((handle, agent.transfer(handle)))
+
+    def over(self) -> bool:
+        """Whether all have arrived by now. Raises RuntimeError where one has failed."""
+        left = []
+        for handle, posted in self._under_way:
+            state = posted if posted == "DONE" else self._agent.check_xfer_state(handle)
             if state == "DONE":
-                agent.release_xfer_handle(handle)
-            elif state != "PROC" or late:
-                failed[peer] = (TimeoutError if state == "PROC" else RuntimeError)(f"a first read ended in {state}")
+                self._agent.release_xfer_handle(handle)
+            elif state == "PROC":
+                left.append((handle, state))
             else:
-                left.append((peer, handle))
-        if left:
-            time.sleep(POLL_S)
-        under_way = []
-        for peer, handle in left:
-            try:
-                under_way.append((peer, handle, agent.check_xfer_state(handle)))
-            except Exception as error:  # noqa: BLE001  as above
-                failed[peer] = error
-    return failed
+                raise RuntimeError(f"a first read ended in {state}")
+        self._under_way = left
+        return not left
 
 
 def _driver_version() -> int:

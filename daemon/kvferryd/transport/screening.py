@@ -1,4 +1,4 @@
-"""The process in which `kvferryd.transport.metadata` has peers' metadata loaded: it may die of it.
+"""The process in which `kvferryd.transport.screen` has peers' metadata loaded: it may die of it.
 
 It imports next to nothing: a handshake waits for its start.
 """
@@ -8,25 +8,29 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
-import sys
-from typing import Any
+import time
+from collections import Counter
 
-READY, ASKED, FINE, LATE = "ready", "asked", "fine", "late"
+READY, ASKED, FINE, LATE, DIED = "ready", "asked", "fine", "late", ""
 SAID = 400
 """Characters of what NIXL says."""
+POLL_S = 1e-3
+CHUNK = 1 << 16
 
 
 def main() -> None:
-    """The process. A line of stdin names peers to try; of what stdout was, one line says that they will be tried, and
-    the next what came of each. Ends with stdin."""
+    """The process. Each line of stdin is [number, seconds, alias, metadata, rows]: a peer to try for so long. Of what
+    stdout was, [number, ASKED] says that it will be tried, and a later line what came of it, in the order in which that
+    is known. Ends with stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its daemon's terminal is its own
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # NIXL writes to stdout
     import numpy as np
 
-    from kvferryd.transport.nixl import make_agent, read_first, rehearse
+    from kvferryd.transport.nixl import FirstReads, make_agent, rehearse
 
     agent = make_agent(f"screen-{os.getpid()}", threads=0)
     landing = np.zeros(1, dtype=np.uint8)
@@ -34,26 +38,45 @@ def main() -> None:
     agent.register_memory(own, "DRAM")
     rehearse(agent, own)
     answers.write(f"{READY}\n")
-    for line in sys.stdin:
-        answers.write(f"{ASKED}\n")
-        wait_s, peers = json.loads(line)
-        blobs = {alias: blob for alias, blob, _ in peers}  # two engines here may meet the same peer
-        said = {alias: _load(agent, alias, blob) for alias, blob in blobs.items()}
-        far = [(alias, np.array([row], dtype=np.uint64)) for alias, _, rows in peers for row in rows]
-        far = [(alias, row) for alias, row in far if said[alias] == FINE]
-        for alias, error in read_first(agent, own, far, wait_s).items():
-            said[alias] = LATE if isinstance(error, TimeoutError) else _said(error)
-        for alias in [alias for alias, about in said.items() if about == FINE]:
-            agent.remove_remote_agent(alias)
-        answers.write(json.dumps([said[alias] for alias, _, _ in peers]) + "\n")
 
+    def say(number: int, what: str) -> None:
+        answers.write(json.dumps([number, what]) + "\n")
 
-def _load(agent: Any, alias: str, blob: str) -> str:
-    try:
-        agent.add_remote_agent(bytes.fromhex(blob))
-    except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
-        return _said(error)
-    return FINE
+    trials: list[tuple[int, str, float, FirstReads]] = []
+    loaded: Counter[str] = Counter()
+    """Trials under way by alias: two engines may meet the same peer at once."""
+    rest = b""
+    while True:
+        if select.select([0], [], [], POLL_S if trials else None)[0]:
+            if not (read := os.read(0, CHUNK)):
+                return
+            *lines, rest = (rest + read).split(b"\n")
+            for line in lines:
+                number, wait_s, alias, blob, rows = json.loads(line)
+                say(number, ASKED)
+                try:
+                    if not loaded[alias]:
+                        agent.add_remote_agent(bytes.fromhex(blob))
+                    loaded[alias] += 1
+                    reads = FirstReads(agent, own, alias, [np.array([row], dtype=np.uint64) for row in rows])
+                    trials.append((number, alias, time.monotonic() + wait_s, reads))
+                except Exception as error:  # noqa: BLE001  NIXL's errors are RuntimeErrors of its own
+                    say(number, _said(error))
+        going = []
+        for trial in trials:
+            number, alias, until, reads = trial
+            try:
+                what = FINE if reads.over() else LATE if time.monotonic() >= until else ""
+            except Exception as error:  # noqa: BLE001  as above
+                what = _said(error)
+            if not what:
+                going.append(trial)
+                continue
+            loaded[alias] -= 1
+            if what == FINE and not loaded[alias]:
+                agent.remove_remote_agent(alias)
+            say(number, what)
+        trials = going
 
 
 def _said(error: Exception) -> str:

@@ -1,0 +1,235 @@
+"""Peers' NIXL metadata is loaded, connected and read from once in other processes first, which may die of it.
+
+A process tries all that it is given beside each other, and says of each as soon as it knows: a peer whose fabric is
+silent is given its time and takes nobody else's. Only a process that has had no other peer speaks against one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.errors import Full
+from kvferryd.transport import screening
+from kvferryd.transport.metadata import Metadata, malformed
+from kvferryd.transport.read import Span, TransportError, nixl_failed
+from kvferryd.transport.screening import ASKED, DIED, FINE, LATE, READY
+
+START_S = 60.0
+"""The longest that a process may take to come up: seconds on a busy machine."""
+LOADS = 128
+"""Peers that one process loads in all: UCX closes a connection, at both ends, only when one of their processes ends."""
+MOST = 1024
+"""Peers that may wait at a time."""
+PROCESSES = 8
+"""Processes at a time, of 60 MB each. One takes all that come; others end with the peers that are still silent, or
+have one suspect each."""
+SOON_S = 5.0
+"""A process that has not taken a question by then may hang in another peer's metadata: the next is given it, and has as
+long as the peer."""
+READING = 0.8
+"""The part of the time for an answer in which a process reads. In the rest it can say which peers are late."""
+
+
+class Screen:
+    """Owns the processes: the first is started by `prepare` or when it is needed. `close` it."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+        self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(PROCESSES)
+        self._processes: set[_Process] = set()
+        self._common: _Process | None = None
+        """Takes all peers that come."""
+
+    async def prepare(self) -> None:
+        """Start a process now, so that the next `check` need not wait: half a second. What fails here fails there."""
+        with contextlib.suppress(TransportError):
+            await self._for_all()
+
+    async def check(self, metadata: Metadata, spans: Sequence[Span], timeout_s: float) -> None:
+        """Load it and read a byte of each span of host memory.
+
+        timeout_s: for the peer's answers, from when a process has taken the question; another process, for a peer of
+        which the first has died, has as long again.
+
+        Raises Full (`screen_full`). TransportError: `malformed_metadata` where a process died of it, `peer_unreachable`
+        where it did not answer in time, `transport_failed` with what NIXL said.
+        """
+        if self._waiting >= MOST:
+            why, remedy = "too many peers are being met for the first time", "try again when their handshakes are over"
+            raise Full("screen_full", why, field="peers", value=MOST, remedy=remedy)
+        rows = [(span.address, 1, 0) for span in spans if span.kind == "host"]
+        question = [READING * timeout_s, metadata.alias, metadata.blob.hex(), rows]
+        self._waiting += 1
+        try:
+            said, final = await self._ask(question, timeout_s, alone=False)
+            if not final and said not in (FINE, LATE):
+                said, _ = await self._ask(question, timeout_s, alone=True)
+        finally:
+            self._waiting -= 1
+        if said == LATE:
+            raise TransportError("peer_unreachable", "NIXL did not connect to the peer", value=timeout_s)
+        if said == DIED:
+            raise malformed("the process that tried it died of it")
+        if said != FINE:
+            raise nixl_failed(said, said)
+
+    async def _ask(self, question: list[Any], timeout_s: float, *, alone: bool) -> tuple[str, bool]:
+        """(what a process says of it, whether that process has had no other). One that dies, or hangs in another peer's
+        metadata, before it takes the question tells nothing of this peer: another is asked, once."""
+        for soon_s in (SOON_S, timeout_s):
+            process = await (self._start() if alone else self._for_all())
+            try:
+                said = await process.ask(question, soon_s, timeout_s)
+            finally:
+                if process.spent:
+                    await self._let_go(process)
+            if said is not None:
+                return said, process.given == 1
+        raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
+
+    async def _for_all(self) -> _Process:
+        async with self._starting:
+            if self._common is None or self._common.spoiled:
+                if self._common is not None and self._common.spent:
+                    await self._let_go(self._common)
+                self._common = await self._start()
+            return self._common
+
+    async def _start(self) -> _Process:
+        """Waits for a place: every process ends by its peers' deadlines. Raises TransportError (`transport_failed`)."""
+        try:
+            async with asyncio.timeout(START_S):
+                await self._places.acquire()
+        except TimeoutError:
+            why, remedy = "all processes that try peers' metadata are in use", "see which peers do not answer"
+            raise TransportError("transport_failed", why, value=PROCESSES, remedy=remedy) from None
+        try:
+            process = await _started()
+        except BaseException:
+            self._places.release()
+            raise
+        self._processes.add(process)
+        return process
+
+    async def _let_go(self, process: _Process) -> None:
+        """Once; its place is another's then."""
+        if process in self._processes:
+            self._processes.remove(process)
+            self._places.release()
+            await process.end()
+
+    async def close(self) -> None:
+        self._common = None
+        for process in list(self._processes):
+            await self._let_go(process)
+
+
+@dataclass(slots=True, eq=False)
+class _Trial:
+    """One peer in one process. taken: it has the question, or has died; asked: it has the question."""
+
+    answer: asyncio.Future[str]
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: bool = False
+
+
+class _Process:
+    """One process, and the peers that it tries. given: how many it has had. spoiled: it takes no others, as a failed
+    load may have left anything behind in it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+        self.given, self.spoiled = 0, False
+        self._trials: dict[int, _Trial] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def spent(self) -> bool:
+        """Nobody waits for it, and nobody will."""
+        return self.spoiled and not self._trials
+
+    async def ask(self, question: list[Any], soon_s: float, timeout_s: float) -> str | None:
+        """What it says of a peer, DIED where it has died of it or of another; None where it did not take the question
+        within `soon_s`."""
+        if self._reading.done():
+            return None
+        number, trial = self.given, _Trial(asyncio.get_running_loop().create_future())
+        self.given += 1
+        self._trials[number] = trial
+        said: str | None = None
+        try:
+            with contextlib.suppress(ConnectionError):  # it has died, as `_read` will find
+                self._stdin.write(json.dumps([number, *question]).encode() + b"\n")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(soon_s):
+                    await trial.taken.wait()
+            if trial.asked:
+                said = LATE
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        said = await trial.answer
+            return said
+        finally:
+            del self._trials[number]
+            self.spoiled |= said != FINE or self.given >= LOADS
+
+    async def _read(self) -> None:
+        with contextlib.suppress(ValueError):  # it has died in a line
+            while line := await self._stdout.readline():
+                number, said = json.loads(line)
+                trial = self._trials.get(number)
+                if trial is None or trial.answer.done():
+                    continue  # nobody waits for it any more
+                if said == ASKED:
+                    trial.asked = True
+                    trial.taken.set()
+                else:
+                    trial.answer.set_result(str(said))
+        self.spoiled = True
+        for trial in self._trials.values():
+            trial.taken.set()
+            if not trial.answer.done():
+                trial.answer.set_result(DIED)
+
+    async def end(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._reading.cancel()
+
+
+async def _started() -> _Process:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", screening.__name__,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
+        )  # fmt: skip
+    except OSError as error:
+        why = f"the process that tries peers' metadata cannot be started: {error}"
+        remedy = "raise the daemon's limits (descriptors, memory, processes)"
+        raise TransportError("transport_failed", why, remedy=remedy) from None
+    assert process.stdout is not None
+    said = b""
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                said = await process.stdout.readline()
+    finally:
+        if said.decode().strip() != READY:  # else the next metadata would be taken for what it died of
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if said.decode().strip() != READY:
+        raise TransportError("transport_failed", "the process that tries peers' metadata did not start")
+    return _Process(process)
