@@ -58,6 +58,14 @@ def reset(engine: Service) -> None:
     assert eventually(lambda: bool(call(engine, "/reset_prefix_cache")["success"]))
 
 
+def reset_all(engines: Pair) -> None:
+    """Also where prefill keeps blocks for requests that decode has refused."""
+    for lease in engines.leases():
+        httpx.delete(f"{engines.prefill_daemons[0].url}/v1/leases/{lease.request_id}", trust_env=False)
+    for engine in (engines.prefill, engines.decode):
+        reset(engine)
+
+
 def reload(engine: Service, folder: Path) -> None:
     call(engine, "/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
 
@@ -109,10 +117,7 @@ def load(both: Both) -> Iterator[Load]:
 def of_one_model(asked: Load) -> None:
     """Every answer is that of one of the two engines alone: by now their weights differ as those of the load did."""
     engines = asked.both.pair.prefill, asked.both.pair.decode
-    for lease in asked.both.pair.leases():  # of requests that decode has refused
-        httpx.delete(f"{asked.both.pair.prefill_daemons[0].url}/v1/leases/{lease.request_id}", trust_env=False)
-    for engine in engines:
-        reset(engine)
+    reset_all(asked.both.pair)
     mixed = []
     for tokens, answer in asked.answers:
         if answer is not None and answer not in (each := [alone(engine, tokens) for engine in engines]):
@@ -152,6 +157,26 @@ def test_weights_replaced_under_load_on_one_side_and_then_on_the_other(both: Bot
     of_one_model(asked)
     replaced(prefill, both.a)
     is_handed_over(both)
+
+
+def test_a_version_or_a_name_that_a_caller_gives_is_compared(both: Both) -> None:
+    def version(engine: Service, name: str) -> None:
+        call(engine, "/update_weight_version", new_version=name)
+
+    def name(engine: Service, name: str) -> None:
+        call(engine, "/collective_rpc", method="kvferry_weights", args=[name])
+
+    for give, value in ((version, "v7"), (name, "mine")):
+        give(both.pair.prefill, value)
+        reset_all(both.pair)
+        _, answer = handed_over(both)
+        assert answer is None
+        error = (
+            both.pair.transfers()[-2].error or both.pair.transfers()[-1].error
+        )  # vLLM ends a failed one with another
+        assert error is not None and error.code == "other_weights" and repr(value) in error.message
+        give(both.pair.decode, value)
+        is_handed_over(both)
 
 
 def replaced(engine: Service, folder: Path) -> None:

@@ -29,6 +29,7 @@ log = init_logger("vllm.kvferry.weights")
 RELOADS = ("self", "args", "kwargs")
 REPLACES: dict[str, tuple[str, ...]] = {
     "reload_weights": RELOADS,
+    "reset_weights": ("self",),
     "start_weight_update": ("self",),
     "start_draft_weight_update": ("self",),
     "update_weights": ("self", "update_info"),
