@@ -81,6 +81,17 @@ async def test_a_lease_is_released_by_its_reader(leases: Leases, publish: Publis
     assert len(leases) == 0
 
 
+async def test_a_lease_ends_though_a_peer_has_written_its_word(
+    leases: Leases, publish: Publish, ended: list[Lease]
+) -> None:
+    """A peer may write where it reads."""
+    lease = publish()
+    leases.words._words[:] = 1
+    leases.revoke_all("a test")
+    assert ended == [lease] and len(leases.words._free) == leases.limit
+    assert not leases.words._words[(lease.word.address - leases.words._words.ctypes.data) // 8]
+
+
 async def test_all_ranks_of_a_reader_must_have_read(leases: Leases, publish: Publish) -> None:
     lease = publish()
     for rank in range(3):

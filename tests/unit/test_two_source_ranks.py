@@ -13,6 +13,7 @@ from stepwise import Step, World
 
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
+from kvferryd.paths.source import OPEN_AFTER_S
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
@@ -161,6 +162,25 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
     world.run()
     assert transfer.problem is None and two.is_there(blocks)
     assert not met[0].loaded
+
+
+def test_bytes_that_are_read_twice_are_served_twice_and_not_three_times(two: Two) -> None:
+    """The lease that was announced has ended while it was read; the next one is read from its beginning."""
+    blocks, world, leases = range(4), two.world, two.sources[0].engine.leases
+    for source in two.sources:
+        source.publish("r", blocks)
+    world.run()
+    transfer = two.receive("r", blocks, "direct")
+    two.step_all(lambda: [flight.step for flight in world.flights()], lambda: transfer.state is TransferState.VERIFYING)
+    world.loop.pass_time(2 * OPEN_AFTER_S)
+    two.step_all(two.of_calls)
+    for source in two.sources:
+        world.loop.call(source.engine.leases.revoke, "r", "preempted")
+        source.publish("r", blocks)
+    world.run()
+    assert transfer.state is TransferState.DONE and two.is_there(blocks)
+    (inbound,) = leases.inbound
+    assert inbound().bytes == 2 * transfer.nbytes / len(two.sources)
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -114,6 +114,7 @@ class SourceReader:
             if self._update is None and (self._problem is None or ended):
                 self._problem = None
                 self.close(complete=False)
+                self.nbytes = 0  # the source has been told
                 self.lease = peer_pb2.LeaseUpdate(more=True)
                 self._open()
             self._apply(await self._next())

@@ -86,6 +86,8 @@ class Keeper:
         self._arguments = arguments
         self._selector = selectors.DefaultSelector()
         self._served = self._stopping = self._upgrading = self._json = False
+        self._wished = False
+        """An upgrade was asked for while the daemon whose turn it is did not serve yet: it comes when it does."""
         self._log = Writer(2, lambda lost: self._line(f"{LOST}: {lost}"))
         self._status: int | None = None
         self._deaths = Deaths()
@@ -171,12 +173,14 @@ class Keeper:
                 self._json = form == "json"
             case "loaded":
                 self._loads_s, daemon.loading = LOADS_S, False
-                if self._upgrading and daemon is self._standby:
+                if self._upgrading and daemon is self._standby and not self._current.told:
                     self._current.told = True
                     self._current.signal(signal.SIGTERM)
             case "serving":
                 daemon.loading = False
                 daemon.since, self._served = time.monotonic(), True
+                if self._wished:
+                    self._upgrade()
                 self._stand_by()
             case {"device": str(device), "nbytes": int(nbytes)}:
                 self._allocate(daemon, device, nbytes)
@@ -211,7 +215,10 @@ class Keeper:
         if not _received(held):
             self._selector.unregister(held)
             held.close()
-            free()
+            try:
+                free()
+            except KvferryError as error:  # in a broken context: other engines' memory and the daemon stay
+                self._report(f"memory that nobody holds any more cannot be freed: {error.message}")
 
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
@@ -228,6 +235,7 @@ class Keeper:
                     self._current.signal(number)
 
     def _upgrade(self) -> None:
+        self._wished = self._next_turn is None and self._current.since is None
         if not self._stopping and not self._upgrading and (self._next_turn or self._current.since is not None):
             new = self._start("the one that serves stays" if self._next_turn is None else "the next one's turn comes")
             if new is not None:
@@ -260,7 +268,9 @@ class Keeper:
                 elif self._standby is not None and pid == self._standby.process.pid:
                     self._standby.process.returncode = status
                     self._next_standby, self._standby = self._standby.started + STANDBYS_APART_S, None
-                    if self._upgrading:
+                    if self._upgrading and self._current.told:
+                        self._report(f"the new daemon is dead ({_words(status)}): another one is loaded")
+                    elif self._upgrading:
                         self._upgrading = False
                         self._report(f"the new daemon does not load ({_words(status)}): the one that serves stays")
                     else:
