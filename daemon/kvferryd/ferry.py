@@ -56,6 +56,8 @@ class Ferry:
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self._stopping = False
+        self._fewer = asyncio.Event()
+        """Set when a lease or a transfer is over, or a drain begins or is cancelled; another takes its place."""
         self.closing = asyncio.Event()
         """The process ends now: nobody is to wait for anything any more."""
         self.memory = provider(config, keeper)
@@ -66,7 +68,7 @@ class Ferry:
         self.roster = Roster(config, self.peers_known.channels, Seed())
         self.spans = spans.made(self.instance)
         self.notes = Notes(lambda: self.jobs.unfinished > 0)
-        self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self.spans)
+        self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self._one_fewer, self.spans)
         # What an engine that has left published may still be read; nothing more is read for it.
         self.registry = Engines(
             config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire
@@ -361,8 +363,7 @@ class Ferry:
 
     def drain_status(self) -> schemas.DrainStatus:
         leases = sum(len(engine.leases) for engine in self.registry)
-        transfers = sum(not _finished(transfer) for transfer in self.jobs)
-        draining = self.jobs.draining
+        transfers, draining = self.jobs.left, self.jobs.draining
         drained = draining and not leases and not transfers
         return schemas.DrainStatus(draining=draining, leases=leases, transfers=transfers, drained=drained)
 
@@ -377,7 +378,7 @@ class Ferry:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while (now := self.drain_status()).draining and not now.drained:
-                    await self._one_ends()
+                    await self._fewer.wait()
         return self.drain_status()
 
     def cancel_drain(self, asked_by: str) -> schemas.DrainStatus:
@@ -395,18 +396,12 @@ class Ferry:
         log.warning("drain begins" if draining else "drain cancelled", asked_by=asked_by, **left)
         for session in self.registry.sessions:
             session.tell(engine_pb2.Event(draining=engine_pb2.Draining(cancelled=not draining)))
+        self._one_fewer()
 
-    async def _one_ends(self) -> None:
-        """Until a lease changes, or a transfer ends or is quiet."""
-        leases = [lease.changing for engine in self.registry for lease in engine.leases]
-        unfinished = [transfer for transfer in self.jobs if not _finished(transfer)]
-        transfers = [each.quiet if each.ended.is_set() else each.ended for each in unfinished]
-        waiting = [asyncio.ensure_future(event.wait()) for event in (*leases, *transfers)]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
+    def _one_fewer(self) -> None:
+        """A lease or a transfer is over: whoever waits for a drain looks again."""
+        self._fewer.set()
+        self._fewer = asyncio.Event()
 
     async def follow_proof(self, proof: Certificates, recheck_callers: Callable[[], None]) -> None:
         """For as long as the daemon runs: when its certificate or secret has changed, connect anew by the new one. When
@@ -447,6 +442,7 @@ class Ferry:
             request_id=lease.request_id, state=lease.state.value, lease_state=LEASE_STATES[lease.state], problem=problem
         )
         engine.session.tell(engine_pb2.Event(lease_ended=ended))
+        self._one_fewer()
         self.notes.add(partial(self._note_lease_end, lease))  # the engine first
 
     def _note_lease_end(self, lease: Lease) -> None:
@@ -487,11 +483,6 @@ def _unknown_peer(engine_id: str) -> NotFound:
 
 def _over(transfer: Transfer) -> bool:
     return transfer.over
-
-
-def _finished(transfer: Transfer) -> bool:
-    """Its part on this rank has ended, and nothing can be written any more."""
-    return transfer.ended.is_set() and transfer.quiet.is_set()
 
 
 def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:

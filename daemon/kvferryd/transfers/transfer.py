@@ -39,13 +39,15 @@ STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lo
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a transfer needs of its daemon. on_end: this rank's part has ended. on_over: that of every rank has. `spawn`
-    runs work that may outlast the transfer."""
+    """What a transfer needs of its daemon. on_end: this rank's part has ended. on_over: that of every rank has.
+    on_quiet: this rank's part has ended, and nothing can be written any more. `spawn` runs work that may outlast the
+    transfer."""
 
     config: Config
     peers: Peers
     on_end: Callable[[Transfer, Engine], None]
     on_over: Callable[[Transfer], None]
+    on_quiet: Callable[[], None]
     spawn: Callable[[Coroutine[None, None, None]], None]
 
 
@@ -498,6 +500,7 @@ class Transfer:
 
     def _leave(self) -> None:
         """Close the leases that were read to their end, and let the peer go."""
+        self._around.on_quiet()
         self._flights.clear()
         if self._reads is not None:
             (peer, through), self._reads = self._reads, None

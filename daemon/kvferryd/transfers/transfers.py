@@ -51,12 +51,17 @@ class Transfers:
     """
 
     def __init__(
-        self, config: Config, peers: Peers, metrics: Metrics, notes: Notes, spans: Spans | None = None
-    ) -> None:
+        self, config: Config, peers: Peers, metrics: Metrics, notes: Notes, one_fewer: Callable[[], None],
+        spans: Spans | None = None,
+    ) -> None:  # fmt: skip
+        """one_fewer: called when a transfer's part on this rank has ended and nothing can be written any more."""
         self._config, self._metrics, self._notes, self._spans = config, metrics, notes, spans
+        self._one_fewer = one_fewer
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
-        self._around = Surroundings(config, peers, self._on_end, self._on_over, self._after.spawn)
+        self._around = Surroundings(
+            config, peers, self._on_end, self._on_over, self._on_quiet, self._after.spawn
+        )  # fmt: skip
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._by_request: dict[str, list[Transfer]] = {}
@@ -73,6 +78,8 @@ class Transfers:
         self._dead: LRUCache[Key, tuple[int, float]] = LRUCache(ATTEMPTS)
         """The last attempt that ended on another rank, and when: its order may still be on its way here."""
         self.draining = False
+        self.left = 0
+        """Transfers whose part on this rank has not ended, or may still write."""
         self._cursor, self._overs = uuid.uuid4().hex[:8], 0
         """Names this process in cursors; how many transfers were over so far."""
         self._awaited: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
@@ -218,6 +225,7 @@ class Transfers:
             self._by_id[transfer.transfer_id] = self._current[key] = transfer
             self._by_request.setdefault(key[2], []).append(transfer)
             self._under_way[transfer] = engine
+            self.left += 1
             if not counted:
                 _raise(self._given, key, attempt)
             if (appeared := self._awaited.pop(key[2], None)) is not None:
@@ -353,6 +361,10 @@ class Transfers:
             transfer.over_number, transfer.over_at, transfer.over_since = self._overs, time.time(), time.monotonic()
             del self._under_way[transfer]
             transfer.wake()
+
+    def _on_quiet(self) -> None:
+        self.left -= 1
+        self._one_fewer()
 
     def _forget_oldest(self) -> None:
         """Keep `history` ended transfers; one whose other ranks or reads go on is kept until they end."""
