@@ -76,8 +76,9 @@ class Rank:
         self._checkpoint = partial(
             model_fingerprint, _configuration(model, arguments), str(model.dtype), model.quantization
         )
-        self._registered = self._checkpoint(name=model.model_path, revision=model.revision, seed=seed)
-        fingerprint = self.options.fingerprint or self._registered
+        said = self.options.fingerprint
+        fingerprint = said or self._checkpoint(name=model.model_path, revision=model.revision, seed=seed)
+        self._registered = "" if said else fingerprint
         builder = ManifestBuilder(
             self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
             world_size=self.count, parallel={"tp": self.count},

@@ -9,16 +9,16 @@ with every publish names the oldest that may have computed any of its tokens.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from vllm import __version__
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.errors import KvferryError, Unavailable
+from kvferry.errors import KvferryError
 from kvferry.vllm.identity import checkpoint
 from kvferry.weights import Weights, digest_of_adapter
 
@@ -26,18 +26,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 log = init_logger("vllm.kvferry.weights")
-RELOADS = ("self", "args", "kwargs")
-REPLACES: dict[str, tuple[str, ...]] = {
-    "reload_weights": RELOADS,
-    "reset_weights": ("self",),
-    "start_weight_update": ("self",),
-    "start_draft_weight_update": ("self",),
-    "update_weights": ("self", "update_info"),
-    "finish_weight_update": ("self",),
-}
-"""The functions of vLLM's worker that replace weights, with their parameters."""
-ADAPTER = ("self", "lora_request")
-"""The parameters of the function that reads every LoRA adapter."""
+REPLACES = (
+    "reload_weights", "reset_weights", "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update",
+)  # fmt: skip
+"""The functions of vLLM's worker that replace weights."""
 
 
 class VllmWeights(Weights):
@@ -45,67 +38,68 @@ class VllmWeights(Weights):
 
     def __init__(self, daemon: BlockingEngineClient, config: VllmConfig) -> None:
         super().__init__(daemon, f"{config.kv_transfer_config.engine_id}/{config.instance_id}", log.info)
-        self._config, self._registered = config, checkpoint(config)
+        self._config = config
+        self._registered = self._checkpoint()
         _watched.add(self)
         watch_worker()
 
     def reloaded(self) -> None:
         """They are those of the checkpoint that the configuration names by now."""
+        if name := self._checkpoint():
+            self.rename("" if name == self._registered else name)
+
+    def _checkpoint(self) -> str:
+        """Its name; none where its files are not laid out as they are known to be."""
         try:
-            name = checkpoint(self._config)
+            return checkpoint(self._config)
         except KvferryError as error:
             log.warning("the checkpoint has no name: %s", error)
-        else:
-            self.rename("" if name == self._registered else name)
+            return ""
 
 
 _watched: WeakSet[VllmWeights] = WeakSet()
 
 
 def watch_worker() -> None:
-    """Wrap what replaces weights in this process. Idempotent. Raises KvferryError (`unsupported_vllm`)."""
+    """Wrap what replaces weights in this process. Idempotent."""
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(Worker, "kvferry_weights"):
-        return
-    for name, parameters in REPLACES.items():
-        _check(Worker, name, parameters)
-    _check(WorkerLoRAManager, "_load_adapter", ADAPTER)
-    for name in REPLACES:
-        setattr(Worker, name, _replacing(getattr(Worker, name)))
-    WorkerLoRAManager._load_adapter = _reading(WorkerLoRAManager._load_adapter)
-    Worker.kvferry_weights = _said("replaced")
-    Worker.kvferry_rename_weights = _said("rename")
+    if not hasattr(Worker, "kvferry_weights"):
+        for name in REPLACES:
+            _wrap(Worker, name, _replacing)
+        _wrap(WorkerLoRAManager, "_load_adapter", _reading)
+        Worker.kvferry_weights = _said("replaced")
+        Worker.kvferry_rename_weights = _said("rename")
 
 
 def watch_core() -> None:
-    """Wrap what gives weights their version in this process. Idempotent. Raises KvferryError (`unsupported_vllm`)."""
+    """Wrap what gives weights their version in this process. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
-    before = EngineCore.set_weight_version
-    if hasattr(before, "__wrapped__"):
-        return
-    _check(EngineCore, "set_weight_version", ("self", "weight_version"))
+    if not hasattr(EngineCore, "kvferry_watched"):
+        EngineCore.kvferry_watched = True
+        _wrap(EngineCore, "set_weight_version", _naming)
 
-    @functools.wraps(before)
-    def set_weight_version(core: Any, weight_version: str) -> None:
-        before(core, weight_version)
+
+def _wrap(holder: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """A vLLM that has another function in its place is one that this was not written for, and serves all the same."""
+    if callable(found := getattr(holder, name, None)):
+        setattr(holder, name, by(found))
+    else:
+        log.warning(
+            "vLLM %s has no %s.%s: weights that it replaces in another way are not seen to be others. Say so by "
+            "collective_rpc('kvferry_weights', args=(NAME,))", __version__, holder.__name__, name,
+        )  # fmt: skip
+
+
+def _naming(give: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(give)
+    def named(core: Any, weight_version: str) -> None:
+        give(core, weight_version)
         core.collective_rpc("kvferry_rename_weights", args=(weight_version,))
 
-    EngineCore.set_weight_version = set_weight_version
-
-
-def _check(holder: type, name: str, parameters: tuple[str, ...]) -> None:
-    found = getattr(holder, name, None)
-    has = tuple(inspect.signature(found).parameters) if callable(found) else ()
-    if has != parameters:
-        from vllm import __version__
-
-        what = f"vLLM {__version__} is not one that kvferry.vllm knows: its {holder.__name__}.{name} takes {has}"
-        raise Unavailable(
-            "unsupported_vllm", what, field=name, value=has, remedy="install a vLLM that docs/vllm.md names"
-        )
+    return named
 
 
 def _replacing(replace: Callable[..., Any]) -> Callable[..., Any]:
