@@ -356,3 +356,19 @@ async def test_a_reader_that_sees_another_cache_than_there_is_is_refused() -> No
         assert caught.value.code == "protocol"
     with pytest.raises(PlanRefused):
         await Pairings().add(SOURCE, [SOURCE], cache(*attention(layers=[7]), engine="decode"), b"")
+
+
+async def test_a_copy_that_cannot_begin_ends_the_gather_with_a_reason(
+    readers: Readers, arena: Arena, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread can be started: nobody else would see an error of a callback."""
+
+    def start(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(arena.copies, "start", start)
+    reader = readers(arena)
+    reader.gather.begin(lease, lambda: None)
+    reader.says(want=[0])
+    assert await reader.refused() == "internal"
+    assert not arena.used_nbytes

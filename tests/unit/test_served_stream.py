@@ -93,3 +93,16 @@ async def test_who_has_not_been_sent_a_lease_when_it_ends_is_told_of_the_end(lea
     assert (await reader.hears()).HasField("update")
     leases.revoke("second", "for a test")
     assert (await reader.hears()).problem.code == "lease_ended"
+
+
+async def test_a_reader_is_told_of_a_reading_that_breaks(
+    leases: Leases, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread can be started, say: it would wait until its deadline."""
+
+    async def find(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(leases, "find", find)
+    reader.opens("r")
+    assert (await reader.hears()).problem.code == "internal"

@@ -231,7 +231,7 @@ class Gather:
             self._check_held()  # it may have ended while this waited for a slot
             gather = functools.partial(chunk.gather, self._gatherer.regions, slot.address)
             gathering = self._arena.copies.start(chunk.nbytes, gather)
-        except KvferryError as error:
+        except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
             self._arena.give_back(slot)
             self.end(error)
         else:

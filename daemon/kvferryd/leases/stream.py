@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 
-from kvferry.errors import Conflict, Full, KvferryError, Malformed
+from kvferry.errors import Conflict, Full, Internal, KvferryError, Malformed
 from kvferry.outbox import SEVERAL, Outbox
 from kvferry.schemas import InboundRecord, LeaseState
 from kvferry.v1 import peer_pb2
@@ -21,8 +21,10 @@ from kvferryd.check import check_request_id
 from kvferryd.leases.gather import Gather, Gatherer
 from kvferryd.leases.lease import Lease, Opened, ReaderId, announced_as
 from kvferryd.leases.leases import Leases
+from kvferryd.observe import logs
 from kvferryd.observe.logs import Trace
 
+log = logs.get(__name__)
 ENDED_S = 1.0
 """How long readers may take to receive the end of their leases, when all of them end."""
 ANNOUNCEMENTS = 64
@@ -75,6 +77,10 @@ class _Reading:
                     raise lease.over()  # what was gathered stays as good as it was
         except KvferryError as error:
             self._fail(error)
+            self._queue()
+        except Exception as error:
+            log.exception("a reading broke", request_id=self.request_id)
+            self._fail(Internal("internal", f"the source failed: {type(error).__name__}"))
             self._queue()
 
     def _fail(self, why: KvferryError) -> None:
