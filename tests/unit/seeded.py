@@ -56,9 +56,13 @@ KNOWN = {
     "ranks of one request read two publishes": "ranks do not tell each other which lease they read",
     f"{NOT_DONE}: order first, deadline": "an order has no id: one that is as before is taken for the one before",
     f"{NOT_DONE}: other_prompt": "announcements are kept by request and not by lease",
+    f"{NOT_DONE}: lease_ended": "an announcement is out of date at one rank, and all ranks begin again",
+    f"{NOT_DONE}: own, deadline": "a daemon has counted an attempt by the number that the engine gives the next one",
+    f"{NOT_DONE}: order_conflict": "a daemon has counted an attempt by the number that the engine gives the next one",
     f"{NOT_DONE}: aborted": "an abort that a rank hears of without its attempt may be of the next one",
     f"{NOT_DONE}: peer_lost": "a stream does not say which start of a daemon it is for",
     "a retirement that meets a failing step does not empty": "its steps are a straight line",
+    "between daemons of ours: protocol": "a stream does not say which start of a daemon it is for",
     "needless lease_ended: direct": "ranks are counted across attempts that have no number of their engine",
     "needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails",
 }

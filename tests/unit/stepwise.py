@@ -722,6 +722,9 @@ class World:
             self.copies.append(Copies(self))
             return self.copies[-1]
 
+        for clock in ("time.monotonic", "time.time"):
+            patched.setattr(clock, self.loop.time)  # a run is the same however long its steps take
+        patched.setattr("time.clock_gettime", lambda _: self.loop.time())
         patched.setattr("kvferryd.engine.registration.Agent", functools.partial(Agent, self))
         patched.setattr("kvferryd.engine.registration.HostCopies", copies)
         patched.setattr("kvferryd.ferry.provider", lambda *_: Provider(self.memory, self.arena_nbytes))
