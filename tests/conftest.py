@@ -37,6 +37,10 @@ FUZZ_SEED = os.environ.setdefault("FUZZ_SEED", str(random.randrange(1 << 32)))
 """What tests/fuzz makes its cases from. In the environment, so that workers have the same."""
 
 
+STEPWISE_SEED = os.environ.setdefault("STEPWISE_SEED", str(random.randrange(1 << 48)))
+"""What runs of daemons in a world without time are drawn from (tests/unit/stepwise.py)."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `--dist loadgroup`: the tests of a module go to one process, which has its daemons, unless they say more."""
@@ -59,7 +63,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"tests/fuzz: FUZZ_SEED={FUZZ_SEED} repeats this run"
+    return f"FUZZ_SEED={FUZZ_SEED} STEPWISE_SEED={STEPWISE_SEED} repeats this run"
 
 
 @pytest.fixture

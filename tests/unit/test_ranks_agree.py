@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from stepped import Daemon, manifest_of, stepping
 from stepwise import Step, Stream, World
@@ -144,7 +145,8 @@ DONE_AT = st.tuples(st.sampled_from(DEEDS), st.integers(0, len(RANKS) - 1), st.i
 """What is done, at which rank, the steps before the next, and of which of those under way."""
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@seed(int(os.environ["STEPWISE_SEED"]))
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(DONE_AT, min_size=2, max_size=14))
 def test_ranks_come_to_rest_whatever_happens_and_call_none_done_that_is_not(
     deeds: list[tuple[Callable[[Ranks, int], object], int, int, int]],
