@@ -16,9 +16,13 @@ __all__ = ["KvferryConnector", "NixlConnector"]
 
 
 def register() -> None:
-    """Make the connector known to vLLM by its name: the entry point `vllm.general_plugins`."""
+    """Make the connector known to vLLM by its name: the entry point `vllm.general_plugins`, which vLLM calls in each
+    process before a model is made."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from kvferry.vllm import heads
+
+    heads.watch()
     with suppress(ValueError):  # it is known already
         KVConnectorFactory.register_connector("KvferryConnector", "kvferry.vllm.connector", "KvferryConnector")
 

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_sliding_window,
+    iter_layer_specs,
 )
 
 from kvferry.errors import Malformed
-from kvferry.manifest import ManifestBuilder, TokenShard
+from kvferry.manifest import OPAQUE, ManifestBuilder, TokenShard
+from kvferry.manifest.encoding import is_opaque
 from kvferry.parts import Describing, Part, attention_parts, recurrent_parts
+from kvferry.vllm import heads
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
 """What a recurrent layer's convolution remembers, by the layer's kind."""
+FP8 = {"fp8": "fp8_e4m3fn", "fp8_e4m3": "fp8_e4m3fn", "fp8_e5m2": "fp8_e5m2"}
+"""vLLM's cache types (--kv-cache-dtype) whose plain elements vLLM keeps in uint8; a layer's scale lies elsewhere.
+
+Tensors of auto, float16, bfloat16 and fp8_inc have the dtype of their elements. All other types are opaque: nobody has
+described the insides of fp8_ds_mla, nvfp4, nvfp4_4over6, nvfp4_ds_mla, the four turboquants, ultraquant_4bit, and int4,
+int8 and fp8 per token and head, nor those of types that nobody knows yet."""
 
 
 class Group(NamedTuple):
@@ -40,13 +51,14 @@ def describe(
     caches: Mapping[str, torch.Tensor], rank: int, ranks: int,
 ) -> None:  # fmt: skip
     """Add the groups and all that their layers hold to the manifest. rank, ranks: of tensor parallelism. Raises
-    KvferryError (`unknown_layout`, `unsupported_cache`)."""
+    KvferryError (`unknown_layout`, `unknown_heads`, `unsupported_cache`)."""
     model, parallel = config.model_config, config.parallel_config
     layers = config.compilation_config.static_forward_context
     describing = Describing(builder, rank, ranks)
     for group, spec, names in groups:
         specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(names, spec)
-        recurrent = isinstance(specs[names[0]], MambaSpec)
+        # A stage of a pipeline may have none of a group's layers, and has the group's blocks all the same.
+        recurrent = isinstance(next(iter(iter_layer_specs(spec)), spec), MambaSpec)
         dcp = parallel.decode_context_parallel_size if spec.dcp_sharded else 1
         share = TokenShard(rank=rank % dcp, size=dcp, interleave=parallel.cp_kv_cache_interleave_size)
         builder.group(
@@ -54,22 +66,19 @@ def describe(
             block_size=1 if recurrent else spec.block_size, window=get_kv_cache_spec_sliding_window(spec),
         )  # fmt: skip
         for name in names:
-            found = _parts(
-                layers[name], name, specs[name], caches[name], num_blocks, model.dtype, ranks,
-                model.get_total_num_kv_heads(),
-            )  # fmt: skip
+            found = _parts(layers[name], name, specs[name], caches[name], num_blocks, model, ranks)
             describing.add(group, extract_layer_index(name), found)
 
 
 def _parts(
-    layer: Any, name: str, spec: Any, cache: torch.Tensor, num_blocks: int, dtype: torch.dtype, ranks: int, heads: int
+    layer: Any, name: str, spec: Any, cache: torch.Tensor, num_blocks: int, model: ModelConfig, ranks: int
 ) -> list[Part]:
     """The components of a layer. `cache`: [block, head, slot, content], of blocks or of the kernel's smaller ones.
 
     The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
-    gets. A cache of anything but one key and one value per head and token is one component, moved as it is.
-    ranks: of tensor parallelism; heads: the model's. Raises KvferryError: `unknown_layout`; `unsupported_cache` for a
-    state of another kind, or one of several tokens.
+    gets. Where it cannot be, a cache of one key and one value for each head and token is one component; any other is
+    opaque, and is moved in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`;
+    `unknown_heads`; `unsupported_cache` for a state of another kind, or one of several tokens.
     """
     if isinstance(spec, MambaSpec) and spec.mamba_type.name in CONVOLVED and len(layer.kv_cache) <= 2:
         conv, *states = layer.kv_cache
@@ -80,14 +89,32 @@ def _parts(
     if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
         remedy = "serve a model whose layers docs/vllm.md names"
         raise Malformed("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
-    shards = min(ranks, spec.max_tp_shards or heads)
+    shards = min(ranks, spec.max_tp_shards or heads.shards(name, spec.num_kv_heads, ranks, model))
     blocks = cache.view(num_blocks, -1, *cache.shape[1:])
-    plain = cache.shape[1] == spec.num_kv_heads and cache.shape[3] == spec.head_size + spec.head_size_v
-    if not plain or not spec.head_size_v or layer.get_attn_backend().forward_includes_kv_cache_update:
-        return [Part("kv", blocks, ("block", "slot", "head", "slot", "content"), "head", shards)]
+    encoding = _encoding(layer, spec, cache)
+    opaque = encoding is not None and is_opaque(encoding)
+    if opaque or not spec.head_size_v or layer.get_attn_backend().forward_includes_kv_cache_update:
+        return [Part("kv", blocks, ("block", "slot", "head", "slot", "content"), "head", shards, encoding)]
 
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
     shape, sizes = (spec.block_size, spec.num_kv_heads), (spec.head_size, spec.head_size_v)
-    return attention_parts(write, blocks, shape, sizes, dtype, name, shards)
+    return [
+        replace(part, encoding=encoding)
+        for part in attention_parts(write, blocks, shape, sizes, model.dtype, name, shards)
+    ]
+
+
+def _encoding(layer: Any, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
+    """What the elements of a layer's cache mean; None where their dtype says it. By the layer's own cache type: layers
+    of one model may have different ones (kv_cache_dtype_skip_layers)."""
+    kind = getattr(layer, "kv_cache_dtype", type(layer).__name__)
+    content = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    if cache.shape[1] == spec.num_kv_heads and cache.shape[3] * cache.element_size() == content:
+        if cache.dtype.is_floating_point:
+            return None
+        if kind in FP8:
+            found = FP8[kind]
+            return "fp8_e4m3fnuz" if found == "fp8_e4m3fn" and current_platform.is_fp8_fnuz() else found
+    return f"{OPAQUE}vllm.{kind}"

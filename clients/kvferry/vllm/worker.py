@@ -47,6 +47,10 @@ class WorkerSide:
         self._options = options
         self._device: str = config.device_config.device_type
         parallel = config.parallel_config
+        if (ranks := parallel.prefill_context_parallel_size) > 1:  # they would all be one rank here
+            what, remedy = "kvferry does not describe prefill context parallelism", "start vLLM without it, or use DCP"
+            field = "prefill_context_parallel_size"
+            raise Malformed("unsupported_engine", what, field=field, value=ranks, remedy=remedy)
         self._tp_rank, self._tp = get_tp_group().rank_in_group, parallel.tensor_parallel_size
         self._rank = get_pp_group().rank_in_group * self._tp + self._tp_rank
         self._world_size = parallel.pipeline_parallel_size * self._tp
