@@ -226,8 +226,10 @@ def test_metadata_of_more_than_a_megabyte_is_not_even_read() -> None:
 
 
 @pytest.mark.slow
-async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons, stack: AsyncExitStack) -> None:
-    """With the process that tried it."""
+async def test_a_process_that_tries_metadata_and_stands_still_speaks_against_no_peer(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    """The next process takes the question, and the one that stands still is ended."""
     (there,), (here,) = await daemons.start("tried-s"), await daemons.start("tried-r", 1, "--connect-timeout-s", "1")
     source, _ = await engine_on(stack, "tried-s", there)
     _, router = await engine_on(stack, "tried-r", here)
@@ -243,11 +245,12 @@ async def test_metadata_that_takes_too_long_to_try_is_given_up(daemons: Daemons,
     await router.forget_peer(source.engine_id)
     (trying,) = screens(here)
     trying.suspend()
-    with pytest.raises(KvferryError) as refused:
-        await router.prewarm(body)
-    assert refused.value.code == "peer_unreachable"
-    assert trying not in screens(here)
     await until(met, "it is met with another process")
+
+    async def gone() -> bool:
+        return trying not in screens(here)
+
+    await until(gone, "the process that stands still is ended")
 
 
 @pytest.mark.slow
@@ -255,7 +258,7 @@ async def test_a_process_that_tries_metadata_and_does_not_come_up_is_given_up(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no fault of the metadata that comes next."""
-    bounded(monkeypatch, {"kvferryd.transport.metadata.START_S": 0.01})
+    bounded(monkeypatch, {"kvferryd.transport.screen.START_S": 0.01})
     (there,), (here,) = await daemons.start("slow-s"), await daemons.start("slow-r")
     source, _ = await engine_on(stack, "slow-s", there)
     _, router = await engine_on(stack, "slow-r", here)

@@ -27,7 +27,7 @@ def files_of_children(daemon: DaemonService) -> int:
 async def test_a_peer_that_is_forgotten_and_met_again(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounded(monkeypatch, {"kvferryd.transport.metadata.LOADS": LOADS})
+    bounded(monkeypatch, {"kvferryd.transport.screen.LOADS": LOADS})
     (ours,), (theirs,) = await daemons.start("meeting", 1, *TCP), await daemons.start("met", 1, *TCP)
     reader, router = await engine_on(stack, "meeting", ours)
     source, _ = await engine_on(stack, "met", theirs)

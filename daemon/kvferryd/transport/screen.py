@@ -84,7 +84,7 @@ class Screen:
     async def _ask(self, question: list[Any], timeout_s: float, *, alone: bool) -> tuple[str, bool]:
         """(what a process says of it, whether that process has had no other). One that dies, or hangs in another peer's
         metadata, before it takes the question tells nothing of this peer: another is asked, once."""
-        for soon_s in (SOON_S, timeout_s):
+        for soon_s in (min(SOON_S, timeout_s), timeout_s):
             process = await (self._start() if alone else self._for_all())
             try:
                 said = await process.ask(question, soon_s, timeout_s)
