@@ -85,6 +85,9 @@ async def test_commands_of_an_engine(attacked: Target, rng: random.Random, count
             await raw.say(good)
         for good in islice(commands(attacked), count * 3):
             await raw.say(making.message(engine_pb2.Command, good))
+        await raw.say(engine_pb2.Command(id=1, weights=engine_pb2.WeightsRequest()))  # chance may have replaced them
+        for good in islice(commands(attacked), 2):
+            await raw.say(good)
         await raw.all_answered()
         await raw.some_moved()
     assert attacked.said["ok"], attacked.said

@@ -56,7 +56,7 @@ def first_of(*others: str) -> Engine:
 async def test_a_rank_that_is_told_of_an_end_after_its_engine_has_gone_keeps_no_channel() -> None:
     config, metrics = Config(connect_timeout_s=0.1), Metrics()
     peers = Peers(config, metrics)
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False))
+    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None)
     # Takes connections, and says nothing.
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     engine = first_of_two(f"127.0.0.1:{silent.sockets[0].getsockname()[1]}")
@@ -100,7 +100,7 @@ class Rank2(peer_pb2_grpc.PeerServicer):
 async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_none_waiting() -> None:
     config, metrics = Config(), Metrics()
     peers, servers, addresses = Peers(config, metrics), [], []
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False))
+    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None)
     for service in (Rank1(), Rank2()):
         servers.append(grpc.aio.server(options=PEER_OPTIONS))
         peer_pb2_grpc.add_PeerServicer_to_server(service, servers[-1])
@@ -118,7 +118,7 @@ async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_no
 
 def jobs_of(metrics: Metrics) -> Transfers:
     config = Config(connect_timeout_s=0.2)
-    return Transfers(config, Peers(config, metrics), metrics, Notes(lambda: False))
+    return Transfers(config, Peers(config, metrics), metrics, Notes(lambda: False), lambda: None)
 
 
 def reserved(engine: Engine) -> Reservation:

@@ -101,7 +101,7 @@ def an_engine() -> Engine:
 async def test_the_deadline_counts_from_the_order_unless_the_engine_alone_gave_one() -> None:
     config, engine, loop = Config(), an_engine(), asyncio.get_running_loop()
     around = Surroundings(
-        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda work: work.close()
+        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda: None, lambda work: work.close()
     )
     for of_engine, of_order in ((None, None), (None, 5.0), (5.0, None), (5.0, 7.0)):
         transfer = Transfer(engine, "r", 1, around, of_engine)
@@ -121,7 +121,12 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     engine = an_engine()
     ended: list[Transfer] = []
     around = Surroundings(
-        config, Peers(config, metrics), lambda it, _: ended.append(it), ended.append, lambda work: work.close()
+        config,
+        Peers(config, metrics),
+        lambda it, _: ended.append(it),
+        ended.append,
+        lambda: None,
+        lambda work: work.close(),
     )
     transfer = Transfer(engine, "r", 1, around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))

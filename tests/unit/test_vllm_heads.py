@@ -56,6 +56,17 @@ def test_a_number_that_cannot_be_known_is_refused_with_the_layers_name(ranks: in
     assert "layers.7.attn" in str(refused.value)
 
 
+def test_heads_that_every_rank_keeps_whole_are_not_divided() -> None:
+    heads.NOTED["layers.3.attn"].add(6)
+    assert heads.shards("layers.3.attn.kv", 6, 4, GEMMA_4) == 1
+
+
+def test_more_heads_than_any_number_explains_are_refused() -> None:
+    with pytest.raises(Malformed) as refused:
+        heads.shards("layers.7.attn", 3, 4, GEMMA_4)
+    assert refused.value.code == "unknown_heads"
+
+
 def test_modules_of_one_name_with_different_numbers_are_refused() -> None:
     heads.NOTED["layers.0.self_attn"].add(2)
     with pytest.raises(Malformed) as refused:

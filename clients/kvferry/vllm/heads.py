@@ -40,19 +40,21 @@ def shards(name: str, own: int, ranks: int, model: Any) -> int:
 
     own: heads that a rank keeps. model: vLLM's ModelConfig. Raises KvferryError (`unknown_heads`).
     """
-    if ranks == 1 or own > 1:
-        return ranks  # vLLM gives copies of single heads only
     totals = NOTED.get(_module(name)) or _configured(model)
-    found = {min(ranks, total) for total in totals if max(1, total // ranks) == own and _divides(total, ranks)}
+    found = {_parts(total, own, ranks) for total in totals} - {0}
     if len(found) != 1:
-        why = f"layer {name} keeps {own} KV head on each of {ranks} ranks, and how many it has in all is not known"
+        why = f"layer {name} keeps {own} KV heads on each of {ranks} ranks, and how many it has in all is not known"
         remedy = "report the model; or serve it with fewer ranks, so that none keeps a copy of another's head"
         raise Malformed("unknown_heads", why, field="kv_heads", value=sorted(totals), remedy=remedy)
     return found.pop()
 
 
-def _divides(total: int, ranks: int) -> bool:
-    return max(total, ranks) % min(total, ranks) == 0
+def _parts(total: int, own: int, ranks: int) -> int:
+    """Of so many heads, where each rank keeps `own`; 0 where that cannot be."""
+    if total == own:
+        return 1  # every rank has all of them
+    divides = max(total, ranks) % min(total, ranks) == 0
+    return min(ranks, total) if divides and own == max(1, total // ranks) else 0
 
 
 def _configured(model: Any) -> set[int]:
