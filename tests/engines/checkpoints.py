@@ -21,7 +21,18 @@ PLAIN = {
     "initializer_range": 0.1,  # with less, the next token hardly depends on the prompt
 }  # fmt: skip
 """A model with TP 2 and 3: heads, groups and widths are multiples of 6."""
-MAMBA = {"mamba_n_heads": 12, "mamba_d_head": 32, "mamba_n_groups": 6, "mamba_d_state": 16, "mamba_expand": 2}
+MAMBA = {
+    "mamba_n_heads": 12, "mamba_d_head": 32, "mamba_n_groups": 6, "mamba_d_state": 16, "mamba_expand": 2,
+    "mamba_d_ssm": 384,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-4": (
         "GraniteMoeHybridConfig",
@@ -30,6 +41,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope", "num_local_experts": 0, "num_experts_per_tok": 0,
         },
     ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        PLAIN | {
+            "head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64, "linear_num_key_heads": 6, "linear_num_value_heads": 12, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96,
+        },
+    ),
+    "falcon-h1": ("FalconH1Config", PLAIN | MAMBA),
+    "nemotron-h": (
+        "NemotronHConfig",
+        PLAIN | {
+            "head_dim": 32, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 12,
+            "mamba_head_dim": 32, "n_groups": 6, "ssm_state_size": 16,
+        },
+    ),
+    "bamba": ("BambaConfig", PLAIN | MAMBA | {"attn_layer_indices": [1, 3]}),
+    "jamba": (
+        "JambaConfig",
+        PLAIN | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
+    ),
+    "lfm2": ("Lfm2Config", PLAIN | {"conv_dim": 192, "layer_types": ["conv", "full_attention"] * 2}),
+    "gemma-3": ("Gemma3TextConfig", PLAIN | WINDOWS | {"head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gemma-3n": (
+        "Gemma3nTextConfig",
+        PLAIN | WINDOWS | PER_LAYER | {
+            "head_dim": 32, "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "num_kv_shared_layers": 4, "laurel_rank": 16, "tie_word_embeddings": True, "intermediate_size": [384] * 8,
+            "activation_sparsity_pattern": [0.0] * 8,
+        },
+    ),
+    "gemma-4": (
+        "Gemma4TextConfig",
+        PLAIN | WINDOWS | PER_LAYER | {
+            "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+        },
+    ),
+    "llama-4": (
+        "Llama4TextConfig",
+        PLAIN | {
+            "head_dim": 32, "attention_chunk_size": 128, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 384,
+            "num_local_experts": 4, "num_experts_per_tok": 1,
+        },
+    ),
+    "gpt-oss": ("GptOssConfig", PLAIN | WINDOWS | EXPERTS | {"head_dim": 32}),
+    "deepseek-v2": ("DeepseekV2Config", PLAIN | LATENT | {"topk_method": "greedy"}),
+    "deepseek-v3": ("DeepseekV3Config", PLAIN | LATENT),
+    "mistral": ("MistralConfig", PLAIN | {"head_dim": 32, "sliding_window": 100}),
+    "qwen3": ("Qwen3Config", PLAIN | {"head_dim": 32}),
 }  # fmt: skip
 """The class of a configuration and its values, by the name of the model."""
 

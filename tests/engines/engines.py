@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -120,6 +121,17 @@ class Engines(Fleet):
         command += ["--kv-transfer-config", json.dumps({"engine_id": name} | connector)]
         process, log = self._start(f"vllm-{name}", command)
         return self._add(Service(f"vllm {name}", f"http://{HOST}:{port}", "/health", process, log))
+
+    def in_process(self, name: str) -> Listener:
+        """Start vLLM in one process (in_process.py), which connects to the listener."""
+        path = self.directory / f"{name}.asked"
+        listener = Listener(str(path), family="AF_UNIX")
+        listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]  # it has no other way
+        script = Path(__file__).with_name("in_process.py")
+        command = ["/usr/bin/env", f"PYTHONPATH={self._python_path()}", str(PYTHON), str(script), str(path)]
+        process, log = self._start(f"vllm-{name}", command)
+        self._add(Service(f"vllm {name}", "", "", process, log))
+        return listener
 
     def router(self, name: str, *command: str, path: str = "/health") -> Service:
         """Start another project's router, from vLLM's environment. command: its module and flags, without a port."""

@@ -3,60 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures import VOCABULARY, Model, Stages, stages
 
-from engines import Pair, checkpoint, pair, prompt
+from engines import prompt
+from kvferry.schemas import TransferState
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
-VOCABULARY = 576
 LENGTHS = [5, 33, 63, 100, 127, 129, 200, 300, 500, 513, 700, 1025]
-HYBRID = ["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32", "--no-enable-prefix-caching"]
+SEEDS = (3, 4, 5)
+BF16: dict[str, Any] = {"dtype": "bfloat16", "block_size": 32}
+HYBRID: dict[str, Any] = BF16 | {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False}
+FP8 = {name: {"kv_cache_dtype": name} for name in ("fp8", "fp8_e4m3", "fp8_e5m2")}
+LONGER_BLOCKS = {"block_size": 64}
+MODELS = {
+    "granite-4": Model("granite-4", HYBRID),
+    "gemma-3": Model("gemma-3", BF16, decode=LONGER_BLOCKS),
+    "gemma-4": Model("gemma-4", BF16),
+    "deepseek-v2": Model("deepseek-v2", BF16),
+    "fp8": Model("qwen3", BF16, FP8["fp8"], FP8["fp8_e4m3"]),
+    "qwen3": Model("qwen3", BF16, decode=LONGER_BLOCKS),
+    "falcon-h1": Model("falcon-h1", HYBRID),
+    "nemotron-h": Model("nemotron-h", HYBRID),
+    "bamba": Model("bamba", HYBRID),
+    "qwen3-next": Model("qwen3-next", HYBRID),
+    "lfm2": Model("lfm2", BF16),
+    "gpt-oss": Model("gpt-oss", BF16),
+    "gemma-3n": Model("gemma-3n", BF16),
+    "llama-4": Model("llama-4", BF16),
+    "mistral": Model("mistral", BF16),
+    "deepseek-v3": Model("deepseek-v3", BF16),
+}
+IN_THE_GATE = ["granite-4", "gemma-3", "gemma-4", "fp8"]
+"""Two precisions that share blocks; windows and blocks of two sizes; heads that differ by layer; fp8."""
+OPEN = {"deepseek-v2": "16 of 36 prompts have other tokens than the engine that splits them; the cause is not known"}
+NO_FP8 = "vLLM 0.32 has FP8 caches on CPUs with AVX-512 only"
 
 
-@dataclass(frozen=True)
-class Model:
-    """A checkpoint of tests/engines/checkpoints.py on two engines. flags: of both. blocks: their sizes, in tokens."""
-
-    name: str
-    flags: list[str] = field(default_factory=list)
-    changes: dict[str, Any] = field(default_factory=dict)
-    blocks: tuple[int, int] = (32, 32)
+@pytest.fixture(scope="module")
+def both() -> Iterator[Stages]:
+    with stages() as started:
+        yield started
 
 
-MODELS = {"hybrid": Model("granite-4", HYBRID)}
-IN_THE_GATE = ["hybrid"]
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    open_still = [pytest.mark.xfail(strict=True, reason=OPEN[name])] if name in OPEN else []
+    return open_still if name in IN_THE_GATE else [pytest.mark.long, *open_still]
 
 
-def side(model: Model, block_size: int) -> dict[str, Any]:
-    poisoned = {"kv_connector": "PoisonedConnector", "kv_connector_module_path": "poisoned"}
-    flags = ["--logits-processors", "forced:Forced", *model.flags]
-    return {"flags": flags, "block_size": block_size, "transfer": poisoned}
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in IN_THE_GATE else pytest.mark.long) for name in MODELS],
-)
-def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    model = MODELS[request.param]
-    prefill, decode = (side(model, size) for size in model.blocks)
-    with pair(checkpoint(model.name, **model.changes), prefill=prefill, decode=decode) as both:
-        yield both
-
-
-def test_the_tokens_depend_on_the_whole_prompt(engines: Pair) -> None:
-    tokens = prompt(300, vocabulary=VOCABULARY)
-    assert engines.split(tokens) != engines.split([tokens[0] ^ 1, *tokens[1:]])
-
-
-def test_the_tokens_are_those_of_one_engine(engines: Pair) -> None:
-    """Prompt after prompt: sums of bfloat16 depend on what is computed beside them."""
-    before, prompts = len(engines.transfers()), [prompt(length, seed=3, vocabulary=VOCABULARY) for length in LENGTHS]
-    moved = [engines.handover(tokens, max_tokens=6) for tokens in prompts]
-    alone = [engines.split(tokens, max_tokens=6) for tokens in prompts]
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in MODELS])
+def test_the_tokens_are_those_of_one_engine(both: Stages, name: str) -> None:
+    if name == "fp8" and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(NO_FP8)
+    both.load(MODELS[name])
+    before = len(both.transfers())
+    prompts = [prompt(length, seed, vocabulary=VOCABULARY) for seed in SEEDS for length in LENGTHS]
+    moved = [both.handover(tokens, max_tokens=6) for tokens in prompts]
+    alone = [both.split(tokens, max_tokens=6) for tokens in prompts]
     different = [len(tokens) for tokens, one, other in zip(prompts, moved, alone, strict=True) if one != other]
     assert not different, f"prompts of {different} tokens have other tokens: {moved}, alone {alone}"
-    assert [one.state for one in engines.transfers()[before:]] == ["done"] * len(prompts)
+    assert [one.state for one in both.transfers()[before:]] == [TransferState.DONE] * len(prompts)
+    first, *rest = prompts[6]
+    assert both.split([first ^ 1, *rest], max_tokens=6) != alone[6], "the tokens do not depend on the whole prompt"
