@@ -411,7 +411,7 @@ async def test_orders_beyond_the_bound_are_refused_before_they_cost_memory(
             return await http.post("/v1/transfers", json=order | {"request_id": name} | more)
 
         for number in range(4):
-            assert (await ordered(f"taken-{number}")).status_code == 202
+            assert (await ordered(f"taken-{number}", deadline_ms=600_000)).status_code == 202
 
         async def refused(first: int, count: int) -> None:
             for number in range(first, first + count):
