@@ -1,4 +1,5 @@
-"""The digest that binds a handover to its prompt. docs/engines.md defines it for engines of any language."""
+"""A handover is bound to its prompt, by a digest that docs/engines.md defines for engines of any language, and to the
+weights that computed it, by their name."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvferry.errors import Malformed
+
 DOMAIN = b"kvferry/prompt/1\0"
+MAX_WEIGHTS = 256
+"""Characters of the name of weights."""
 
 
 def prompt_digest(tokens: Sequence[int], extras: Iterable[str] = ()) -> bytes:
@@ -22,3 +27,11 @@ def prompt_digest(tokens: Sequence[int], extras: Iterable[str] = ()) -> bytes:
         encoded = extra.encode(errors="surrogatepass")  # a name from a JSON body may hold half a character
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()
+
+
+def check_weights(weights: str) -> None:
+    """The name is no longer than it may be; empty for the weights that an engine registered with. Raises KvferryError
+    (`malformed_weights`)."""
+    if (length := len(weights)) > MAX_WEIGHTS:
+        why, remedy = "the name of the weights is too long", f"at most {MAX_WEIGHTS} characters, for example a version"
+        raise Malformed("malformed_weights", why, field="weights", value=f"{length} characters", remedy=remedy)

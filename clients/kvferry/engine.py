@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
 from kvferry import __version__
+from kvferry.digest import check_weights
 from kvferry.errors import Conflict, Deadline, KvferryError, Malformed, PeerFailed, Unavailable
 from kvferry.handoff import Remembered
 from kvferry.manifest import Manifest
@@ -47,8 +48,6 @@ LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
 """How long after the deadline of a receive the daemon may take to report its end."""
-MAX_WEIGHTS = 256
-"""Characters of the name of weights."""
 LOST = 4096
 """The most requests that a daemon is told to be lost."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
@@ -254,8 +253,8 @@ class EngineClient:
         more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
         handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest:
         names what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
-        weights: what `weights` was when the first of these tokens was computed; None for what it is now. Where they
-        have been replaced since it is refused (`mixed_weights`).
+        weights: what `weights` was when the first of these tokens was computed; None for what it is now. The
+        publish is refused (`mixed_weights`) where they have been replaced since.
 
         Raises KvferryError when the daemon refuses it: what was published before it stays readable, or with `withdraw`
         nobody reads it any more. Unsettled when the daemon does not answer in time or the session ends first: it may be
@@ -449,14 +448,7 @@ class EngineClient:
         Raises KvferryError (`malformed_weights`). Unsettled when the daemon does not answer in time: what was published
         may be readable until `quiesced()` returns; the name is the new one all the same.
         """
-        if len(weights) > MAX_WEIGHTS:
-            why, remedy = (
-                "the name of the weights is too long",
-                f"at most {MAX_WEIGHTS} characters, for example a version",
-            )
-            raise Malformed(
-                "malformed_weights", why, field="weights", value=f"{len(weights)} characters", remedy=remedy
-            )
+        check_weights(weights)
         if weights != self.weights:
             for request_id, lease in self._leases.items():
                 if lease.more:

@@ -78,7 +78,7 @@ class Lease:
     request_id: str
     _ended: asyncio.Future[LeaseState] = field(repr=False)
     more: bool = False
-    """What was published last is only a part of it."""
+    """The last publish was only a part: more follows."""
 
     @property
     def over(self) -> bool:

@@ -24,7 +24,7 @@ Write: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One component of a layer: a view of its memory and the names of the view's axes.
+    """A component of a layer: a view of its memory and the names of the view's axes.
 
     `sharded` is the axis of which each rank has one of `shards` equal parts; ranks beyond that have copies. `encoding`:
     what the bytes mean, where the view's dtype does not say it.

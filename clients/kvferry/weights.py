@@ -15,15 +15,15 @@ from kvferry.blocking import BlockingEngineClient
 
 
 class Weights:
-    """Those of one engine rank. Called by the thread that computes."""
+    """The weights of one engine rank. Called by the thread that computes."""
 
     def __init__(self, daemon: BlockingEngineClient, engine: str, say: Callable[..., None]) -> None:
         """engine: names this start of the engine, on all its ranks alike. say: a logger's method."""
         self._daemon, self._engine, self._say = daemon, engine, say
         self._base = self._name = ""
-        """Of the model, and of all that KV depends on."""
+        """The name of the model's weights, and that of all that KV depends on."""
         self._adapters: dict[str, tuple[str, str]] = {}
-        """By name, the digests of its first weights and of those that it has now."""
+        """The digests of each adapter's first weights and of its weights now, by name."""
         self.step = 0
         """The last that has begun."""
         self._replaced_at = -1
@@ -44,12 +44,12 @@ class Weights:
         yield
 
     def replaced(self, name: str) -> None:
-        """They have been replaced, and are called this. What was published before cannot be read any more."""
+        """They have been replaced, and are called this. Earlier publishes cannot be read any more."""
         self._replaced_at = self.step
         self.rename(name)
 
     def rename(self, name: str) -> None:
-        """They are the same, and are called this. What was published under another name cannot be read any more."""
+        """They are the same, and are called this. Publishes under another name cannot be read any more."""
         self._base = name
         again = sorted((adapter, now) for adapter, (first, now) in self._adapters.items() if now != first)
         adapters = f"+lora:{hashlib.sha256(repr(again).encode()).hexdigest()[:32]}" if again else ""
@@ -66,7 +66,7 @@ class Weights:
 
 
 def digest_of_adapter(path: str) -> str:
-    """Of a LoRA adapter's files, all of them, as they are small; of what is no folder its name."""
+    """The digest of all files of a LoRA adapter, as they are small; of its name where that is no folder."""
     folder = Path(path)
     digest = hashlib.sha256(b"" if folder.is_dir() else path.encode())
     for file in sorted(folder.glob("adapter_*")):

@@ -12,7 +12,6 @@ from kvferryd.plan.segments import local_tokens
 MAX_METADATA = 64 << 10
 MAX_SECONDS = 86400.0
 MAX_DIGEST = 64
-MAX_WEIGHTS = 256
 
 
 def check_request_id(request_id: str) -> None:
@@ -35,13 +34,6 @@ def check_digest(digest: bytes) -> None:
         raise Malformed(
             "malformed_digest", "the digest is too long", field="digest", value=f"{length} bytes", remedy=remedy
         )
-
-
-def check_weights(weights: str) -> None:
-    """Their name; empty for those that an engine registered with."""
-    if (length := len(weights)) > MAX_WEIGHTS:
-        why, remedy = "the name of the weights is too long", f"at most {MAX_WEIGHTS} characters, for example a version"
-        raise Malformed("malformed_weights", why, field="weights", value=f"{length} characters", remedy=remedy)
 
 
 def check_way(way: str) -> None:

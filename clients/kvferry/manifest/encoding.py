@@ -1,4 +1,4 @@
-"""What the stored bytes of a component mean: one name for each encoding, whatever an engine calls it.
+"""Encodings: how the stored bytes of a component are read. Each has one name, whatever an engine calls it.
 
 A width is not a meaning: fp8_e4m3fn and fp8_e5m2 both lie in uint8. Two sides are paired only where their encodings are
 equal. Bytes that nobody has described are `opaque:NAME`: they may be moved whole, and never cut.
@@ -20,7 +20,7 @@ OF_DTYPE = {
     "float8_e4m3fnuz": "fp8_e4m3fnuz", "float8_e5m2": "fp8_e5m2", "float8_e5m2fnuz": "fp8_e5m2fnuz",
     "float8_e8m0fnu": "e8m0",
 }  # fmt: skip
-"""What a dtype says by itself. Integers and bools say nothing: engines keep raw bytes in them."""
+"""The encoding that a dtype names by itself. Integers and bools say nothing: engines keep raw bytes in them."""
 
 ALIASES = OF_DTYPE | {
     "fp8": "fp8_e4m3fn", "fp8_e4m3": "fp8_e4m3fn", "e4m3": "fp8_e4m3fn", "e5m2": "fp8_e5m2", "half": "fp16",
@@ -39,7 +39,7 @@ def encoding_of(name: str, whose: str) -> str:
 
 
 def meaning(dtype: str, encoding: str | None) -> str:
-    """What elements of a dtype mean: the encoding that is named, else that of the dtype, else opaque."""
+    """The encoding of elements of a dtype: the one that is named, else that of the dtype, else opaque."""
     return encoding or OF_DTYPE.get(dtype) or f"{OPAQUE}{dtype}"
 
 

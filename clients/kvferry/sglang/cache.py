@@ -15,12 +15,12 @@ AXES = {"nhd": ("block", "slot", "head", "dim"), "hnd": ("block", "head", "slot"
 """Of keys and values, by SGLang's name of the layout."""
 ELEMENTS = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """SGLang's cache types (--kv-cache-dtype) of which a pool holds plain elements of its own dtype, which is not that of
-its memory: SGLang keeps fp8 in uint8. One name may be several encodings: on ROCm both fp8 types are e4m3fnuz."""
+its memory: SGLang keeps fp8 in uint8. A name may stand for several encodings: on ROCm both fp8 types are e4m3fnuz."""
 
 
 def encoding(cache_dtype: str, dtype: Any) -> str:
-    """What a pool of this cache type and (torch) dtype holds. Of the other types (mxfp8, nvfp4, fp4_mx_block16, and
-    such as nobody knows yet) nobody has described the bytes and their scales."""
+    """The encoding of a pool of this cache type and (torch) dtype. Other types (mxfp8, nvfp4, fp4_mx_block16, and such
+    as nobody knows yet) are opaque: their bytes and scales are not described."""
     if cache_dtype not in ELEMENTS:
         return f"{OPAQUE}sglang.{cache_dtype}"
     name = str(dtype).removeprefix("torch.")
@@ -48,7 +48,7 @@ def describe(
 
 
 def _latent(pool: Any, layer: int, blocks: int, cache_dtype: str) -> Part:
-    """Of latent attention: one row for a token, the same on all ranks."""
+    """The cache of latent attention: a row for each token, the same on all ranks."""
     rows = pool.kv_buffer[layer]
     view = rows[: blocks * pool.page_size].view(blocks, pool.page_size, *rows.shape[1:])
     # Sparse attention's rows in fp8 hold values, their scales and a part in bf16.

@@ -33,8 +33,8 @@ PREFILL = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None, kv_cache_dtype=None,
     follow_bootstrap_room=True,
 )  # fmt: skip
-"""What SGLang wants to know of an engine that prefills: that any rank may ask it. Of an SGLang engine, its cache type
-is known, too."""
+"""The answer that SGLang wants of an engine that prefills: any rank may ask it. An SGLang engine tells its cache type,
+too."""
 
 
 class Manager(BaseKVManager):
@@ -82,7 +82,7 @@ class Manager(BaseKVManager):
         return True
 
     def source(self, address: str) -> SourceBody | None:
-        """Who prefills at a bootstrap address, where that is known. Raises KvferryError (`other_cache_type`).
+        """The engine that prefills at a bootstrap address, where it is known. Raises KvferryError (`other_cache_type`).
 
         SGLang's own check of cache types ends decode's scheduler, and takes `auto` and `bf16` for different ones.
         """

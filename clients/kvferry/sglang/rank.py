@@ -55,7 +55,7 @@ class Rank:
         self._region: SharedRegion | CudaRegion | None = None
         self._pool: Any = None
         self.encoding = ""
-        """What the cache holds, once it is registered."""
+        """The cache's, once it is registered."""
         log.info("rank %d of %d is attached to the daemon on %s", self.number, self.count, path)
 
     def place(self, create: Callable[[Any], None], pool: Any) -> None:

@@ -1,7 +1,7 @@
 """How many KV heads a layer has on all ranks of tensor parallelism.
 
-A layer's spec says how many its rank keeps. Where that is one, the layer may have as many as there are ranks, or fewer,
-of which several ranks keep the same; models have layers of both kinds. vLLM's Attention does not say which. The
+A layer's spec says how many its rank keeps. A layer of one may have as many as there are ranks, or fewer, so that
+several ranks keep the same; models have layers of both kinds. vLLM's Attention does not say which. The
 projection beside it does, so its numbers are noted when it is made.
 """
 
@@ -16,7 +16,7 @@ from kvferry.errors import Malformed
 NOTED: defaultdict[str, set[int]] = defaultdict(set)
 """KV heads by the name of the module that has the projection, in this process."""
 NAMES = ("key_value_heads", "kv_heads", "head_kv", "query_groups")
-"""What fields of a model's configuration are called that have a number of KV heads."""
+"""Ends of the names of a configuration's fields that hold a number of KV heads."""
 
 
 def watch() -> None:
@@ -50,7 +50,7 @@ def shards(name: str, own: int, ranks: int, model: Any) -> int:
 
 
 def _parts(total: int, own: int, ranks: int) -> int:
-    """Of so many heads, where each rank keeps `own`; 0 where that cannot be."""
+    """The parts of so many heads, where each rank keeps `own`; 0 where that cannot be."""
     if total == own:
         return 1  # every rank has all of them
     divides = max(total, ranks) % min(total, ranks) == 0

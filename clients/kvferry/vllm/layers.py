@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvferry.errors import Malformed
-from kvferry.manifest import OPAQUE, ManifestBuilder, TokenShard
+from kvferry.manifest import OPAQUE, ManifestBuilder, TokenShard, encoding_of
 from kvferry.manifest.encoding import is_opaque
 from kvferry.parts import Describing, Part, attention_parts, recurrent_parts
 from kvferry.vllm import heads
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
-"""What a recurrent layer's convolution remembers, by the layer's kind."""
-FP8 = {"fp8": "fp8_e4m3fn", "fp8_e4m3": "fp8_e4m3fn", "fp8_e5m2": "fp8_e5m2"}
+"""The channels that a recurrent layer's convolution remembers, by the layer's kind."""
+PLAIN = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """vLLM's cache types (--kv-cache-dtype) whose plain elements vLLM keeps in uint8; a layer's scale lies elsewhere.
 
 Tensors of auto, float16, bfloat16 and fp8_inc have the dtype of their elements. All other types are opaque: nobody has
@@ -76,8 +76,8 @@ def _parts(
     """The components of a layer. `cache`: [block, head, slot, content], of blocks or of the kernel's smaller ones.
 
     The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
-    gets. Where it cannot be, a cache of one key and one value for each head and token is one component; any other is
-    opaque, and is moved in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`;
+    gets. A cache of one key and one value for each head and token that cannot be written so is one component; any other
+    is opaque, and is moved in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`;
     `unknown_heads`; `unsupported_cache` for a state of another kind, or one of several tokens.
     """
     if isinstance(spec, MambaSpec) and spec.mamba_type.name in CONVOLVED and len(layer.kv_cache) <= 2:
@@ -107,14 +107,14 @@ def _parts(
 
 
 def _encoding(layer: Any, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
-    """What the elements of a layer's cache mean; None where their dtype says it. By the layer's own cache type: layers
-    of one model may have different ones (kv_cache_dtype_skip_layers)."""
+    """The encoding of a layer's cache; None where the dtype of its elements says it. The layer's own cache type counts:
+    layers of one model may have different ones (kv_cache_dtype_skip_layers)."""
     kind = getattr(layer, "kv_cache_dtype", type(layer).__name__)
     content = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
     if cache.shape[1] == spec.num_kv_heads and cache.shape[3] * cache.element_size() == content:
         if cache.dtype.is_floating_point:
             return None
-        if kind in FP8:
-            found = FP8[kind]
+        if kind in PLAIN:
+            found = encoding_of(kind, "vllm")
             return "fp8_e4m3fnuz" if found == "fp8_e4m3fn" and current_platform.is_fp8_fnuz() else found
     return f"{OPAQUE}vllm.{kind}"

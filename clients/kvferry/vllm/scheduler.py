@@ -82,7 +82,7 @@ class SchedulerSide:
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
         self._alone: bool = config.kv_transfer_config.kv_connector != "MultiConnector"
         self._number = 1
-        """Of the step that is being made."""
+        """The number of the step that is being made."""
         self._cached_since = self._external_since = 1
         """No older step has computed what the prefix cache has, or what another connector may have beside it."""
         self._address = ""

@@ -34,7 +34,7 @@ REPLACES = (
 
 
 class VllmWeights(Weights):
-    """Those of one rank of vLLM. Called by the worker's thread."""
+    """The weights of one rank of vLLM. Called by the worker's thread."""
 
     def __init__(self, daemon: BlockingEngineClient, config: VllmConfig) -> None:
         super().__init__(daemon, f"{config.kv_transfer_config.engine_id}/{config.instance_id}", log.info)

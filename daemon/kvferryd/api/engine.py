@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
+from kvferry.digest import check_weights
 from kvferry.errors import Conflict, KvferryError, Malformed
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
@@ -14,7 +15,7 @@ from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
-from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way, check_weights
+from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
@@ -196,7 +197,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return engine_pb2.EngineAbortReply(transfer_ended=bool(transfers), lease_ended=bool(leases))
 
     def _replace_weights(self, session: Session, weights: str) -> engine_pb2.WeightsReply:
-        """What has not registered has published nothing, and names its weights when it does."""
+        """A session that has not registered has published nothing, and names its weights when it does."""
         check_weights(weights)
         if session.engine is None:
             return engine_pb2.WeightsReply()

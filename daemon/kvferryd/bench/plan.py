@@ -115,7 +115,7 @@ def cache(
     order: tuple[str, str] = ("slot", "head"),
     share_tokens: bool = False,
 ) -> Manifest:
-    """One rank with heads (first, count) of 128 bfloat16, blocks of 16 tokens; K and V of every layer apart.
+    """A rank with heads (first, count) of 128 bfloat16, blocks of 16 tokens; K and V of every layer apart.
 
     share_tokens: the ranks take tokens by turns.
     """

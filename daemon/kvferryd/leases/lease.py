@@ -73,7 +73,7 @@ class Opened:
     lease: Lease
     who: ReaderId
     attempt: int = 0
-    """Of the reading engine, 0 where its daemons count. That engine has read when all ranks of one attempt have."""
+    """The reading engine's, 0 where its daemons count. An engine has read when all ranks of one attempt have."""
     live: bool = True
     read: bool = False
     nbytes: int = 0
@@ -260,7 +260,7 @@ class Lease:
 
     @contextmanager
     def reading(self, who: ReaderId, attempt: int = 0) -> Iterator[Opened]:
-        """`who` is a live reader inside this block. What its engine has read in lower attempts does not count any more.
+        """`who` is a live reader inside this block. Reading of its engine in lower attempts does not count any more.
 
         Raises KvferryError: `already_reading`, `full`, why it is over.
         """

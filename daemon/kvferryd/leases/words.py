@@ -41,7 +41,7 @@ class Words:
         return Word(self._words.ctypes.data + 8 * index, value)
 
     def clear(self, word: Word) -> None:
-        """Whatever it holds: a peer may be able to write where it reads, and keeps no lease from ending by that."""
+        """The word may hold anything: a peer that can write where it reads keeps no lease from ending by that."""
         index = (word.address - self._words.ctypes.data) // 8
         self._words[index] = 0
         self._free.append(index)

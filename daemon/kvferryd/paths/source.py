@@ -31,8 +31,10 @@ read. A short read is over by then, and costs its source one message."""
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Of what, and by what, a lease must have been computed. digest: of the prompt; empty is not checked. weights:
-    their name, always compared: an empty one is a name, too."""
+    """The prompt and the weights that a lease must have been computed of and by.
+
+    digest: of the prompt; empty is not checked. weights: their name, always compared: an empty one is a name, too.
+    """
 
     digest: bytes = b""
     weights: str = ""
@@ -85,7 +87,7 @@ class SourceReader:
             stream = self.source.stream
             stream.check()
             update = stream.announced(self.request_id)
-            # One by other weights may be of before a change: the source is asked what it has now.
+            # An announcement by other weights may be of before a change: the source is asked what it has now.
             if update is not None and update.weights == self._wanted.weights:
                 self.announced = True
                 self._opening = asyncio.get_running_loop().call_later(OPEN_AFTER_S, self._open)

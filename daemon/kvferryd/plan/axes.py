@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What the planner asks of a component: everything but where it starts. Components with equal axes, shard, dtype
+    """A component as the planner sees it: everything but where it starts. Components with equal axes, shard, dtype
     and encoding share one, so that it can be compared by identity.
 
     meaning: its encoding; named: the manifest says so, not the dtype. inner: the digits of every axis but block and

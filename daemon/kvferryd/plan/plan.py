@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One of the holders of a component, by position, and the part of the sharded axis ("": none) that is read from it.
+    """A holder of a component, by position, and the part of the sharded axis ("": none) that is read from it.
     `total`: positions of that axis. `whole`: only whole blocks of it may be read."""
 
     position: int
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 @dataclass(eq=False)
 class Copy:
-    """What is read from one group of one source rank, where all components have the same places.
+    """The reads from one group of one source rank, where all components have the same places.
 
     whole: only whole blocks may be read, as some component's slot axis may not be divided.
     boxes: (box, item size in bytes) at block 0, slot 0. Everything that depends on tokens comes later, from `bind`.

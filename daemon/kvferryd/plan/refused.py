@@ -23,7 +23,7 @@ MEANING = {
     "token_shard": ("the source ranks share out tokens in different ways", "one size and interleave for all ranks"),
     "uncovered": ("no set of source ranks holds all of it", "give the manifests of all source ranks"),
 }
-"""What each code of a refusal says, and what to do about it."""
+"""The words for each code of a refusal, and its remedy."""
 CANNOT = "source and destination cannot be paired"
 TOLD, VALUE = 10, 160
 """Reasons that a message names, and characters of each of their two values."""

@@ -1,9 +1,9 @@
 """Segments: tokens inside one source block and one destination block that lie regularly in both.
 
-Under context parallelism a side holds rows of `interleave` tokens, and other ranks what is between. What two sides
-share comes round again and again: rows of some length, each so many slots further on either side. One such row with
-all its repetitions is a strand; without context parallelism all tokens are one. Strands are cut into segments where
-either side's block ends, so that a segment has whole rows or a part of one.
+Under context parallelism a side holds rows of `interleave` tokens, and other ranks what is between. Tokens that two
+sides share come round again and again: rows of some length, each so many slots further on either side. A strand is such
+a row with all its repetitions; without context parallelism all tokens are one strand. Strands are cut into segments
+where either side's block ends, so that a segment has whole rows or a part of one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferryd.plan.axes import Ints, Loop, offsets
 from kvferryd.plan.rows import coalesce
 
 ROUND = 4096
-"""What takes more tokens than this to come round is looked at row by row: a round is kept."""
+"""Rounds of more tokens than this are looked at row by row; shorter ones are kept."""
 
 
 class Steps(NamedTuple):
@@ -46,7 +46,7 @@ EVERY = Steps(1, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where segments begin, in bytes, and the tokens of each."""
+    """Segments: the bytes at which each begins, and its tokens."""
 
     steps: Steps
     source_offsets: Ints
@@ -101,7 +101,7 @@ class Strands(NamedTuple):
         return int(self.source.local(self.first).min()), int(self.source.local(self.stop - 1).max()) + 1
 
     def cut(self, first_tokens: tuple[int, int], grains: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
-        """Where segments begin: the local token of either side, counted from its table's first; and the tokens of each.
+        """The segments: the local token of either side where each begins, counted from its table's first; its tokens.
 
         grains: a side's tokens that lie regularly, from its table's first token on.
         """
@@ -144,7 +144,7 @@ class Strands(NamedTuple):
         return side.of(strand).before((first[strand] + 1 + nth) * grain) + shift[strand]
 
     def _inside(self, starts: Ints, lengths: Ints, shift: Ints) -> Ints:
-        """Where segments have to be cut once more, so that they have whole rows or a part of one."""
+        """The places at which segments are cut once more, so that they have whole rows or a part of one."""
         row, first = self.source.row, starts - shift
         stop = first + lengths
         whole, part = -(-first // row) * row, stop // row * row

@@ -39,7 +39,7 @@ STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lo
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a transfer needs of its daemon. on_end: this rank's part has ended. on_over: that of every rank has.
+    """The daemon, as a transfer needs it. on_end: this rank's part has ended. on_over: every rank's part has.
     on_quiet: this rank's part has ended, and nothing can be written any more. `spawn` runs work that may outlast the
     transfer."""
 

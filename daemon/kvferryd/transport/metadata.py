@@ -1,11 +1,11 @@
-"""What a peer's NIXL metadata holds, read before NIXL does: its own reader trusts every length and name in it.
+"""A peer's NIXL metadata, read before NIXL reads it: NIXL's own reader trusts every length and name in it.
 
 nixlSerDes, of NIXL 1.5: a list of fields, each a tag of known text, the value's length in 8 bytes, the value, and `|`.
 
 UCX reads the addresses and keys inside without checking a single length, and connects to whatever they name, for
-minutes where nobody answers. Of random mutations that are well-formed to NIXL one in a hundred ends the process that
-loads or first uses them (tests/faults/test_hostile_metadata.py). So what is well-formed is tried in another process
-first, one that may die of it: `kvferryd.transport.screen`.
+minutes where nobody answers. A hundredth of the random mutations that are well-formed to NIXL ends the process that
+loads or first uses them (tests/faults/test_hostile_metadata.py). So well-formed metadata is tried in another process
+first, which may die of it: `kvferryd.transport.screen`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ LOADS = 128
 MOST = 1024
 """Peers that may wait at a time."""
 PROCESSES = 8
-"""Processes at a time, of 60 MB each. One takes all that come; others end with the peers that are still silent, or
-have one suspect each."""
+"""Processes at a time, of 60 MB each. The newest takes all that come; others end with the peers that are still
+silent, or have one suspect each."""
 SOON_S = 5.0
 """A process that has not taken a question by then may hang in another peer's metadata: the next is given it, and has as
 long as the peer."""
@@ -49,7 +49,7 @@ class Screen:
         """Takes all peers that come."""
 
     async def prepare(self) -> None:
-        """Start a process now, so that the next `check` need not wait: half a second. What fails here fails there."""
+        """Start a process now, so that the next `check` need not wait: half a second. `check` meets a failure again."""
         with contextlib.suppress(TransportError):
             await self._for_all()
 
@@ -82,8 +82,8 @@ class Screen:
             raise nixl_failed(said, said)
 
     async def _ask(self, question: list[Any], timeout_s: float, *, alone: bool) -> tuple[str, bool]:
-        """(what a process says of it, whether that process has had no other). One that dies, or hangs in another peer's
-        metadata, before it takes the question tells nothing of this peer: another is asked, once."""
+        """(what a process says of it, whether that process has had no other). A process that dies, or hangs in another
+        peer's metadata, before it takes the question tells nothing of this peer: another is asked, once."""
         for soon_s in (min(SOON_S, timeout_s), timeout_s):
             process = await (self._start() if alone else self._for_all())
             try:
@@ -134,7 +134,7 @@ class Screen:
 
 @dataclass(slots=True, eq=False)
 class _Trial:
-    """One peer in one process. taken: it has the question, or has died; asked: it has the question."""
+    """A peer in a process. taken: it has the question, or has died; asked: it has the question."""
 
     answer: asyncio.Future[str]
     taken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -142,7 +142,7 @@ class _Trial:
 
 
 class _Process:
-    """One process, and the peers that it tries. given: how many it has had. spoiled: it takes no others, as a failed
+    """A process, and the peers that it tries. given: how many it has had. spoiled: it takes no others, as a failed
     load may have left anything behind in it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -154,12 +154,12 @@ class _Process:
 
     @property
     def spent(self) -> bool:
-        """Nobody waits for it, and nobody will."""
+        """The process has nobody waiting for it, now or later."""
         return self.spoiled and not self._trials
 
     async def ask(self, question: list[Any], soon_s: float, timeout_s: float) -> str | None:
-        """What it says of a peer, DIED where it has died of it or of another; None where it did not take the question
-        within `soon_s`."""
+        """The process's word of a peer, DIED where it has died of it or of another; None where it did not take the
+        question within `soon_s`."""
         if self._reading.done():
             return None
         number, trial = self.given, _Trial(asyncio.get_running_loop().create_future())
@@ -188,7 +188,7 @@ class _Process:
                 number, said = json.loads(line)
                 trial = self._trials.get(number)
                 if trial is None or trial.answer.done():
-                    continue  # nobody waits for it any more
+                    continue  # its asker has gone
                 if said == ASKED:
                     trial.asked = True
                     trial.taken.set()

@@ -21,9 +21,9 @@ CHUNK = 1 << 16
 
 
 def main() -> None:
-    """The process. Each line of stdin is [number, seconds, alias, metadata, rows]: a peer to try for so long. Of what
-    stdout was, [number, ASKED] says that it will be tried, and a later line what came of it, in the order in which that
-    is known. Ends with stdin."""
+    """The process. Each line of stdin is [number, seconds, alias, metadata, rows]: a peer to try for so long. On what
+    stdout was, [number, ASKED] says that it will be tried, and a later line what came of it, as soon as that is known.
+    Ends with stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its daemon's terminal is its own
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
