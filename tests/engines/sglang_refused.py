@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
 from kvferry.sglang.receiver import Receiver
 from kvferry.sglang.sender import Sender
+from kvferry.weights import Weights
 
 WITHIN_S = 20.0
 METADATA = ctypes.create_string_buffer(100 << 10)
@@ -40,7 +42,10 @@ def main() -> None:
     manager = SimpleNamespace(
         senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK),
         aux_rows=lambda index: [(ctypes.addressof(METADATA), nbytes)],
-        rank=SimpleNamespace(daemon=client, written=lambda: None, options=options, idle=idle),
+        rank=SimpleNamespace(
+            daemon=client, written=lambda: None, options=options, idle=idle, cached_since=1,
+            weights=Weights(client, "refused/1", logging.info),
+        ),
     )  # fmt: skip
     request = Sender(manager, "address", 7)
     request._prompt = Prompt(50, b"digest")
