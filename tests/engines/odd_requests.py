@@ -6,11 +6,13 @@ installed for.
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import torch
-from shared_leases import BLOCK, SPEC, TOKENS, Scheduler
+from shared_leases import BLOCK, LEASE, SPEC, TOKENS, Scheduler
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request, RequestStatus
@@ -65,6 +67,28 @@ def ended_by_vllm(*, fails: bool) -> dict[str, Any]:
     return {"missed": scheduler.side.missed.data, "cancel": cancelled}
 
 
+def kept_of_loads(count: int, blocks: int) -> float:
+    """Bytes that are kept of each load that has arrived, into so many blocks, and whose request is over."""
+    scheduler, tokens = Scheduler(), list(range(blocks * BLOCK))
+
+    def loads(first: int) -> None:
+        for n in range(first, first + count):
+            params = LEASE | {"remote_request_id": f"lease-{n}", "remote_num_tokens": len(tokens)}
+            scheduler.comes(f"{n}", tokens=tokens, params=params)
+            assert scheduler.schedules(f"{n}")
+            assert scheduler.step()["load"] == [f"{n}"]
+            scheduler.arrives(f"{n}")
+            scheduler.aborts(f"{n}")
+
+    loads(0)  # so that what is made once is there
+    tracemalloc.start()
+    loads(count)
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return kept / count
+
+
 def main() -> None:
     register()
     rows = torch.arange(COUNT * 8, dtype=torch.bfloat16).view(COUNT, 8)
@@ -74,6 +98,7 @@ def main() -> None:
         "both": prefilled(request(list(TOKENS), prompt_embeds=rows, prompt_is_token_ids=[i < 9 for i in range(COUNT)])),
         "its load has failed": ended_by_vllm(fails=True),
         "its load is under way": ended_by_vllm(fails=False),
+        "kept of a load": kept_of_loads(count=64, blocks=512),
     }
     print(json.dumps(told))
 

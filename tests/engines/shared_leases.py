@@ -51,7 +51,8 @@ class Scheduler:
         request = self._requests[name]
         count, _ = self.side.loadable(request, cached)
         if count is not None:
-            self.side.allocated(request, ([1, 2],), count - fewer)
+            blocks = list(range(1, 1 + request.num_prompt_tokens // BLOCK))
+            self.side.allocated(request, (blocks,), count - fewer)
         return bool(count)
 
     def arrives(self, name: str, *, well: bool = True) -> None:

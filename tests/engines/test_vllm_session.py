@@ -70,3 +70,8 @@ def test_a_load_that_fails_is_counted_when_vllm_ends_its_request_before_it_says_
     """As it does unless told to recompute. A request that is ended for another reason has its load cancelled."""
     assert odd["its load has failed"] == {"missed": {"failed": 1}, "cancel": []}
     assert odd["its load is under way"] == {"missed": {}, "cancel": ["a"]}
+
+
+def test_what_is_kept_of_a_load_that_has_arrived_does_not_grow_with_its_prompt(odd: dict[str, Any]) -> None:
+    """Its blocks, 4 KiB of ids, are none of the next request's business; the scheduler remembers 65,536 loads."""
+    assert odd["kept of a load"] < 2048

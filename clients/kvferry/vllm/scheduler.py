@@ -63,6 +63,19 @@ class Exchange:
     """The oldest step that may have computed any of its tokens; 0 before it is scheduled."""
 
 
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A load, as far as later requests that come with its lease have to know of it. Its blocks are none of theirs."""
+
+    lease: str
+    """The remote request's id."""
+    prompt: str
+    """The name that the answers to its request's prompt have in common."""
+    digest: bytes
+    under_way: bool = True
+    """Until it has ended on every rank, though vLLM may have finished the request."""
+
+
 class SchedulerSide:
     """Answers vLLM's scheduler, and gathers in a `Step` what the workers have to do."""
 
@@ -92,10 +105,10 @@ class SchedulerSide:
         """By remote request id: the digest of the last prompt that came with it."""
         self._answered: Remembered[str] = Remembered()
         """By the name that vLLM gives to several answers to one prompt: the last of them that has published."""
-        self._loading: dict[str, Load] = {}
-        """By request: under way, until they have ended on every rank, though vLLM may have finished the request."""
-        self._loads: Remembered[Load] = Remembered()
-        """By remote request id: the load under way, or the last one, where all of it has arrived."""
+        self._loading: dict[str, Reading] = {}
+        """Those under way, by request."""
+        self._readings: Remembered[Reading] = Remembered()
+        """The one under way, or the last one where all of it has arrived, by lease."""
         self._step = Step()
         self.missed = Missed()
 
@@ -111,7 +124,8 @@ class SchedulerSide:
         if not isinstance(params, dict):
             request.kv_transfer_params = None  # vLLM reads it as a mapping
         if LATER_PROMPT.fullmatch(request.request_id):
-            self._missed(request, "several_prompts", "its body's kv_transfer_params are those of the first prompt")
+            why = "its body's kv_transfer_params are those of the first prompt"
+            self._missed(request.request_id, "several_prompts", why)
             return
         exchange = self._exchanges[request.request_id] = Exchange(request, Handoff())
         try:
@@ -148,11 +162,11 @@ class SchedulerSide:
         exchange = self._exchanges.get(request.request_id)
         if exchange is None:
             return 0, False
-        if (origin := exchange.origin) is not None and (load := self._loads.get(origin.request_id)) is not None:
-            if self._under_way(load):
+        if (origin := exchange.origin) is not None and (reading := self._readings.get(origin.request_id)) is not None:
+            if reading.under_way:
                 exchange.waits = True
                 return None, False
-            if load.origin.digest == origin.digest:
+            if reading.digest == origin.digest:
                 self._release(exchange)
         if exchange.published:  # vLLM has taken its blocks back to reset the prefix cache
             self._revoke(exchange)
@@ -167,7 +181,7 @@ class SchedulerSide:
         if exchange is None:
             return
         if exchange.problem is not None:
-            self._missed(request, "refused", str(exchange.problem))
+            self._missed(request.request_id, "refused", str(exchange.problem))
             exchange.problem = None
             if external:
                 self._step.refuse.append(request.request_id)
@@ -179,35 +193,32 @@ class SchedulerSide:
             load = replace(load, partly=self._partly(tables, start, tokens[1]))
             exchange.loaded = external
             self._step.load.append(load)
-            self._loading[request.request_id] = self._loads[load.origin.request_id] = load
+            reading = Reading(load.origin.request_id, _answers(request), load.origin.digest)
+            self._loading[request.request_id] = self._readings[reading.lease] = reading
             exchange.origin = None
         else:
             if exchange.origin is not None and exchange.origin.num_tokens and not self._reach(exchange.origin, request):
-                self._missed(request, "computed", "the state that was published is further than this request can use")
+                why = "the state that was published is further than this request can use"
+                self._missed(request.request_id, "computed", why)
             self._release(exchange)
 
     def ended(self, request_ids: Collection[str], failed: Collection[str]) -> None:
         """Loads that have ended on every rank, well or not. Where vLLM is not to recompute what has failed, it finishes
         such a request just before: then there is nothing left to be cancelled."""
         for request_id in self._loading.keys() & set(request_ids):
-            load, lives = self._loading.pop(request_id), request_id in self._exchanges
+            reading, lives = self._loading.pop(request_id), request_id in self._exchanges
+            reading.under_way = False
             if left := request_id in self._step.cancel:
                 self._step.cancel.remove(request_id)
             if request_id in failed and (lives or left):
-                self._missed(
-                    load,
-                    "failed",
-                    f"request {load.origin.request_id} of the source was not read; the worker's log has the reason",
-                )
-            if (request_id in failed or not lives) and self._loads.get(load.origin.request_id) is load:
-                del self._loads[load.origin.request_id]  # the next request that comes with this lease reads it itself
+                why = f"request {reading.lease} of the source was not read; the worker's log has the reason"
+                self._missed(request_id, "failed", why)
+            if (request_id in failed or not lives) and self._readings.get(reading.lease) is reading:
+                del self._readings[reading.lease]  # the next request that comes with this lease reads it itself
 
-    def _under_way(self, load: Load) -> bool:
-        return self._loading.get(load.request_id) is load
-
-    def _missed(self, request: Request | Load, reason: str, why: str) -> None:
+    def _missed(self, request_id: str, reason: str, why: str) -> None:
         self.missed.add(reason)
-        log.warning("request %s: nothing was handed over (%s): %s", request.request_id, reason, why)
+        log.warning("request %s: nothing was handed over (%s): %s", request_id, reason, why)
 
     def next_step(self, output: SchedulerOutput, block_ids: Callable[[str], tuple[list[int], ...]]) -> Step:
         """What the workers are to do with this step. `block_ids`: a request's blocks by group."""
@@ -281,7 +292,7 @@ class SchedulerSide:
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
         if not keep or request.status not in COMPLETE or num_tokens < 1:
             if handoff.do_remote_decode and request.status in COMPLETE:
-                self._missed(request, "unpublished", "it has no token whose KV could be read")
+                self._missed(request.request_id, "unpublished", "it has no token whose KV could be read")
             self._revoke(exchange)
             return False, None
         room = self._room(num_tokens)
@@ -317,9 +328,9 @@ class SchedulerSide:
         origin, exchange.origin = exchange.origin, None
         if origin is None:
             return
-        if (load := self._loads.get(origin.request_id)) is not None:
-            waited = exchange.waits or _prompt_of(load.request_id) == _prompt_of(exchange.request.request_id)
-            shared = self._under_way(load) or (waited and load.origin.digest == origin.digest)
+        if (reading := self._readings.get(origin.request_id)) is not None:
+            waited = exchange.waits or reading.prompt == _answers(exchange.request)
+            shared = reading.under_way or (waited and reading.digest == origin.digest)
         else:
             shared = False
         if not shared:
@@ -391,6 +402,12 @@ def _shorten(request: Request, count: int) -> None:
         request.prompt_embeds = request.prompt_embeds[:-count]
     request.num_prompt_tokens -= count
     request.max_tokens = 1
+
+
+def _answers(request: Request) -> str:
+    """The name that the answers to the request's prompt have in common: of a length that may be kept, as a client may
+    have given it."""
+    return lease_name(_prompt_of(request.request_id))
 
 
 def _prompt_of(request_id: str) -> str:
