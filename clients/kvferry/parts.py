@@ -83,21 +83,22 @@ def attention_parts(
 
 
 def recurrent_parts(
-    conv: torch.Tensor, states: Sequence[torch.Tensor], held: str, shards: int, narrow_shards: int
+    conv: torch.Tensor | None, states: Sequence[torch.Tensor], held: str, shards: int, narrow_shards: int
 ) -> list[Part]:
-    """What a recurrent layer's convolution remembers, and its state.
+    """The parts of a recurrent layer: those of its convolution, and its state.
 
-    conv: [block, channel, n]. states: at most one, [block, head, ..., n]. held: whose channels they are, in their
-    order: `x` (and b, c: Mamba2), or q, k, `v` (GDN). `x` and `v` are as wide as the state's heads together; the others
-    have the rest in equal parts, and `narrow_shards` of them.
+    conv: [block, channel, n]; None where it has none (linear attention). states: at most one, [block, head, ..., n].
+    held: whose channels they are, in their order: `x` (and b, c: Mamba2), or q, k, `v` (GDN, KDA). `x` and `v` are as
+    wide as the state's heads together; the others have the rest in equal parts, and `narrow_shards` of them.
     """
-    wide = math.prod(states[0].shape[1:-1]) if states else conv.shape[1]
-    narrow = (conv.shape[1] - wide) // max(1, len(held) - 1)
     found, end = [], 0
-    for which in held:
-        start, end = end, end + (wide if which in "xv" else narrow)
-        parts = shards if which in "xv" else narrow_shards
-        found.append(Part(f"conv.{which}", conv[:, start:end], ("block", "channel", "n"), "channel", parts))
+    if conv is not None:
+        wide = math.prod(states[0].shape[1:-1]) if states else conv.shape[1]
+        narrow = (conv.shape[1] - wide) // max(1, len(held) - 1)
+        for which in held:
+            start, end = end, end + (wide if which in "xv" else narrow)
+            parts = shards if which in "xv" else narrow_shards
+            found.append(Part(f"conv.{which}", conv[:, start:end], ("block", "channel", "n"), "channel", parts))
     axes = ("block", "head", "dim")
     return found + [Part("ssm", state, (*axes[: state.ndim - 1], "n"), "head", shards) for state in states]
 

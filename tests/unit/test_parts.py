@@ -51,6 +51,16 @@ def test_a_gated_delta_net_has_its_values_last() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_linear_attention_has_a_state_and_no_convolution(ranks: int) -> None:
+    state = torch.zeros(5, HEADS // ranks, DIM, DIM)
+    for rank in range(ranks):
+        (part,) = recurrent_parts(None, [state], "", ranks, ranks)
+        shard = part.shard(rank, ranks)
+        assert (part.name, part.axes) == ("ssm", ("block", "head", "dim", "n"))
+        assert (shard.axis, shard.start, shard.total) == ("head", rank * HEADS // ranks, HEADS)
+
+
 def test_keys_and_values_are_found_where_the_engine_writes_them() -> None:
     """All keys of a block transposed, then all values: no order that a shape would tell."""
     tokens, size = 4, 6

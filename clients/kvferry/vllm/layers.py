@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, VllmConfig
 
-CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv"}
-"""The channels that a recurrent layer's convolution remembers, by the layer's kind."""
+CONVOLVED = {"MAMBA1": "x", "SHORT_CONV": "x", "MAMBA2": "xbc", "GDN_ATTN": "qkv", "LINEAR": ""}
+"""The channels that a recurrent layer's convolution remembers, by the layer's kind; linear attention has none.
+
+Layers of Kimi's delta attention (Kimi-Linear, Kimi-K3, Bailing-MoE-V3, GLM-5-Next) are GDN_ATTN to vLLM, too."""
 PLAIN = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """vLLM's cache types (--kv-cache-dtype) whose plain elements vLLM keeps in uint8; a layer's scale lies elsewhere.
 
@@ -78,14 +80,10 @@ def _parts(
     The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
     gets. A cache of one key and one value for each head and token that cannot be written so is one component; any other
     is opaque, and is moved in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`;
-    `unknown_heads`; `unsupported_cache` for a state of another kind, or one of several tokens.
+    `unknown_heads`; `unsupported_cache` for states without names, or one of several tokens.
     """
-    if isinstance(spec, MambaSpec) and spec.mamba_type.name in CONVOLVED and len(layer.kv_cache) <= 2:
-        conv, *states = layer.kv_cache
-        conv = conv if is_conv_state_dim_first() else conv.transpose(1, 2)
-        shards = 1 if spec.tp_replicated else ranks
-        narrow = min(shards, layer.norm.n_groups) if spec.mamba_type.name == "MAMBA2" else shards
-        return recurrent_parts(conv, states, CONVOLVED[spec.mamba_type.name], shards, narrow)
+    if isinstance(spec, MambaSpec):
+        return _states(layer, name, spec, ranks)
     if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
         remedy = "serve a model whose layers docs/vllm.md names"
         raise Malformed("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
@@ -104,6 +102,24 @@ def _parts(
         replace(part, encoding=encoding)
         for part in attention_parts(write, blocks, shape, sizes, model.dtype, name, shards)
     ]
+
+
+def _states(layer: Any, name: str, spec: MambaSpec, ranks: int) -> list[Part]:
+    """The components of a recurrent layer: what its convolution remembers, and its state. Raises KvferryError
+    (`unsupported_cache`)."""
+    kind = spec.mamba_type.name
+    held, states = CONVOLVED.get(kind), list(layer.kv_cache)
+    if held is None or len(states) > 1 + bool(held):
+        # ReplaySSM, RecoverSSM: rings of the newest inputs; how far they reach is in the worker's own memory.
+        message = f"layer {name} keeps {len(states)} tensors of kind {kind}, which have no names here"
+        remedy = "serve without --use-replayssm, and a model whose layers docs/vllm.md names"
+        raise Malformed("unsupported_cache", message, value=name, remedy=remedy)
+    conv = states.pop(0) if held else None
+    if conv is not None and not is_conv_state_dim_first():
+        conv = conv.transpose(1, 2)
+    shards = 1 if spec.tp_replicated else ranks
+    narrow = min(shards, layer.norm.n_groups) if kind == "MAMBA2" else shards
+    return recurrent_parts(conv, states, held, shards, narrow)
 
 
 def _encoding(layer: Any, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
