@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,6 +62,30 @@ class Reservation:
         if self.tokens is not None and not 0 <= self.tokens[0] <= self.tokens[1]:
             why, remedy = "the token range is not a range", "0 <= first <= last, global tokens, last exclusive"
             raise Malformed("malformed_tables", why, field="token_range", value=self.tokens, remedy=remedy)
+
+    def past(self) -> Past:
+        """The reservation as it is kept once nothing can be written there any more."""
+        said = hashlib.sha256(repr((self.tokens, self.digest)).encode())
+        for name, table in sorted(self.tables.items()):
+            said.update(repr((name, table.first_token, len(table.block_ids))).encode())
+            said.update(table.block_ids.tobytes())
+        return Past(said.digest())
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A reservation whose transfer is over. It equals one of the same blocks, and has no block table, which may be of
+    megabytes."""
+
+    name: bytes
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Reservation):
+            other = other.past()
+        return isinstance(other, Past) and self.name == other.name
+
+    def past(self) -> Past:
+        return self
 
 
 def replaced(request_id: str, weights: str, now: str) -> Conflict:

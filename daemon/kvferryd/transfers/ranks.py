@@ -16,6 +16,7 @@ from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
+from kvferryd.transfers.order import Reservation
 from kvferryd.transfers.record import error_body
 from kvferryd.transfers.transfer import Transfer
 
@@ -199,7 +200,7 @@ def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderReq
         key=engine.roster_key,
     )
     reservation = transfer.brought.get(rank)
-    if reservation is not None:
+    if isinstance(reservation, Reservation):
         request.tables.CopyFrom(tables_to_proto(reservation.tables))
         if reservation.tokens is not None:
             start, stop = reservation.tokens

@@ -28,7 +28,7 @@ from kvferryd.peers.peers import Peers
 from kvferryd.plan import check_whole
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.claims import Claim
-from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.order import Order, Past, Reservation
 from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
@@ -77,9 +77,9 @@ class Transfer:
         self.order: Order | None = None
         self.reader: peer_pb2.Reader | None = None
         """As whom the order's source knows this engine."""
-        self.brought: dict[int, Reservation] = {}
+        self.brought: Mapping[int, Reservation | Past] = {}
         """Reservations that came with the router's order, by rank."""
-        self.reservation: Reservation | None = None
+        self.reservation: Reservation | Past | None = None
         self.weights = ""
         """The name of those that the engine had when it was reserved: what others have computed is not read."""
         self._claim: Claim | None = None
@@ -272,6 +272,7 @@ class Transfer:
         self.wake()
         if self.over:
             self._around.on_over(self)
+            self._let_go()
 
     @property
     def late_half(self) -> Awaited:
@@ -378,7 +379,7 @@ class Transfer:
     async def _open(self, engine: Engine, order: Order) -> tuple[PeerEngine, list[SourceReader], list[SourceReader]]:
         """Shake hands if need be and open the lease on every rank that is read; once more if the peer was stale."""
         peers = self._around.peers
-        assert self.reservation is not None
+        assert isinstance(self.reservation, Reservation)
         for again in (True, False):
             peer = await peers.use(engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
@@ -437,12 +438,12 @@ class Transfer:
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
         await together(reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven)
         if self._around.config.checksum:
-            assert self.reservation is not None and self.tokens is not None
+            assert isinstance(self.reservation, Reservation) and self.tokens is not None
             await compare(engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
 
     async def _read(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
-        assert self.reservation is not None and self.order is not None
+        assert isinstance(self.reservation, Reservation) and self.order is not None
         _check_one_prompt(readers)
         wanted = self.reservation.tokens
         check_whole(peer.plan, self.reservation.tables, wanted or (0, 0))  # before the first part of it is moved
@@ -510,6 +511,14 @@ class Transfer:
                 close_all(through, complete=True)
             finally:
                 self._around.peers.leave(peer)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Once it is over and quiet, keep what its record tells, and how to know its order and reservation again."""
+        if self.over and self.quiet.is_set():
+            self.metadata = b""
+            self.brought = {rank: brought.past() for rank, brought in self.brought.items()}
+            self.reservation = self.reservation and self.reservation.past()
 
     def _move(self, to: TransferState) -> None:
         self.phases.leave(self.state)
@@ -555,6 +564,7 @@ class Transfer:
         """The blocks may be reserved again."""
         if self._claim is not None:
             self._claim.release()
+            self._claim = None
         self.quiet.set()
 
 
