@@ -5,6 +5,7 @@ Messages are checked here, so that no other code meets an unchecked one.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,6 +57,15 @@ def manifest_from_proto(message: pb.Manifest) -> Manifest:
     for group in data["groups"]:
         group["kind"] = _kind(pb.GroupKind, _GROUP_KIND, group["kind"], f"groups[{group['name']}].kind")
     return Manifest.from_dict(data)
+
+
+def layout_digest(message: pb.Manifest) -> bytes:
+    """Names all of a manifest but whose it is: equal for engines that differ by their ids and epochs alone."""
+    layout = pb.Manifest()
+    layout.CopyFrom(message)
+    layout.ClearField("engine_id")
+    layout.ClearField("epoch")
+    return hashlib.sha256(layout.SerializeToString(deterministic=True)).digest()
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import contextvars
 import ctypes
 import functools
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -442,6 +442,7 @@ class Channel:
     def unary_unary(self, path: str, **_: object) -> Callable[..., Coroutine[Any, Any, Any]]:
         def call(request: Any, timeout: float | None = None) -> Coroutine[Any, Any, Any]:
             unary = Unary(self._world, self._address, _method(path), _sent(request))
+            self._world.asked[_method(path)] += 1
             self._calls.append(unary)
             return unary.answer(timeout)
 
@@ -705,6 +706,8 @@ class World:
         self.copies: list[Copies] = []
         self.calls: list[Unary | Stream] = []
         self.processes: dict[str, Process] = {}
+        self.asked: Counter[str] = Counter()
+        """How often each call with one answer was made."""
 
     @contextlib.contextmanager
     def within(self, process: Process) -> Iterator[None]:

@@ -12,8 +12,10 @@ from caches import HND, attention, cache, table
 from test_arena import Gate, Memory
 
 from kvferry.errors import KvferryError
+from kvferry.manifest import Manifest
 from kvferry.schemas import LeaseState
 from kvferry.v1 import peer_pb2
+from kvferry.wire import manifest_to_proto
 from kvferryd import aio
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
@@ -23,7 +25,7 @@ from kvferryd.leases.leases import Leases
 from kvferryd.plan import PlanRefused
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
-from kvferryd.staging.share import PAIRINGS, Pairings, packs, share_of, wanting
+from kvferryd.staging.share import PAIRINGS, Pairings, packs, pairing_of, share_of, wanting
 
 pytestmark = pytest.mark.anyio
 CHUNK = 4096
@@ -109,14 +111,14 @@ def pool() -> np.ndarray:
 @pytest.fixture
 async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Readers:
     """Of the lease, all of it; whose packing has not begun. What is named is changed in what they say."""
-    said = b"a plan"
     pairings = Pairings()
+    await pairings.add("a plan", SOURCE, [SOURCE], READER)
     opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
     opening.MergeFrom(
         peer_pb2.PackOpen(
             word=lease.word.value,
             version=1,
-            pairing=await pairings.add(SOURCE, [SOURCE], READER, said),
+            pairing="a plan",
             chunks=len(chunks),
             nbytes=sum(chunk.nbytes for chunk in chunks),
             last=True,
@@ -337,25 +339,41 @@ async def test_a_gather_that_breaks_is_told_to_the_reader(lease: Lease, readers:
     await arena.close()
 
 
-async def test_pairings_are_named_alike_planned_once_and_bounded() -> None:
+async def test_a_plan_is_made_once_for_all_that_ask_for_it_at_once() -> None:
     pairings = Pairings()
-    first = await pairings.add(SOURCE, [SOURCE], READER, b"first")
-    assert await pairings.add(SOURCE, [SOURCE], READER, b"first") == first
-    for n in range(PAIRINGS):
-        await pairings.add(SOURCE, [SOURCE], READER, b"%d" % n)
+    asking = (pairings.add("first", SOURCE, [SOURCE], READER) for _ in range(8))
+    (first,) = set(await asyncio.gather(*asking))
+    assert pairings.get("first") is first and not pairings._making
+
+
+async def test_the_plans_that_are_kept_are_bounded() -> None:
+    pairings = Pairings()
+    for n in range(PAIRINGS + 1):
+        await pairings.add(f"{n}", SOURCE, [SOURCE], READER)
+    assert len(pairings) == PAIRINGS
     with pytest.raises(KvferryError) as caught:
-        pairings.get(first)
+        pairings.get("0")
     assert caught.value.code == "unknown_pairing"
+
+
+def test_a_pairing_is_named_by_all_but_whose_engine_it_is() -> None:
+    def named(reader: Manifest) -> str:
+        sources = [manifest_to_proto(SOURCE)]
+        return pairing_of(peer_pb2.PairRequest(sources=sources, destination=manifest_to_proto(reader)))
+
+    one = cache(*attention(), engine="decode")
+    assert named(one) == named(one.of_engine("another", "in another epoch"))
+    assert len({named(each) for each in (one, cache(*attention(dim=64)), cache(*attention(), rank=1, of=2))}) == 3
 
 
 async def test_a_reader_that_sees_another_cache_than_there_is_is_refused() -> None:
     other = cache(*attention(dim=64, block=9))
     for sources in ([other], [], [SOURCE, SOURCE]):
         with pytest.raises(KvferryError) as caught:
-            await Pairings().add(SOURCE, sources, READER, b"")
+            await Pairings().add("", SOURCE, sources, READER)
         assert caught.value.code == "protocol"
     with pytest.raises(PlanRefused):
-        await Pairings().add(SOURCE, [SOURCE], cache(*attention(layers=[7]), engine="decode"), b"")
+        await Pairings().add("", SOURCE, [SOURCE], cache(*attention(layers=[7]), engine="decode"))
 
 
 async def test_a_copy_that_cannot_begin_ends_the_gather_with_a_reason(

@@ -156,6 +156,22 @@ def test_transfers_that_find_a_pairing_forgotten_each_go_by_one_that_is_known(tw
     assert all(map(two.is_there, requests.values()))
 
 
+def test_a_plan_that_is_forgotten_each_time_it_was_made_fails_no_transfer(two: Two) -> None:
+    """Its source serves more shapes at a time than it keeps plans."""
+    blocks, world, times = range(4), two.world, 5
+    transfer = two.receive("r", blocks, "staged")
+    world.run()
+    for source in two.sources:
+        source.forget_pairings()
+        source.publish("r", blocks)
+    before = world.asked["Pair"]
+    while world.step(0):
+        if world.asked["Pair"] < before + times:
+            two.sources[0].forget_pairings()
+    assert world.asked["Pair"] >= before + times
+    assert transfer.problem is None and two.is_there(blocks)
+
+
 def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -> None:
     """Of a host that has vanished NIXL would say nothing."""
     blocks, world = range(4), two.world

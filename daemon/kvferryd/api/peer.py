@@ -28,7 +28,7 @@ from kvferryd.memory import Region
 from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.staging.arena import Arena
-from kvferryd.staging.share import prepare_gather
+from kvferryd.staging.share import pairing_of, prepare_gather
 from kvferryd.transfers.order import order_from_proto, parts_from_proto, reservation_from_proto
 from kvferryd.transfers.record import share_of
 from kvferryd.transfers.transfer import Transfer
@@ -131,10 +131,14 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Pair(self, request: peer_pb2.PairRequest, context: Context) -> peer_pb2.PairReply:
         engine = self._of_epoch(request.engine_id, request.epoch)
         async with self._callers.turn(context):
-            sources, destination, told = await asyncio.to_thread(_read, request)
-        pairing = await engine.pairings.add(engine.manifest, sources, destination, told)
+            pairing = await asyncio.to_thread(pairing_of, request)
+            read = None if pairing in engine.pairings else await asyncio.to_thread(_read, request)
+        if read is None:
+            share = engine.pairings.get(pairing)
+        else:
+            share = await engine.pairings.add(pairing, engine.manifest, *read)
         if engine.arena is not None:
-            await prepare_gather(engine.arena, engine.pairings.get(pairing), engine.addresses)
+            await prepare_gather(engine.arena, share, engine.addresses)
         return peer_pb2.PairReply(pairing=pairing)
 
     @unary
@@ -215,10 +219,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return engine
 
 
-def _read(request: peer_pb2.PairRequest) -> tuple[list[Manifest], Manifest, bytes]:
+def _read(request: peer_pb2.PairRequest) -> tuple[list[Manifest], Manifest]:
     """Seconds of work, where somebody means harm."""
-    sources = [manifest_from_proto(source) for source in request.sources]
-    return sources, manifest_from_proto(request.destination), request.SerializeToString(deterministic=True)
+    return [manifest_from_proto(source) for source in request.sources], manifest_from_proto(request.destination)
 
 
 def _mappable(regions: Mapping[int, Region]) -> list[peer_pb2.MappableRegion]:

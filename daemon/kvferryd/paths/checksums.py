@@ -54,7 +54,7 @@ async def compare(
 async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackOpen, deadline: float) -> list[int]:
     source = reader.source
     loop = asyncio.get_running_loop()
-    for again in (True, False):
+    while True:
         wanted.pairing = await source.pair(peer.plan, max(0.0, deadline - loop.time()), wanted.pairing)
         asked = peer_pb2.SumRequest(engine_id=peer.engine_id, epoch=peer.epoch, wanted=wanted, wide=True)
         try:
@@ -65,6 +65,5 @@ async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackO
                     raise Conflict("no_checksum", why, field="wide", value=source.rank, remedy=remedy)
                 return list(reply.wide)
         except KvferryError as error:
-            if error.code != "unknown_pairing" or not again:
+            if error.code != "unknown_pairing":
                 raise
-    raise AssertionError

@@ -268,7 +268,7 @@ class ChunkStream:
 
     Everything that is wanted and read by the time a message can be sent goes out in that message; callers do not wait
     for it. The first message has the opening. After the last chunk has been read, await `vouched`. A source that has
-    forgotten the pairing has packed nothing: the stream pairs anew by itself, once, and wants the same again.
+    forgotten the pairing has packed nothing: the stream pairs anew by itself and wants the same again, each time.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class ChunkStream:
         self._vouched: asyncio.Future[None] = self._loop.create_future()
         self._reader, self._opening, self._pair = reader, opening, pair
         self._pairing: asyncio.Task[None] | None = None
-        """Pairs anew, or has."""
+        """Pairs anew, or has; a gather that has begun since may find that forgotten as well."""
         self._begin()
 
     def _begin(self) -> None:
@@ -349,7 +349,7 @@ class ChunkStream:
             self._vouched.set_result(None)
         if reply.HasField("problem"):
             why = of_peer(problem_from_proto(reply.problem))
-            if why.code == "unknown_pairing" and self._pairing is None:
+            if why.code == "unknown_pairing":
                 self._pairing = asyncio.create_task(self._pair_anew())
             else:
                 self.fail(why)

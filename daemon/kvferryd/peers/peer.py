@@ -123,6 +123,8 @@ class PeerRank:
             engine_id=self.manifest.engine_id, epoch=self.manifest.epoch, sources=sources,
             destination=manifest_to_proto(plan.destination),
         )  # fmt: skip
+        if forgotten:
+            log.info("plan forgotten by its source", engine_id=self.manifest.engine_id, rank=self.rank)
         async with asking(self.channel.contact):
             reply = await self.stub.Pair(request, timeout=timeout_s)
         self.pairing = reply.pairing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from kvferry.manifest import Manifest
 from kvferry.manifest.model import MOST
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import layout_pb2, peer_pb2
-from kvferry.wire import manifest_from_proto
+from kvferry.wire import layout_digest, manifest_from_proto
 from kvferryd.aio import Tasks, to_the_end
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
@@ -426,11 +425,7 @@ class Peers:
     def _manifest(self, told: layout_pb2.Manifest) -> Manifest:
         """Most engines of a fleet differ by their names alone: the rest is read, checked and kept once. Raises
         ManifestError."""
-        layout = layout_pb2.Manifest()
-        layout.CopyFrom(told)
-        layout.ClearField("engine_id")
-        layout.ClearField("epoch")
-        key = hashlib.sha256(layout.SerializeToString(deterministic=True)).digest()
+        key = layout_digest(told)
         like = self._layouts.get(key)
         manifest = manifest_from_proto(told) if like is None else like.of_engine(told.engine_id, told.epoch)
         self._layouts[key] = manifest  # the newest: it will be there for longest

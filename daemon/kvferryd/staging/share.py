@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import numpy as np
 from cachetools import LRUCache
@@ -19,12 +20,13 @@ from kvferry.errors import Conflict, Malformed, NotFound
 from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable, Tables
 from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.wire import layout_digest
 from kvferryd.copy import Chunk, cut, moves, sample
 from kvferryd.plan import Plan, bind, plan
 from kvferryd.staging.arena import Arena
 
 PAIRINGS = 64
-"""Plans kept. A reader whose plan is forgotten pairs again."""
+"""Plans kept, one for all readers of one shape. A reader whose plan is forgotten pairs again."""
 
 
 def wanting(tables: Tables, tokens: tuple[int, int], *, states: bool, chunk_nbytes: int) -> peer_pb2.PackOpen:
@@ -57,14 +59,27 @@ def packs(share: Plan, rank: int, tables: Tables, wanted: peer_pb2.PackOpen) -> 
     return cut(moves(bind(share, {rank: tables}, stand_in, tokens, states=wanted.states)), wanted.chunk_nbytes)
 
 
+def pairing_of(request: peer_pb2.PairRequest) -> str:
+    """The name of the plan that is asked for. Readers that differ by their engine's id and epoch alone share it."""
+    return hashlib.sha256(b"".join(map(layout_digest, (*request.sources, request.destination)))).hexdigest()
+
+
 class Pairings:
-    """This rank's part of the plan of every reader, by the name that the reader was given."""
+    """This rank's part of the plan of every reader, by the name that the reader was given. Each is made once."""
 
     def __init__(self) -> None:
         self._known: LRUCache[str, Plan] = LRUCache(PAIRINGS)
+        self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held while the plan of this name is made; kept by those that wait for it."""
 
-    async def add(self, own: Manifest, sources: Sequence[Manifest], destination: Manifest, said: bytes) -> str:
-        """Plan as the reader does; returns the plan's name. said: the reader's request, which the name is a digest of.
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    async def add(self, name: str, own: Manifest, sources: Sequence[Manifest], destination: Manifest) -> Plan:
+        """Plan as the reader does, unless a plan of this name (`pairing_of`) is known by the time.
 
         Raises KvferryError (`protocol`) when the reader sees this rank otherwise than it is, PlanRefused.
         """
@@ -72,10 +87,10 @@ class Pairings:
             why = f"the reader does not know rank {own.rank} of engine {own.engine_id} as it is"
             ranks = sorted(source.rank for source in sources)
             raise Conflict("protocol", why, field="sources", value=ranks, remedy="shake hands again")
-        name = hashlib.sha256(said).hexdigest()
-        if name not in self._known:
-            self._known[name] = await asyncio.to_thread(share_of, sources, destination, own.rank)
-        return name
+        async with self._making.setdefault(name, asyncio.Lock()):
+            if name not in self._known:
+                self._known[name] = await asyncio.to_thread(share_of, sources, destination, own.rank)
+            return self._known[name]
 
     def get(self, name: str) -> Plan:
         """Raises KvferryError (`unknown_pairing`)."""
