@@ -27,10 +27,17 @@ MAMBA = {
 }  # fmt: skip
 WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
+"""As DeepSeek's own models have it. Without it latent attention is wrong on vLLM 0.32's CPU: the kernel for plain
+rotary embeddings takes the step from head to head for the one from token to token, so it turns the key of token t when
+it means token 9 t, and a prompt's keys change with the tokens behind them."""
 LATENT = {
     "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "rope_parameters": YARN,
 }  # fmt: skip
 PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,7 +94,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOssConfig", PLAIN | WINDOWS | EXPERTS | {"head_dim": 32}),
     "deepseek-v2": ("DeepseekV2Config", PLAIN | LATENT | {"topk_method": "greedy"}),
-    "deepseek-v3": ("DeepseekV3Config", PLAIN | LATENT),
+    "deepseek-v3": ("DeepseekV3Config", PLAIN | LATENT | {"topk_method": "noaux_tc"}),
     "mistral": ("MistralConfig", PLAIN | {"head_dim": 32, "sliding_window": 100}),
     "qwen3": ("Qwen3Config", PLAIN | {"head_dim": 32}),
 }  # fmt: skip
