@@ -440,7 +440,8 @@ class Totals(_Answer):
 
     transfers, leases: how many are in each state; those that have ended count for as long as they are remembered.
     waiting: how many transfers wait for what. queue: transfers without an order or a reservation, and waits for a
-    staging slot. read_bytes, served_bytes: they never become less while the daemon runs.
+    staging slot. unfreed_bytes: memory of sessions that are over, which could not be freed or may still be written.
+    read_bytes, served_bytes: they never become less while the daemon runs.
     """
 
     transfers: dict[str, int]
@@ -449,6 +450,7 @@ class Totals(_Answer):
     live_readers: int
     queue: int
     quarantined_bytes: int
+    unfreed_bytes: int
     staging_bytes: int
     staging_used_bytes: int
     read_bytes: int
@@ -456,8 +458,8 @@ class Totals(_Answer):
 
 
 class Readiness(_Answer):
-    """reasons: why no work should be sent here. warnings: what is wrong and does not stop other work, such as a peer
-    that does not answer."""
+    """reasons: why no work should be sent here. warnings: what is wrong and does not stop other work: peers that do not
+    answer, memory that could not be given back."""
 
     ready: bool
     reasons: list[str] = []

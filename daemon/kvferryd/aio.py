@@ -120,8 +120,9 @@ class Worker:
 
     async def close(self, timeout_s: float) -> bool:
         """Whether all is done within so many seconds, and the thread has ended. Idempotent."""
-        self.put(None)
-        await asyncio.to_thread(self._thread.join, timeout_s)
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -21,6 +21,7 @@ from kvferry.wire import LEASE_STATES, problem_to_proto
 from kvferryd.aio import Notes
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
+from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import Engines
 from kvferryd.leases.lease import Lease, ReaderId, reader_id
@@ -305,9 +306,12 @@ class Ferry:
                 reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
-        return schemas.Readiness(ready=not reasons, reasons=reasons, warnings=self._warnings())
+        return schemas.Readiness(
+            ready=not reasons, reasons=reasons, warnings=self._silent() + self.registry.unfreed.said()
+        )
 
-    def _warnings(self) -> list[str]:
+    def _silent(self) -> list[str]:
+        """A line for each peer that does not answer."""
         self.notes.flush()
         contacts = {
             (peer.engine_id, rank.rank): rank.channel.contact
@@ -336,6 +340,7 @@ class Ferry:
             live_readers=sum(lease.live_readers for lease in live),
             queue=states[schemas.TransferState.WAITING] + sum(arena.waiting for arena in arenas),
             quarantined_bytes=sum(transfer.quarantined_nbytes for transfer in self.jobs),
+            unfreed_bytes=self.registry.unfreed.nbytes,
             staging_bytes=sum(arena.span.nbytes for arena in arenas),
             staging_used_bytes=sum(arena.used_nbytes for arena in arenas),
             read_bytes=total(self.metrics.read),
@@ -355,7 +360,7 @@ class Ferry:
         unmatched = [each.created_at for each in self.jobs if each.state is schemas.TransferState.WAITING]
         metrics.queue_age.set(max(0.0, time.time() - min(unmatched)) if unmatched else 0)
         metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
-        metrics.peers_failing.set(len(self._warnings()))
+        metrics.peers_failing.set(len(self._silent()))
         metrics.engines_attached.set(sum(session.attached for session in self.registry.sessions))
         metrics.draining.set(self.jobs.draining)
         metrics.ready.set(self.readiness().ready)
@@ -424,13 +429,21 @@ class Ferry:
         await asyncio.gather(self.peers_known.channels.recheck(), asyncio.sleep(COME_ALONG_S))
         recheck_callers()
 
-    async def close(self) -> None:
-        """End everything, in the order in which it depends on each other."""
-        await self.jobs.close()
-        await self.registry.close()
-        self.roster.seed.close()
-        await self.peers_known.close()
-        self.notes.flush()
+    async def close(self) -> frozenset[str]:
+        """End everything, in the order in which it depends on each other. The names of the steps that have failed."""
+        return await ended(
+            [
+                Step("close the transfers", self.jobs.close),
+                Step("close the engines", self.registry.close),
+                Step("close the seed", self.roster.seed.close),
+                Step("close the peers", self.peers_known.close),
+                Step("write the notes", self.notes.flush),
+                Step("close the spans", self._close_spans),
+            ],
+            instance=self.instance,
+        )
+
+    async def _close_spans(self) -> None:
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 
@@ -461,11 +474,13 @@ class Ferry:
     def _on_served(self, who: ReaderId, nbytes: int) -> None:
         self.notes.add(partial(self.metrics.bytes_served, who.engine_id, nbytes))
 
-    async def _before_retire(self, engine: Engine, why: str) -> None:
-        self.jobs.abort_engine(engine, why)
-        await self.roster.leave(engine)
-        await self.jobs.leave(engine)
-        await self.peers_known.forget_engine(engine)
+    def _before_retire(self, engine: Engine, why: str) -> list[Step]:
+        return [
+            Step("end its transfers", partial(self.jobs.abort_engine, engine, why)),
+            Step("leave its roster", partial(self.roster.leave, engine)),
+            Step("leave its other ranks", partial(self.jobs.leave, engine)),
+            Step("forget its peers", partial(self.peers_known.forget_engine, engine)),
+        ]
 
 
 def _shared_secret(config: Config) -> Certificates | None:

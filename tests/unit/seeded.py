@@ -61,7 +61,6 @@ KNOWN = {
     f"{NOT_DONE}: order_conflict": "a daemon has counted an attempt by the number that the engine gives the next one",
     f"{NOT_DONE}: aborted": "an abort that a rank hears of without its attempt may be of the next one",
     f"{NOT_DONE}: peer_lost": "a stream does not say which start of a daemon it is for",
-    "a retirement that meets a failing step does not empty": "its steps are a straight line",
     "between daemons of ours: protocol": "a stream does not say which start of a daemon it is for",
     "needless lease_ended: direct": "ranks are counted across attempts that have no number of their engine",
     "needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails",
@@ -624,29 +623,36 @@ class Run:
                 closing = loop.create_task(daemon.ferry.close())
             if not self._wait(closing.done, 5.0):
                 raise Violation("a daemon does not stop")
-            closing.result()
+            if failed := closing.result():
+                raise Violation("a daemon stops by halves", str(sorted(failed)))
         if self.world.flights():
             raise Violation("reads are left")
 
     def _retire(self, daemon: Daemon) -> None:
-        """Its engine's session ends, and a region of it cannot be freed."""
-        session, registry = daemon.engine.session, daemon.ferry.registry
-        for region in session.regions.values():
-            region.close = _cannot_be_freed  # type: ignore[method-assign]
+        """Its engine's session ends, and a step of that fails. Memory is freed, or accounted for; none is freed, nor
+        called quiet, where what uses it may go on."""
+        engine, session, registry = daemon.engine, daemon.engine.session, daemon.ferry.registry
+        regions = list(session.regions.values())
+        steps = [(region, "close", False) for region in regions]
+        steps += [(daemon.ferry.roster, "leave", False), (daemon.ferry.peers_known, "forget_engine", False)]
+        steps += [(engine.leases, "revoke_all", False), (engine.agent, "close", True), (engine.sums, "close", True)]
+        owner, name, may_go_on = self.rng.choice(steps)
+        setattr(owner, name, _breaks)
         with self.world.within(daemon.process):
             ending = self.world.loop.create_task(registry.end(session.id))
         self._wait(ending.done, 15.0)
-        answered = ending.done() and (ending.exception() is None or isinstance(ending.exception(), KvferryError))
-        if (
-            not answered
-            or session in registry.sessions
-            or not session.retired.is_set()
-            or session.id in registry._by_id
-        ):
+        error = ending.exception() if ending.done() else None
+        refused = isinstance(error, KvferryError) and error.code == "not_quiet"
+        if ending.done() and refused != may_go_on:
+            raise Violation("what may go on is called quiet, or what does not is not", repr(error))
+        if not ending.done() or session in registry.sessions or (session.id in registry._by_id) != may_go_on:
             raise Violation("a retirement that meets a failing step does not empty")
+        unfreed = sum(region.span.nbytes for region in regions if not region.closed)  # type: ignore[attr-defined]
+        if (may_go_on or owner in regions) != bool(unfreed) or daemon.ferry.totals().unfreed_bytes < unfreed:
+            raise Violation("memory is freed while it may be used, or is lost")
 
 
-def _cannot_be_freed() -> None:
+def _breaks(*_: object, **__: object) -> None:
     raise RuntimeError("the context is broken")
 
 

@@ -70,8 +70,7 @@ async def arena(memory: Memory, gate: Gate) -> AsyncIterator[Arena]:
     arena = Arena(memory, HostCopies(gate.copy))  # type: ignore[arg-type]
     yield arena
     gate.let_go.set()
-    await arena.close()
-    assert memory.closed
+    assert await arena.close()
 
 
 async def taken(arena: Arena, use: Use, count: int) -> list[Slot]:
@@ -217,11 +216,13 @@ async def test_a_copy_that_nobody_waits_for_is_quiet_when_it_has_ended(arena: Ar
 
 
 async def test_closing_waits_for_the_copy_and_tells_those_who_wait(arena: Arena, gate: Gate, memory: Memory) -> None:
+    engine = first_of()
+    engine.arena = arena
     await taken(arena, Use.READ, 3)
     waiting = wait_for(arena, Use.READ)
     copying = arena.copies.start(0, nothing)
     await asyncio.to_thread(gate.begun.wait, 5)
-    closing = asyncio.create_task(arena.close())
+    closing = asyncio.create_task(engine.close())
     with pytest.raises(KvferryError, match="closed"):
         await waiting
     assert not memory.closed

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from caches import HND, attention, cache, table
 from test_arena import Gate, Memory
+from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
@@ -210,7 +211,9 @@ async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
     assert reader.packed[0].kept_ms == 200
     reader.gather.end()
     assert arena.used_nbytes == arena.slot_nbytes
-    await arena.close()
+    engine = first_of()
+    engine.arena = arena
+    await engine.close()
     assert asyncio.get_running_loop().time() - began >= 0.2, "nor does its memory go"
 
 

@@ -22,7 +22,7 @@ from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
 from kvferryd.engine.registration import _made_arena
 from kvferryd.engine.registry import Engines
-from kvferryd.engine.session import Rank, Session, made
+from kvferryd.engine.session import Rank, Session
 from kvferryd.memory.host import HostProvider
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import HostCopies
@@ -121,7 +121,7 @@ async def test_an_arena_for_which_there_was_nothing_left_is_made_when_it_is_need
     agent = engine.agent = Agent("short")
     await agent.start()
     await agent.register(Span(words.ctypes.data, words.nbytes, "host"))
-    engine.make_arena = functools.partial(_made_arena, Config(arena_mb=16), HostProvider(), None, "")
+    engine.make_arena = functools.partial(_made_arena, engine.session, Config(arena_mb=16), HostProvider(), None, "")
 
     def short(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -174,7 +174,7 @@ async def test_an_arena_that_is_slow_to_make_is_not_waited_for_beyond_the_bound_
     agent = engine.agent = Agent("slow")
     await agent.start()
     await agent.register(Span(words.ctypes.data, words.nbytes, "host"))
-    made = functools.partial(_made_arena, Config(arena_mb=16), HostProvider(), None, "")
+    made = functools.partial(_made_arena, engine.session, Config(arena_mb=16), HostProvider(), None, "")
 
     async def slowly() -> Arena:
         await go_on.wait()
@@ -228,7 +228,7 @@ async def _ended_as_nobody_wants_it(memory: Large) -> None:
         assert let_go.wait(60)
         return memory
 
-    making = asyncio.create_task(made(make))
+    making = asyncio.create_task(Session(Rank("e", "1", 0, 1)).made(make))
     await asyncio.to_thread(begun.wait, 60)
     making.cancel()
     await asyncio.wait([making])
@@ -237,7 +237,9 @@ async def _ended_as_nobody_wants_it(memory: Large) -> None:
 
 
 async def _ended_with_its_arena(memory: Memory) -> None:
-    await Arena(memory, HostCopies()).close()  # type: ignore[arg-type]
+    engine = first_of()
+    engine.arena = Arena(memory, HostCopies())  # type: ignore[arg-type]
+    await engine.close()
 
 
 async def _ended_when_it_was_kept_for_another_start(memory: Memory) -> None:

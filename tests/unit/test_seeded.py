@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from seeded import KNOWN, SEEDS, found_by, quiet
 
+from kvferryd.engine.registry import Engines
 from kvferryd.engine.session import Session
 from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Lease
@@ -76,6 +77,20 @@ PLANTED = [
     ("nobody is told that a drain is over", Ferry, "drain", for_ever, "who waits for a drain is not answered"),
     ("a daemon does not close", Ferry, "close", for_ever, "a daemon does not stop"),
     ("an engine is not told", Session, "tell", nothing, "an engine is not told of an end"),
+    (
+        "a session is never forgotten",
+        Engines,
+        "_forget",
+        nothing,
+        "a retirement that meets a failing step does not empty",
+    ),
+    (
+        "memory is freed though its agent goes on",
+        Session,
+        "stop",
+        at_once,
+        "what may go on is called quiet, or what does not is not",
+    ),
 ]
 
 

@@ -78,7 +78,7 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
         ("up", duration(info.uptime_s * 1000)),
         ("left", f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}"),
     ]
-    for line in (*ready.reasons, *(f"{name:<14} {value}" for name, value in rows)):
+    for line in (*ready.reasons, *ready.warnings, *(f"{name:<14} {value}" for name, value in rows)):
         print(f"  {printable(line)}")
     print(table(
         ("ENGINE", "RANK", "ATTACHED", "EPOCH", "GROUPS"),

@@ -18,7 +18,8 @@ from kvferryd.config import Config
 from kvferryd.copy import Move, cut, mapped, sample
 from kvferryd.copy.runner import Runner
 from kvferryd.copy.sums import Sums
-from kvferryd.engine.session import Session, give_back, made
+from kvferryd.ending import Step
+from kvferryd.engine.session import Session
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.leases.leases import Leases
 from kvferryd.memory import Provider
@@ -130,17 +131,25 @@ class Engine:
             self.arena, self.make_arena = arena, None
         except KvferryError as error:
             notes += (f"{NO_ARENA}: {error}",)
-            if arena is not None:
+            if arena is not None:  # nothing has been packed into it
                 await arena.close()
+                await self.session.give_back({"its arena": arena.region})
         finally:
             self.notes, self._arena_task = notes, None
 
     async def close(self) -> bool:
-        """Whether its sums, its copies and its agent have stopped: until they have, memory is still used."""
+        """Whether nothing reads or writes its memory any more."""
+        first = [
+            Step("make no arena", self._make_no_arena),
+            Step("clear the words of its leases", self.leases.words.close),
+        ]
+        steps = [*first, *_stops(self.sums, self.runner, self.agent, lambda: self.arena)]
+        return await self.session.stop(steps, lambda: self.arena)
+
+    async def _make_no_arena(self) -> None:
         self.make_arena = None
         if self._arena_task is not None:
             await asyncio.wait([self._arena_task])
-        return await _close(self.sums, self.runner, self.agent, self.arena)
 
 
 def check(session: Session, manifest: Manifest) -> None:
@@ -205,7 +214,7 @@ async def make(
                 notes.append(f"no mapped transfers: {error}")
         if may_stage and at_once:
             try:
-                arena = await _made_arena(config, memory, runner, unmapped)
+                arena = await _made_arena(session, config, memory, runner, unmapped)
             except KvferryError as error:
                 if must_stage:
                     raise
@@ -221,12 +230,12 @@ async def make(
         await _rehearse(manifest, runner, arena, sums if config.checksum else None, session.addresses)
         session.check_open()
     except BaseException:
-        session.stuck = not await _close(sums, runner, agent, arena)
+        await session.stop(_stops(sums, runner, agent, lambda: arena), lambda: arena)
         raise
     engine = Engine(
         *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
         tuple(notes), {manifest.rank: config.advertise},
-        None if at_once or not may_stage else lambda: _made_arena(config, memory, None, unmapped),
+        None if at_once or not may_stage else lambda: _made_arena(session, config, memory, None, unmapped),
         sums,
     )  # fmt: skip
     return engine
@@ -258,17 +267,19 @@ async def _rehearse(
         log.info("not rehearsed", engine_id=manifest.engine_id, why=str(error))
 
 
-async def _made_arena(config: Config, memory: Provider, runner: Runner | None, unmapped: str) -> Arena:
+async def _made_arena(
+    session: Session, config: Config, memory: Provider, runner: Runner | None, unmapped: str
+) -> Arena:
     if config.device != "cpu" and runner is None:
         raise Unavailable(
             "no_copies", f"nothing can be packed: {unmapped}", field="device", value=config.device,
             remedy="install a CUDA build of torch (it brings Triton)",
         )  # fmt: skip
-    region = await made(lambda: memory.allocate(config.arena_mb << 20))
+    region = await session.made(lambda: memory.allocate(config.arena_mb << 20))
     try:
         return Arena(region, GpuCopies(runner) if runner is not None else HostCopies())
     except KvferryError:  # too small for its slots
-        await give_back([region])
+        await session.give_back({"its arena": region})
         raise
 
 
@@ -277,11 +288,15 @@ def _reader_key(secret: bytes, source: str) -> bytes:
     return hmac.digest(secret, source.encode(), hashlib.sha256)
 
 
-async def _close(sums: Sums, runner: Runner | None, agent: Agent, arena: Arena | None) -> bool:
+def _stops(sums: Sums, runner: Runner | None, agent: Agent, arena: Callable[[], Arena | None]) -> list[Step]:
     """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
-    Whether all of them have stopped."""
-    summed = await sums.close()
-    copied = runner is None or await runner.close()
-    stopped = await agent.close() and copied and summed
-    staged = arena is None or await arena.close(unmap=stopped)
-    return stopped and staged
+    Each says whether it has stopped."""
+
+    async def close_arena() -> bool:
+        made = arena()
+        return made is None or await made.close()
+
+    steps = [Step("close its checksums", sums.close)]
+    if runner is not None:
+        steps.append(Step("close its copies", runner.close))
+    return [*steps, Step("close its agent", agent.close), Step("close its arena", close_arena)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from cachetools import LRUCache
 
@@ -14,11 +14,13 @@ from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import Tasks
 from kvferryd.config import Config
+from kvferryd.ending import Step, ended, tried
 from kvferryd.engine.fences import Fences
 from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
-from kvferryd.engine.session import Rank, Session, give_back
+from kvferryd.engine.session import Rank, Session
 from kvferryd.leases.lease import Lease, OnServed
 from kvferryd.memory import Files, Provider, Region
+from kvferryd.memory.unfreed import Unfreed
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
@@ -43,9 +45,9 @@ class Engines:
         on_lease_end: OnLeaseEnd,
         on_served: OnServed,
         on_detach: Callable[[Engine, str], None],
-        before_retire: Callable[[Engine, str], Awaitable[None]],
+        before_retire: Callable[[Engine, str], Sequence[Step]],
     ) -> None:
-        """before_retire: the engine's agent is about to be closed."""
+        """before_retire: what is to be done before the engine's agent is closed."""
         self._config, self._memory, self._on_served = config, memory, on_served
         self._on_lease_end, self._on_detach, self._before_retire = on_lease_end, on_detach, before_retire
         self._current: dict[str, Session] = {}
@@ -55,6 +57,7 @@ class Engines:
         self._epochs: LRUCache[tuple[str, str], None] = LRUCache(EPOCHS)
         self._freeing = Tasks()
         """Memory that waited for a session and is given back."""
+        self.unfreed = Unfreed()
 
     @property
     def sessions(self) -> list[Session]:
@@ -81,7 +84,7 @@ class Engines:
                 "epoch_reused", f"epoch {rank.epoch} of engine {rank.engine_id} is over", field="epoch",
                 value=rank.epoch, remedy="use a new epoch for every start of the engine",
             )  # fmt: skip
-        session = Session(rank, before)
+        session = Session(rank, before, self.unfreed)
         for each in kept:
             self._give_back(each)
         self._current[rank.engine_id] = self._by_id[session.id] = session
@@ -225,9 +228,10 @@ class Engines:
         if session.attached and not session.retired.is_set():
             session.detached.set()
             session.events.end()
-            log.info("engine detached", engine_id=session.rank.engine_id, epoch=session.rank.epoch, why=why)
+            log.info("engine detached", why=why, **session.about)
             if session.engine is not None:
-                self._on_detach(session.engine, why)
+                with tried("end its transfers", **session.about):
+                    self._on_detach(session.engine, why)
 
     def _died(self, session: Session) -> None:
         self._part(session, f"engine {session.rank.engine_id} is dead")
@@ -240,16 +244,18 @@ class Engines:
         self._detach(session, why)
         session.gone = True
         if session.engine is not None:
-            if any(not region.owned for region in session.regions.values()):
-                session.engine.leases.revoke_all(f"{why}, and owned its memory")
-            else:
-                session.engine.leases.revoke_all(why, keep_whole=True)
+            with tried("end its leases", **session.about):
+                if any(not region.owned for region in session.regions.values()):
+                    session.engine.leases.revoke_all(f"{why}, and owned its memory")
+                else:
+                    session.engine.leases.revoke_all(why, keep_whole=True)
         if not session.has_leases:
             self._retire_soon(session, why)
 
     def _lease_ended(self, engine: Engine, lease: Lease) -> None:
-        self._on_lease_end(engine, lease)
         session = engine.session
+        with tried("tell of the end of a lease", request_id=lease.request_id, **session.about):
+            self._on_lease_end(engine, lease)
         if session.gone and not session.has_leases:
             self._retire_soon(session, f"engine {engine.engine_id} is gone and its last lease has ended")
 
@@ -263,25 +269,29 @@ class Engines:
         if self._current.get(session.rank.engine_id) is session:
             del self._current[session.rank.engine_id]
         if session.engine is not None:
-            await self._before_retire(session.engine, reason)
+            await ended(self._before_retire(session.engine, reason), **session.about)
         await session.retire(reason, keep=keep)
         if session.regions and not session.stuck:
             session.expiry = asyncio.get_running_loop().call_later(KEPT_S, self._give_back, session)
             if session.process is not None:
-                session.process.watch(lambda: self._give_back(session))
-            return
-        if session.process is not None:
-            session.process.close()
+                with tried("watch its process", **session.about):
+                    session.process.watch(lambda: self._give_back(session))
+        else:
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        """Unless it is stuck: then its engine must not be told that it is over."""
         if not session.stuck:
-            del self._by_id[session.id]
+            self._by_id.pop(session.id, None)
+        if session.process is not None:
+            with tried("close its process", **session.about):
+                session.process.close()
 
     def _give_back(self, session: Session) -> None:
         if session.expiry is not None:
             session.expiry.cancel()
-        if session.process is not None:
-            session.process.close()
-        del self._by_id[session.id]
-        self._freeing.spawn(give_back(session.regions.values()))
+        self._forget(session)
+        self._freeing.spawn(session.free(keep=False))
 
     async def close(self) -> None:
         for session in self.sessions:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.outbox import Outbox
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
-from kvferryd.aio import made_on, to_the_end
+from kvferryd.aio import made_on
+from kvferryd.ending import Step, ended, tried
 from kvferryd.engine.fences import Fences
 from kvferryd.memory import Region
+from kvferryd.memory.unfreed import Unfreed
 from kvferryd.observe import logs
+from kvferryd.staging.arena import Arena
 
 if TYPE_CHECKING:
     from kvferryd.engine.registration import Engine
 
 log = logs.get(__name__)
+STOP = "stop what reads and writes its memory"
+"""The step until which memory is neither free nor quiet."""
 
 
 class Rank(NamedTuple):
@@ -34,8 +41,10 @@ class Rank(NamedTuple):
 class Session:
     """Owns the regions, the page of fences and what is registered. `retire` closes them."""
 
-    def __init__(self, rank: Rank, before: Session | None = None) -> None:
-        """before: a retired session that this one resumes. It takes over the regions."""
+    def __init__(self, rank: Rank, before: Session | None = None, unfreed: Unfreed | None = None) -> None:
+        """before: a retired session that this one resumes. It takes over the regions. unfreed: takes those that cannot
+        be given back."""
+        self.unfreed = Unfreed() if unfreed is None else unfreed
         self.rank, self.id, self.resumed = rank, secrets.token_urlsafe(16), before is not None
         self.regions: dict[int, Region] = {}
         if before is not None:
@@ -60,6 +69,11 @@ class Session:
         self.stuck = False
         """Its agent or its copies could not be stopped: what they read and write is never known to be over."""
         self._allocating: set[int] = set()
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Named by each line of the log about it."""
+        return {"engine_id": self.rank.engine_id, "epoch": self.rank.epoch}
 
     @property
     def attached(self) -> bool:
@@ -87,13 +101,13 @@ class Session:
             )  # fmt: skip
         self._allocating.add(id)
         try:
-            region = await made(make)
+            region = await self.made(make)
         finally:
             self._allocating.discard(id)
         try:
             self.check_open()
         except KvferryError:
-            await give_back([region])
+            await self.give_back({f"region {id}": region})
             raise
         self.regions[id] = region
         return region
@@ -108,9 +122,39 @@ class Session:
         if self.retired.is_set() or not self.attached:
             raise Unavailable("session_closed", f"the session of engine {self.rank.engine_id} has ended")
 
+    async def made(self, make: Callable[[], Region]) -> Region:
+        """Filling a large file with pages, or mapping GPU memory, takes a while: on a thread. Not kept when the caller
+        is cancelled."""
+        loop = asyncio.get_running_loop()
+
+        def free(region: Region) -> None:
+            with self._freeing("memory", region):
+                region.close()
+
+        return await made_on(lambda work: loop.run_in_executor(None, work), make, free)
+
+    async def give_back(self, regions: Mapping[str, Region]) -> None:
+        """Close them, by name, on threads: to free what nobody else holds takes a third of a second for each GB. Those
+        that cannot be freed are logged, and stay in `unfreed`."""
+
+        async def free(name: str, region: Region) -> None:
+            with self._freeing(name, region):
+                await asyncio.to_thread(region.close)
+
+        await asyncio.gather(*(free(name, region) for name, region in regions.items()))
+
+    @contextlib.contextmanager
+    def _freeing(self, name: str, region: Region) -> Iterator[None]:
+        with tried(f"free {name}", **self.about):
+            try:
+                yield
+            except Exception as error:
+                self.unfreed.hold(self.rank.engine_id, region, f"{name} could not be freed: {error}")
+                raise
+
     async def retire(self, reason: str, *, keep: bool) -> None:
         """Close everything, once. Nothing of it is read or written afterwards, unless it is `stuck`; then all memory
-        stays mapped.
+        stays mapped. A step that fails keeps no other from being taken, but for those that free memory.
 
         keep: leave the daemon-owned regions open.
         """
@@ -118,30 +162,49 @@ class Session:
         self.events.end()
         if self.registering is not None:  # its end comes soon, and nothing may be unmapped under NIXL
             await asyncio.wait([self.registering])
+        steps = list[Step]()
         if self.engine is not None:
-            self.engine.leases.revoke_all(reason)
+            steps.append(Step("end its leases", partial(self.engine.leases.revoke_all, reason)))
         if self.fences is not None:  # after the leases that wait for them
-            await self.fences.close()
-        if self.engine is not None and not await self.engine.close():
+            steps.append(Step("close its fences", self.fences.close))
+        steps += [
+            Step(STOP, self._stopped),
+            Step("free its regions", partial(self.free, keep=keep), needs=frozenset({STOP})),
+        ]
+        if STOP in await ended(steps, **self.about):
             self.stuck = True
-        if self.stuck:
-            log.error("its reads or copies did not stop: its memory stays mapped", engine_id=self.rank.engine_id)
-            return
+            for id, region in self.regions.items():
+                self.unfreed.hold(self.rank.engine_id, region, f"region {id} may still be read or written")
+
+    async def _stopped(self) -> bool:
+        """Also what registered its memory before, and failed."""
+        closed = self.engine is None or await self.engine.close()
+        return closed and not self.stuck
+
+    async def stop(self, steps: Sequence[Step], arena: Callable[[], Arena | None]) -> bool:
+        """Take the steps after which nothing of the engine is read or written any more, then give back its arena.
+        Whether all have succeeded; if not, the session is `stuck`."""
+        stuck, self.stuck = self.stuck, True  # as long as it is not known to have stopped
+        stops = frozenset(step.name for step in steps)
+        free = Step("free its arena", lambda: self._free_arena(arena()), needs=stops)
+        if failed := sorted(stops & await ended([*steps, free], **self.about)):
+            log.error("its reads or copies did not stop: its memory stays mapped", failed=failed, **self.about)
+            if (left := arena()) is not None:
+                self.unfreed.hold(self.rank.engine_id, left.region, "its arena may still be read or written")
+        else:
+            self.stuck = stuck
+        return not failed
+
+    async def _free_arena(self, arena: Arena | None) -> None:
+        if arena is not None:
+            await arena.until_not_kept()
+            await self.give_back({"its arena": arena.region})
+
+    async def free(self, *, keep: bool) -> None:
+        """Give back the regions, once nothing reads or writes them. keep: but for the daemon-owned ones."""
         gone = [id for id, region in self.regions.items() if not (keep and region.owned)]
-        await give_back([self.regions.pop(id) for id in gone])
+        await self.give_back({f"region {id}": self.regions.pop(id) for id in gone})
 
 
 def _several(events: list[engine_pb2.Event]) -> engine_pb2.Event:
     return engine_pb2.Event(several=engine_pb2.Events(events=events))
-
-
-async def made(make: Callable[[], Region]) -> Region:
-    """Filling a large file with pages, or mapping GPU memory, takes a while: on a thread. Not kept when the caller is
-    cancelled."""
-    loop = asyncio.get_running_loop()
-    return await made_on(lambda work: loop.run_in_executor(None, work), make, lambda region: region.close())
-
-
-async def give_back(regions: Iterable[Region]) -> None:
-    """Close them on threads: to free what nobody else holds takes a third of a second for each GB."""
-    await to_the_end(asyncio.to_thread(region.close) for region in regions)

@@ -11,6 +11,7 @@ from cachetools import LRUCache
 
 from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.schemas import InboundRecord, LeaseState
+from kvferryd.ending import tried
 from kvferryd.leases.lease import Lease, OnServed, Publication, ReaderId, lease_ended
 from kvferryd.leases.words import Words
 
@@ -228,7 +229,8 @@ class Leases:
         self._closed = reason
         ending = [lease.request_id for lease in self if lease.more or not keep_whole]
         for request_id in [*ending, *self._awaited]:
-            self.revoke(request_id, reason)
+            with tried("end a lease", engine_id=self.engine_id, request_id=request_id):
+                self.revoke(request_id, reason)
 
     def _settle(self, lease: Lease) -> None:
         """End the lease if it is time to: all have read, or its ttl has passed and nobody is reading. What waits for a
@@ -242,9 +244,9 @@ class Leases:
 
     def _end(self, lease: Lease, state: LeaseState, reason: str) -> None:
         self.words.clear(lease.word)  # first of all: a reader that goes on must not find it whole
-        lease.end(state, reason)
         del self._live[lease.request_id]
         self._ended[lease.request_id] = lease
         if len(self._ended) > TOMBSTONES:
             del self._ended[next(iter(self._ended))]
+        lease.end(state, reason)
         self.on_end(lease)

@@ -45,3 +45,7 @@ class Words:
         index = (word.address - self._words.ctypes.data) // 8
         self._words[index] = 0
         self._free.append(index)
+
+    def close(self) -> None:
+        """Clear them all."""
+        self._words[:] = 0

@@ -114,6 +114,9 @@ class Metrics:
         self.live_readers = gauge("live_readers", "peers that read from a lease now")
         self.regions = gauge("region_bytes", "registered cache memory", ["ownership"])
         self.quarantined = gauge("quarantined_bytes", "blocks that a read given up on may still write")
+        self.unfreed = gauge(
+            "unfreed_bytes", "memory of sessions that are over, which could not be freed or may still be written"
+        )
         self.staging = gauge("staging_bytes", "size of the staging arena")
         self.staging_used = gauge("staging_used_bytes", "staging slots in use")
         self.queue_depth = gauge(
@@ -186,6 +189,7 @@ class Metrics:
                 gauge.labels(**{label: value}).set(number)
         self.live_readers.set(totals.live_readers)
         self.quarantined.set(totals.quarantined_bytes)
+        self.unfreed.set(totals.unfreed_bytes)
         self.staging.set(totals.staging_bytes)
         self.staging_used.set(totals.staging_used_bytes)
         self.queue_depth.set(totals.queue)

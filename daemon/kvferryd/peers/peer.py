@@ -201,9 +201,11 @@ class PeerRank:
         """Nothing reads over NIXL from it any more. What is mapped stays (see `unmap`), but its end is not watched."""
         if self.mapping is not None:
             self.mapping.cancel()
-        if self._stream is not None:
-            await self._stream.close()
-        await self.channel.close()
+        try:
+            if self._stream is not None:
+                await self._stream.close()
+        finally:
+            await self.channel.close()
 
     @property
     def rank(self) -> int:

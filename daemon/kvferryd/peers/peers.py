@@ -23,6 +23,7 @@ from kvferry.wire import layout_digest, manifest_from_proto
 from kvferryd.aio import Tasks, to_the_end
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
+from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.observe import logs
@@ -501,7 +502,8 @@ class Peers:
             peers = [self._known.pop(key) for key in keys]
             for peer in peers:
                 peer.stale = True
-            await asyncio.gather(*(rank.close() for peer in peers for rank in peer.ranks.values()))
+            closing = (Step("close a peer", rank.close) for peer in peers for rank in peer.ranks.values())
+            await asyncio.gather(*(ended([step], **engine.session.about) for step in closing))
         kept: tuple[LRUCache[tuple[Engine, str], Any], ...] = (self._homes, self._forgotten, self._presumed)
         for every in kept:
             for key in [key for key in every if key[0] is engine]:

@@ -49,10 +49,11 @@ class Slot:
 
 
 class Arena:
-    """Owns the region and the copies between it and the cache. `close` it after the agent."""
+    """Owns the copies between the region and the cache. `close` it after the agent. Until it is closed, and while bytes
+    are kept, the region must not be freed."""
 
     def __init__(self, region: Region, copies: Copies) -> None:
-        self._region, self.span, self.copies = region, region.span, copies
+        self.region, self.span, self.copies = region, region.span, copies
         self.slot_nbytes = slot_nbytes(self.span)
         self._free = deque(range(self.span.nbytes // self.slot_nbytes))
         slots = len(self._free)
@@ -66,7 +67,7 @@ class Arena:
     @property
     def exported(self) -> engine_pb2.Memory:
         """How another process of this host can map it."""
-        return self._region.exported(0)
+        return self.region.exported(0)
 
     @property
     def used_nbytes(self) -> int:
@@ -150,27 +151,21 @@ class Arena:
         held_up.extend(self._waiting)
         self._waiting = held_up
 
-    async def close(self, *, unmap: bool = True) -> bool:
-        """When the last copy is over and no bytes need stay: give the memory back. Whether the copies are over: until
-        they are, the memory stays. Idempotent.
-
-        unmap: false where an agent that did not stop may still write to it.
-        """
-        if self.closed:
-            return await self.copies.close()
+    async def close(self) -> bool:
+        """Lend no more slots. Whether the last copy is over. Idempotent."""
         self.closed = True
         for _, future in self._waiting:
             if not future.done():
                 future.set_exception(arena_closed())
                 future.exception()  # retrieved: nobody may be waiting
         self._waiting.clear()
-        copied = await self.copies.close()
+        return await self.copies.close()
+
+    async def until_not_kept(self) -> None:
+        """Until no bytes need stay that somebody was promised."""
         left_s = max((slot.kept_until for slot in self._kept), default=0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             await asyncio.sleep(left_s)
-        if unmap and copied:
-            await asyncio.to_thread(self._region.close)
-        return copied
 
 
 def slot_nbytes(span: Span) -> int:

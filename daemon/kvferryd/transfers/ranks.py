@@ -13,6 +13,7 @@ from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.aio import Tasks, together
 from kvferryd.config import Config
+from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
@@ -64,8 +65,8 @@ class Ranks:
 
     async def leave(self, engine: Engine) -> None:
         """Its channels are closed when no order uses them any more."""
-        for channel in self._open.pop(engine, {}).values():
-            await channel.close()
+        steps = [Step(f"leave {address}", channel.close) for address, channel in self._open.pop(engine, {}).items()]
+        await ended(steps, **engine.session.about)
 
     @contextlib.asynccontextmanager
     async def _asking(self, engine: Engine, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:

@@ -1,0 +1,65 @@
+"""The end of what has many parts: each step is tried, whatever has become of the steps before it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from kvferryd.observe import logs
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """take: has failed where it raises, or returns (or is awaited to) False. needs: names of steps before this one; if
+    one of them has failed, this one must not be taken."""
+
+    name: str
+    take: Callable[[], object]
+    needs: frozenset[str] = frozenset()
+
+
+async def ended(steps: Iterable[Step], **about: object) -> frozenset[str]:
+    """Take the steps in their order. The names of those that have failed, or were not taken, each of which has a line
+    in the log. about: what the lines are about."""
+    failed = set[str]()
+    for step in steps:
+        if lacks := step.needs & failed:
+            log.error("a step of an end is not taken", step=step.name, as_failed=sorted(lacks), **about)
+        elif await _taken(step, about):
+            continue
+        failed.add(step.name)
+    return frozenset(failed)
+
+
+async def _taken(step: Step, about: dict[str, object]) -> bool:
+    task = asyncio.current_task()
+    try:
+        result = step.take()
+        if inspect.isawaitable(result):
+            result = await result
+    except asyncio.CancelledError as error:
+        if task is None or task.cancelling():
+            raise
+        log.error("a step of an end failed", step=step.name, exc_info=error, **about)  # it awaited what was cancelled
+        return False
+    except Exception:
+        log.exception("a step of an end failed", step=step.name, **about)
+        return False
+    if result is False:
+        log.error("a step of an end failed", step=step.name, **about)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def tried(step: str, **about: object) -> Iterator[None]:
+    """The same for a step that is taken inside: its failure is logged, and goes no further."""
+    try:
+        yield
+    except Exception:
+        log.exception("a step of an end failed", step=step, **about)
