@@ -374,6 +374,8 @@ def _field(tag: bytes, value: bytes) -> bytes:
 class Screen:
     """The process that tries metadata: NIXL's here takes all that is well-formed."""
 
+    held_up = ""
+
     def __init__(self) -> None:
         """Nothing to start."""
 

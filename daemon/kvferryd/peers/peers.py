@@ -86,6 +86,11 @@ class Peers:
     def __iter__(self) -> Iterator[PeerEngine]:
         return iter(list(self._known.values()))
 
+    @property
+    def held_up(self) -> str:
+        """Why no handshake goes on for now; empty where they do."""
+        return self._screen.held_up
+
     def expect(self) -> None:
         """An engine is there that may read: do now what its next handshake would wait for."""
         self._preparing.spawn(self._screen.prepare())

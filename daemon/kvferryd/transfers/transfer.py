@@ -330,7 +330,8 @@ class Transfer:
                 why = f"while waiting for the engine's reservation: {self.own.engine_id} reserved no blocks"
                 remedy = "see whether that engine has the request, and room for it"
             case Awaited.HANDSHAKE:
-                why = f"while shaking hands with engine {source} at {asked}"
+                held_up = f"; {why}" if (why := self._around.peers.held_up) else ""
+                why = f"while shaking hands with engine {source} at {asked}{held_up}"
                 remedy = "see whether they live, and the network between"
             case Awaited.LEASE:
                 silent = ", ".join(reader.source.address for reader in self._unanswered) or asked

@@ -22,7 +22,7 @@ from kvferryd.transport.read import Span, TransportError, nixl_failed
 from kvferryd.transport.screening import ASKED, DIED, FINE, LATE, READY
 
 START_S = 60.0
-"""The longest that a process may take to come up: seconds on a busy machine."""
+"""The longest that a process may take to find a place and to come up, which takes seconds on a busy machine."""
 LOADS = 128
 """Peers that one process loads in all: UCX closes a connection, at both ends, only when one of their processes ends."""
 MOST = 1024
@@ -33,6 +33,7 @@ silent, or have one suspect each."""
 SOON_S = 5.0
 """A process that has not taken a question by then may hang in another peer's metadata: the next is given it, and has as
 long as the peer."""
+IN_USE = "all processes that try peers' metadata are in use"
 READING = 0.8
 """The part of the time for an answer in which a process reads. In the rest it can say which peers are late."""
 
@@ -42,11 +43,17 @@ class Screen:
 
     def __init__(self) -> None:
         self._waiting = 0
-        self._starting = asyncio.Lock()
         self._places = asyncio.Semaphore(PROCESSES)
         self._processes: set[_Process] = set()
         self._common: _Process | None = None
         """Takes all peers that come."""
+        self._next: asyncio.Task[_Process] | None = None
+        """Starts the one that takes them next: one start for all who need it, each of whom may leave."""
+
+    @property
+    def held_up(self) -> str:
+        """Why no peer is tried for now; empty where they are."""
+        return IN_USE if self._next is not None and self._places.locked() else ""
 
     async def prepare(self) -> None:
         """Start a process now, so that the next `check` need not wait: half a second. `check` meets a failure again."""
@@ -96,23 +103,32 @@ class Screen:
         raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
 
     async def _for_all(self) -> _Process:
-        async with self._starting:
-            if self._common is None or self._common.spoiled:
-                if self._common is not None and self._common.spent:
-                    await self._let_go(self._common)
-                self._common = await self._start()
+        if self._common is not None and not self._common.spoiled:
             return self._common
+        if self._next is None:
+            self._next = asyncio.create_task(self._start_next())
+        return await asyncio.shield(self._next)
+
+    async def _start_next(self) -> _Process:
+        try:
+            if self._common is not None and self._common.spent:
+                await self._let_go(self._common)
+            self._common = await self._start()
+            return self._common
+        finally:
+            self._next = None
 
     async def _start(self) -> _Process:
         """Waits for a place: every process ends by its peers' deadlines. Raises TransportError (`transport_failed`)."""
+        until = asyncio.get_running_loop().time() + START_S
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout_at(until):
                 await self._places.acquire()
         except TimeoutError:
-            why, remedy = "all processes that try peers' metadata are in use", "see which peers do not answer"
-            raise TransportError("transport_failed", why, value=PROCESSES, remedy=remedy) from None
+            remedy = "see which peers do not answer"
+            raise TransportError("transport_failed", IN_USE, value=PROCESSES, remedy=remedy) from None
         try:
-            process = await _started()
+            process = await _started(until)
         except BaseException:
             self._places.release()
             raise
@@ -127,6 +143,9 @@ class Screen:
             await process.end()
 
     async def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait([self._next])
         self._common = None
         for process in list(self._processes):
             await self._let_go(process)
@@ -208,7 +227,8 @@ class _Process:
         self._reading.cancel()
 
 
-async def _started() -> _Process:
+async def _started(until: float) -> _Process:
+    """until: by the loop's clock. Raises TransportError (`transport_failed`)."""
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", screening.__name__,
@@ -223,7 +243,7 @@ async def _started() -> _Process:
     said = b""
     try:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout_at(until):
                 said = await process.stdout.readline()
     finally:
         if said.decode().strip() != READY:  # else the next metadata would be taken for what it died of
