@@ -9,7 +9,6 @@ or 1: exact in any dtype), and where they land is fitted to strides. Needs torch
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -44,20 +43,23 @@ class Part:
 
 
 class Describing:
-    """Adds the parts of layers to a manifest. Parts of one name in one layer are told apart by a number."""
+    """Adds the parts of layers to a manifest. A layer's parts have a name each: no order tells them apart."""
 
     def __init__(self, builder: ManifestBuilder, rank: int, ranks: int) -> None:
         self._builder, self._rank, self._ranks = builder, rank, ranks
-        self._seen: Counter[tuple[int, str]] = Counter()
+        self._added: dict[tuple[int, str], str] = {}
 
-    def add(self, group: str, layer: int, parts: Sequence[Part]) -> None:
+    def add(self, group: str, layer: int, parts: Sequence[Part], what: str) -> None:
+        """what: the name, for errors, of the layer that has the parts. Raises KvferryError (`unsupported_cache`)."""
         for part in parts:
-            nth = self._seen[layer, part.name]
-            self._seen[layer, part.name] += 1
-            name = f"{part.name}.{nth}" if nth else part.name
+            if other := self._added.get((layer, part.name)):
+                message = f"{other} and {what} both hold {part.name} of layer {layer}, and nothing tells which is which"
+                remedy = "report the model: its caches need names of their own"
+                raise Malformed("unsupported_cache", message, field="layer", value=what, remedy=remedy)
+            self._added[layer, part.name] = what
             shard = part.shard(self._rank, self._ranks)
             self._builder.component(
-                group, layer=layer, name=name, array=part.view, axes=part.axes, shard=shard, encoding=part.encoding
+                group, layer=layer, name=part.name, array=part.view, axes=part.axes, shard=shard, encoding=part.encoding
             )
 
 

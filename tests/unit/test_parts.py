@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvferry.errors import Malformed  # noqa: E402
 from kvferry.manifest import ManifestBuilder, ModelInfo  # noqa: E402
 from kvferry.parts import Describing, Part, attention_parts, recurrent_parts  # noqa: E402
 
@@ -82,12 +83,16 @@ def test_keys_and_values_are_found_where_the_engine_writes_them() -> None:
     assert not memory.any()
 
 
-def test_parts_of_one_name_are_told_apart() -> None:
+def test_parts_of_one_name_are_not_told_apart_by_their_order() -> None:
     memory = torch.zeros(2, 5, 4, HEADS, DIM)
     builder = ManifestBuilder("e", "1", ModelInfo(name="m", fingerprint="f"))
     builder.region(0, "host", nbytes=memory.nbytes, address=memory.data_ptr())
     builder.group("0", num_blocks=5, block_size=4)
     describing = Describing(builder, 0, 1)
-    for layer in memory:
-        describing.add("0", 7, [Part("kv", layer, ("block", "slot", "head", "dim"), "head", 1)])
-    assert [component.label for component in builder.build().components] == ["7.kv", "7.kv.1"]
+    first, second = ([Part("kv", layer, ("block", "slot", "head", "dim"), "head", 1)] for layer in memory)
+    describing.add("0", 7, first, "7.attn")
+    describing.add("0", 8, second, "8.attn")
+    with pytest.raises(Malformed, match=r"7\.attn and 7\.more both hold kv of layer 7") as refused:
+        describing.add("0", 7, second, "7.more")
+    assert refused.value.code == "unsupported_cache"
+    assert [component.label for component in builder.build().components] == ["7.kv", "8.kv"]

@@ -44,7 +44,7 @@ def describe(
             total = heads(number)
             parts = _keys_and_values(pool, layer, blocks, min(ranks, total), cache_dtype)
             _check_heads(parts, number, total, ranks)
-        describing.add(GROUP, number, parts)
+        describing.add(GROUP, number, parts, f"layer {number}")
 
 
 def _latent(pool: Any, layer: int, blocks: int, cache_dtype: str) -> Part:

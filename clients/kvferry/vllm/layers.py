@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_sliding_window,
     iter_layer_specs,
@@ -68,8 +68,26 @@ def describe(
             block_size=1 if recurrent else spec.block_size, window=get_kv_cache_spec_sliding_window(spec),
         )  # fmt: skip
         for name in names:
+            number, begins = _place(name, specs[name])
             found = _parts(layers[name], name, specs[name], caches[name], num_blocks, model, ranks)
-            describing.add(group, extract_layer_index(name), found)
+            found = [replace(part, name=".".join((*begins, part.name))) for part in found]
+            describing.add(group, number, found, name)
+
+
+def _place(name: str, spec: KVCacheSpec) -> tuple[int, list[str]]:
+    """The number of the layer that has this cache, and how the names of its components begin there: not at all for the
+    layer's only attention or state. Raises KvferryError (`unsupported_cache`).
+
+    A draft model of its own counts its layers from 0, as the model does (those of EAGLE and MTP go on after it). A
+    second number is that of one attention among several: LongCat-Flash has two in a layer.
+    """
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    if not 1 <= len(numbers) <= 2:
+        message = f"layer {name} has {len(numbers)} numbers in its name: which layer of the model it is, is not known"
+        raise Malformed("unsupported_cache", message, field="layer", value=name, remedy="report the model")
+    draft = ["draft"] if name.startswith("draft_model.") else []
+    indexer = ["indexer"] if getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER else []
+    return int(numbers[0]), [*draft, *numbers[1:], *indexer]
 
 
 def _parts(
@@ -80,11 +98,11 @@ def _parts(
     The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
     gets. A cache of one key and one value for each head and token that cannot be written so is one component; any other
     is opaque, and is moved in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`;
-    `unknown_heads`; `unsupported_cache` for states without names, or one of several tokens.
+    `unknown_heads`; `unsupported_cache` for states without names, states of several tokens, and rings of the newest.
     """
     if isinstance(spec, MambaSpec):
         return _states(layer, name, spec, ranks)
-    if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
+    if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1 or not spec.uses_slot_mapping:
         remedy = "serve a model whose layers docs/vllm.md names"
         raise Malformed("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
     shards = min(ranks, spec.max_tp_shards or heads.shards(name, spec.num_kv_heads, ranks, model))

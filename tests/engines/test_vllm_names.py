@@ -1,0 +1,46 @@
+"""Components are named by what they are: the order in which vLLM lists layers and groups changes none of the names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[2]
+PYTHON = TOP / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin/python"
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(400)]
+ATTENTION, DRAFT = "model.layers.1.self_attn.attn", "draft_model.layers.1.self_attn.attn"
+FIRST, SECOND = "model.layers.1.self_attn.0.attn", "model.layers.1.self_attn.1.attn"
+NAMES = {
+    "a sparse indexer": {"1.kv": ATTENTION, "1.indexer.kv": "model.layers.1.self_attn.indexer.k_cache"},
+    "two attentions in a layer": {"1.0.kv": FIRST, "1.1.kv": SECOND},
+    "a draft model": {"1.kv": ATTENTION, "1.draft.kv": DRAFT},
+}
+REFUSED = {"nobody knows": "both hold kv of layer 1", "a ring": "has a CircularBufferSpec"}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[dict[str, str] | str]]:
+    if not PYTHON.exists():
+        pytest.skip(f"no vLLM at {PYTHON}: make engines-venv")
+    run = [PYTHON, Path(__file__).with_name("component_names.py")]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=360)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, list[dict[str, str] | str]] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_name_says_what_it_is_in_either_order(found: dict[str, list[dict[str, str] | str]], what: str) -> None:
+    assert found[what] == [NAMES[what]] * 2
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_name_is_refused(found: dict[str, list[dict[str, str] | str]], what: str) -> None:
+    for outcome in found[what]:
+        assert isinstance(outcome, str)
+        assert outcome.startswith("unsupported_cache: ")
+        assert REFUSED[what] in outcome
