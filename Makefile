@@ -20,7 +20,7 @@ export NIXL_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise soak soak-vllm lint format proto reference bench clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise soak soak-vllm lint format proto reference models bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ proto: $(READY) ## generate clients/kvferry/v1 from proto/
 
 reference: $(READY) ## generate docs/reference from the sources
 	@$(BIN)/python tests/generate_reference.py docs/reference
+
+models: $(READY) $(ENGINES_READY) ## compute the table of docs/models.md: a minute or two for each model; MODELS: of these only
+	@$(ENGINES_VENV)/bin/python tests/engines/models.py --write $(MODELS)
 
 bench: $(READY) ## the benchmarks of docs/benchmarks.md
 	@$(BIN)/kvferry bench

@@ -1,108 +1,102 @@
-"""Models with the heads of real ones, without weights: is every element that a reader gets the one that it means?
+"""Models with the sizes of real ones, without weights: is every element that a reader gets the one that it means?
 
-.venv-engines/bin/python tests/engines/models.py
+make models, or of one model: .venv-engines/bin/python tests/engines/models.py Llama-3-70B
 
 vLLM itself makes the layers (on the meta device), their specs, groups, tensors and views, and kvferry's plug-in
-describes them. The truth beside it is vLLM's rule only: rank r of R has heads [r * total / R, ...), and token t lies in
-slot t % size of its block, by the strides of vLLM's own view. Every element of every layer is given a number, sources
-are filled by that rule, the planner's runs are copied, and each element that the reader should have is looked at.
-Prints the table of docs/models.md: by model and shape "exact", "refused: CODES" or "wrong".
+describes them. The truth beside it is vLLM's rule only (`held`, `Engine.pieces`), of the public numbers and of vLLM's
+views. Every element of every layer is given a number, sources are filled by that rule, the planner's runs are copied,
+and each element that the reader should have is looked at. For every model one row of the table in docs/models.md is
+printed: by shape "exact", "refused: CODES", "not run: WHY" or "wrong: WHERE"; with --times how long `plan` and `bind`
+take as well.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
+import numpy as np
 import torch
+from public_models import MODELS, Rows
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import (
+    _project_kv_cache_groups_to_worker,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
+from vllm.v1.kv_cache_interface import MambaSpec, SparseCacheRole, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
 from kvferry.tables import BlockTable, Tables
+from kvferry.vllm import heads
 from kvferry.vllm.layers import Group, describe
-from kvferryd.plan import PlanRefused, bind, plan
+from kvferryd.plan import Plan, PlanRefused, bind, plan
 
-LAYERS = 6
-"""Of each model: as many as the patterns of these models take until they begin again."""
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+BEGIN, END = "<!-- computed: make models -->\n", "<!-- computed: end -->\n"
 TOKENS = 70
-"""Of the request: blocks of 16 and of 64, the last ones in part."""
+"""A request has at least so many: blocks of 16 and of 64, the last ones in part; or what makes a second block."""
+PROMPT = 8192
+"""Tokens of the request whose `plan` and `bind` are timed."""
+NHD, HND = "LBNHC", "LBHNC"
 
 
 @dataclass(frozen=True)
 class Shape:
+    """tp: in eighths of the ranks that the model has for TP8; 0 where context parallelism is to be possible."""
+
     tp: int
     block: int = 16
-    layout: str = "LBNHC"
+    layout: str = NHD
+    pp: int = 1
+    dcp: int = 1
+    interleave: int = 1
 
 
-NHD, HND = "LBNHC", "LBHNC"
 SHAPES = {
     "TP8 to TP4": (Shape(8), Shape(4)),
     "TP4 to TP8": (Shape(4), Shape(8)),
     "TP8 to TP16": (Shape(8), Shape(16)),
     "TP16 to TP8": (Shape(16), Shape(8)),
+    "PP2 to PP1": (Shape(8, pp=2), Shape(8)),
     "block 16 to 64": (Shape(8), Shape(8, block=64)),
     "NHD to HND": (Shape(8), Shape(8, layout=HND)),
     "TP4, NHD, 64 to TP8, HND, 16": (Shape(4, 64), Shape(8, 16, HND)),
+    "DCP2 to 1, by 1": (Shape(0, dcp=2), Shape(8)),
+    "DCP2 to 1, by 16": (Shape(0, dcp=2, interleave=16), Shape(8)),
 }
+TIMED = ("TP4, NHD, 64 to TP8, HND, 16", "DCP2 to 1, by 1")
 
 
-def llama(**more: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
-        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    } | more  # fmt: skip
-
-
-# The numbers of the public configurations that decide where KV lies. heads: KV heads by layer, from the model's card.
-MODELS: dict[str, tuple[dict[str, Any], Any]] = {
-    "Llama-3-70B": (llama(), lambda layer: 8),
-    "Qwen3-235B-A22B": (
-        llama(
-            architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=4096, intermediate_size=12288,
-            num_hidden_layers=94, num_key_value_heads=4, head_dim=128, vocab_size=151936, num_experts=128,
-            num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
-        ),
-        lambda layer: 4,
-    ),
-    "Gemma-3-27B": (
-        llama(
-            architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_size=5376, intermediate_size=21504,
-            num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=16, head_dim=128, vocab_size=262208,
-            sliding_window=1024, query_pre_attn_scalar=168,
-        ),
-        lambda layer: 16,
-    ),
-    "Gemma-4-31B": (
-        llama(
-            architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", hidden_size=5376, intermediate_size=21504,
-            num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4,
-            head_dim=256, global_head_dim=512, attention_k_eq_v=True, vocab_size=262144, sliding_window=1024,
-            hidden_size_per_layer_input=0,
-        ),
-        lambda layer: 16 if (layer + 1) % 6 else 4,
-    ),
-}  # fmt: skip
+class NotRun(Exception):
+    """vLLM does not make this engine."""
 
 
 class PlainImpl:
@@ -117,138 +111,339 @@ class PlainImpl:
 
 @dataclass
 class Rank:
-    """Of tensor parallelism. memory: all of its cache, which `caches` are views of."""
+    """memory: all of its cache, which `views` are views of. states: of recurrent layers, their tensors by name."""
 
     manifest: Manifest
     tables: Tables
-    caches: dict[str, torch.Tensor]
-    blocks: dict[str, tuple[list[int], int]]
+    views: dict[str, torch.Tensor]
+    states: dict[str, tuple[torch.Tensor, ...]]
     memory: torch.Tensor
 
 
+class Piece(NamedTuple):
+    """A part of a layer: memory as whole numbers of its elements' width, where in it, and what lies there."""
+
+    memory: torch.Tensor
+    index: Any
+    value: torch.Tensor
+
+
+def held(rows: Rows, rank: int, ranks: int) -> range:
+    """vLLM's rule: rank r of R has rows [r * total / R, ...); where there are fewer parts than ranks, a part."""
+    total, parts = rows
+    if parts >= ranks:
+        return range(rank * total // ranks, (rank + 1) * total // ranks)
+    part = rank * parts // ranks
+    return range(part * total // parts, (part + 1) * total // parts)
+
+
+def numbers(what: str, width: int, *axes: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """[axis, ...]: what the rule says lies at these positions of `what`, as whole numbers of so many bytes."""
+    spans = torch.meshgrid(*(torch.as_tensor(list(axis)) for axis in axes), indexing="ij")
+    mixed = torch.full_like(spans[0], zlib.crc32(what.encode()))
+    for span in spans:
+        mixed = (mixed * 1000003 + span) * 2654435761
+        mixed ^= mixed >> 23
+    return ((mixed >> 11) & (2 ** (8 * width - 1) - 1)).to(INTEGERS[width])
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
 class Engine:
-    """A model on `shape.tp` ranks; `ranks` makes one after another, since layers are made once."""
+    """A model on ranks of this shape. `rank` makes one after another, since layers are made once for each stage."""
 
-    def __init__(self, model: str, shape: Shape) -> None:
-        self.name, self.shape, self.heads = model, shape, MODELS[model][1]
-        folder = tempfile.mkdtemp()
-        with open(f"{folder}/config.json", "w") as file:
-            json.dump(MODELS[model][0] | {"torch_dtype": "bfloat16", "num_hidden_layers": LAYERS}, file)
-        self.config: VllmConfig = EngineArgs(
-            model=folder, skip_tokenizer_init=True, tensor_parallel_size=shape.tp, load_format="dummy",
-            enforce_eager=True, max_model_len=4096, block_size=shape.block, distributed_executor_backend="mp",
-            limit_mm_per_prompt={},
-        ).create_engine_config()  # fmt: skip
-        self.config.cache_config.block_size = shape.block
-        with set_current_vllm_config(self.config), as_one_of(shape.tp), torch.device("meta"):
-            with set_default_torch_dtype(torch.bfloat16):
-                initialize_model(vllm_config=self.config)
-            self.layers = {
-                name: layer
-                for name, layer in self.config.compilation_config.static_forward_context.items()
-                if isinstance(layer, AttentionLayerBase)
-            }
-            specs = {name: layer.get_kv_cache_spec(self.config) for name, layer in self.layers.items()}
-        self.config.cache_config.kv_cache_layout = shape.layout
-        self.groups = get_kv_cache_groups(self.config, {name: spec for name, spec in specs.items() if spec})
-        for layer in self.layers.values():
-            layer.impl = PlainImpl()
+    def __init__(self, name: str, shape: Shape, *, whole: bool = False) -> None:
+        self.model, self.shape = MODELS[name], shape
+        self.tp = shape.tp * self.model.ranks // 8 or self.model.dcp_ranks
+        self.ranks = self.tp * shape.pp
+        try:
+            self._make(whole)
+        except (ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
+            raise NotRun(_why(error)) from error
 
-    @cache  # noqa: B019  # one engine, as long as its model is looked at
-    def rank(self, rank: int) -> Rank:
-        pages = get_kv_cache_config_from_groups(self.config, self.groups, 2**26)
-        one = 2**26 // pages.num_blocks
-        caches_config = get_kv_cache_config_from_groups(self.config, self.groups, one * 12)
-        views = allocate_kv_cache(caches_config, torch.device("cpu"), KVCacheLayout[self.shape.layout])
+    def _make(self, whole: bool) -> None:
+        shape, model = self.shape, self.model
+        numbers = model.config | {"torch_dtype": "bfloat16"}
+        if not whole:
+            by_layer = [name for name in ("layer_types", "hybrid_override_pattern") if name in numbers]
+            numbers |= {"num_hidden_layers": model.layers} | {name: numbers[name][: model.layers] for name in by_layer}
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(numbers))
+            self.config: VllmConfig = EngineArgs(
+                model=folder, skip_tokenizer_init=True, tensor_parallel_size=self.tp, load_format="dummy",
+                enforce_eager=True, max_model_len=4096, block_size=shape.block, distributed_executor_backend="mp",
+                limit_mm_per_prompt={}, pipeline_parallel_size=shape.pp, decode_context_parallel_size=shape.dcp,
+                cp_kv_cache_interleave_size=shape.interleave, enable_prefix_caching=False,
+            ).create_engine_config()  # fmt: skip
+        cache_config = self.config.cache_config
+        cache_config.block_size, cache_config.kv_cache_layout = shape.block, shape.layout
+        made = self.config.compilation_config.static_forward_context
+        stages: list[dict[str, Any]] = []
+        with set_current_vllm_config(self.config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+            for stage in range(shape.pp):
+                before = set(made)
+                with as_one_of(self.tp, shape.dcp, stage, shape.pp):
+                    for module, part in model.without:
+                        setattr(importlib.import_module(module), part, lambda *_, **__: torch.nn.Identity())
+                    initialize_model(vllm_config=self.config)
+                stages.append({name: each for name, each in made.items() if name not in before})
+            current_platform.update_block_size_for_backend(self.config)
+            self.config.validate_block_size()
+            specs = [
+                {
+                    name: spec
+                    for name, layer in stage.items()
+                    if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(self.config))
+                }
+                for stage in stages
+            ]
+        self.layers = made
+        groups = get_kv_cache_groups(self.config, {name: spec for stage in specs for name, spec in stage.items()})
+        self.groups = [_project_kv_cache_groups_to_worker(groups, stage) for stage in specs]
+        for name in {name for stage in specs for name in stage}:
+            if hasattr(made[name], "impl"):
+                made[name].impl = PlainImpl()
+
+    @property
+    def blocks(self) -> list[int]:
+        """Tokens of a block, by group; 0 of a state."""
+        specs = [_one(group.kv_cache_spec) for group in self.groups[0]]
+        return [0 if isinstance(spec, MambaSpec) else spec.block_size for spec in specs]
+
+    @cache  # noqa: B019  # engines live as long as their model is looked at
+    def describe(self, rank: int, tokens: int) -> Rank:
+        """A rank with a cache that has room for so many tokens, in blocks that are in no order."""
+        stage, tp_rank = divmod(rank, self.tp)
+        spans = [block * self._ring(group) for block, group in zip(self.blocks, self.groups[stage], strict=True)]
+        counts = [-(-tokens // span) if span else 1 for span in spans]
+        self.config.cache_config.num_gpu_blocks_override = sum(counts) + 4
+        cache_config = get_kv_cache_config_from_groups(self.config, self.groups[stage], 2**40)
+        views = allocate_kv_cache(cache_config, torch.device("cpu"), KVCacheLayout[self.shape.layout])
         for name, view in views.items():
-            self.layers[name].kv_cache = view
+            self.layers[name].bind_kv_cache(view)
         storage = next(iter(views.values())).untyped_storage()
-        memory = torch.tensor([], dtype=torch.uint8).set_(storage)
         builder = ManifestBuilder(
-            "e", "1", ModelInfo(name="m", fingerprint="f"), rank=rank, world_size=self.shape.tp
+            "e", "1", ModelInfo(name="m", fingerprint="f"), rank=rank, world_size=self.ranks
         ).region(0, "host", nbytes=storage.nbytes(), address=storage.data_ptr())
-        groups = [Group(str(i), g.kv_cache_spec, tuple(g.layer_names)) for i, g in enumerate(self.groups)]
-        describe(builder, self.config, groups, caches_config.num_blocks, views, rank, self.shape.tp)
-        free, tables, blocks = list(range(caches_config.num_blocks - 1, 0, -1)), {}, {}
-        for group in groups:
-            size = group.spec.block_size
-            own = [free.pop() for _ in range(-(-TOKENS // size))] if len(groups) == 1 else free[: -(-TOKENS // size)]
-            tables[group.name] = BlockTable.of(own)
-            blocks |= dict.fromkeys(group.layers, (own, size))
-        return Rank(builder.build(), tables, views, blocks, memory)
+        groups = [
+            Group(str(i), each.kv_cache_spec, tuple(each.layer_names)) for i, each in enumerate(self.groups[stage])
+        ]
+        describe(builder, self.config, groups, cache_config.num_blocks, views, tp_rank, self.tp)
+        order = torch.randperm(cache_config.num_blocks - 1, generator=torch.Generator().manual_seed(rank)) + 1
+        tables = {
+            group.name: BlockTable.of(ids.tolist())
+            for group, ids in zip(groups, order.split([*counts, 3]), strict=False)
+        }
+        states = {name: self.layers[name].kv_cache for name in views if isinstance(self.layers[name].kv_cache, tuple)}
+        memory = torch.tensor([], dtype=torch.uint8).set_(storage)
+        return Rank(builder.build(), tables, views, states, memory)
+
+    def _ring(self, group: Any) -> int:
+        return self.shape.dcp if _one(group.kv_cache_spec).dcp_sharded else 1
+
+    def pieces(self, rank: int, state: Rank, tokens: int) -> Iterator[tuple[str, Piece]]:
+        """Layer by layer: what lies where on this rank, by vLLM's rule."""
+        stage, tp_rank = divmod(rank, self.tp)
+        for i, group in enumerate(self.groups[stage]):
+            ids = torch.tensor(state.tables[str(i)].block_ids)
+            for name in group.layer_names:
+                spec = _one(group.kv_cache_spec, name)
+                if isinstance(spec, MambaSpec):
+                    for piece in self._states(name, state.states[name], int(ids[0]), tp_rank):
+                        yield name, piece
+                else:
+                    view = state.views[name]
+                    view = view.view(INTEGERS[view.element_size()])
+                    if getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER:
+                        yield name, self._indexed(name, view, ids, tokens)
+                    else:
+                        yield name, self._attention(name, spec, view, ids, tokens, tp_rank)
+
+    def _attention(self, name: str, spec: Any, view: torch.Tensor, ids: torch.Tensor, tokens: int, rank: int) -> Piece:
+        """[block, head, slot, content]. Context parallelism as in vLLM's slot mapping: of `size * dcp` tokens in a
+        row, rank r of the ring has those whose interval of `interleave` is r modulo the ring, close together."""
+        total = self.model.heads(extract_layer_index(name))
+        own = held((total, total), rank, self.tp)
+        assert view.shape[1] == len(own), (name, view.shape, own)
+        at, size, ring = torch.arange(tokens), spec.block_size, self.shape.dcp if spec.dcp_sharded else 1
+        inside, interleave = at % (size * ring), self.shape.interleave
+        mine = inside // interleave % ring == rank % ring
+        slot = inside // (interleave * ring) * interleave + inside % interleave
+        index = ids[at // (size * ring)][mine], slice(None), slot[mine]
+        value = numbers(name, view.element_size(), own, at[mine], range(view.shape[3]))
+        return Piece(view, index, value.transpose(0, 1))
+
+    def _indexed(self, name: str, view: torch.Tensor, ids: torch.Tensor, tokens: int) -> Piece:
+        """The sparse indexer's keys, as its kernel writes a block: the values of all slots (128 bytes each), then their
+        scales (4 bytes each)."""
+        size, content = view.shape[2:]
+        at, part = torch.meshgrid(torch.arange(tokens), torch.arange(content), indexing="ij")
+        values = content - 4
+        inside = torch.where(part < values, at % size * values + part, size * values + at % size * 4 + part - values)
+        value = numbers(name, view.element_size(), range(tokens), range(content))
+        return Piece(view, (ids[at // size], 0, inside // content, inside % content), value)
+
+    def _states(self, name: str, tensors: Sequence[torch.Tensor], block: int, rank: int) -> Iterator[Piece]:
+        """The convolution, whose channels are the first of its axes or the last, and the state."""
+        assert len(tensors) == len(self.model.states), (name, [each.shape for each in tensors])
+        for nth, (tensor, parts) in enumerate(zip(tensors, self.model.states, strict=True)):
+            own = tensor[block] if nth or is_conv_state_dim_first() else tensor[block].transpose(0, 1)
+            own, start, before = own.view(INTEGERS[own.element_size()]), 0, 0
+            for rows in parts:
+                mine = held(rows, rank, self.tp)
+                global_rows = range(before + mine.start, before + mine.stop)
+                value = numbers(f"{name}.{nth}", own.element_size(), global_rows, *map(range, own.shape[1:]))
+                yield Piece(own, slice(start, start + len(mine)), value)
+                start, before = start + len(mine), before + rows[0]
+            assert start == len(own), (name, nth, start, own.shape)
+
+
+def _one(spec: Any, name: str | None = None) -> Any:
+    """The spec of one layer of a group."""
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec
+    return spec.kv_cache_specs[name] if name else next(iter(spec.kv_cache_specs.values()))
 
 
 @contextmanager
-def as_one_of(ranks: int) -> Iterator[None]:
+def as_one_of(tp: int, dcp: int, stage: int, stages: int) -> Iterator[None]:
     """vLLM makes the layers of a rank of so many; no other rank is needed for that."""
     if parallel_state._TP is None:
-        parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, backend="gloo")
-        parallel_state.initialize_model_parallel(1, 1, backend="gloo")
-    group = parallel_state._TP
-    group.world_size = ranks
+        with torch.device("cpu"):
+            parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, backend="gloo")
+            parallel_state.initialize_model_parallel(1, 1, backend="gloo")
+    groups = ((parallel_state._TP, 0, tp), (parallel_state._DCP, 0, dcp), (parallel_state._PP, stage, stages))
     try:
+        for group, rank, ranks in groups:
+            group.rank_in_group, group.world_size, group.ranks = rank, ranks, list(range(-rank, ranks - rank))
         yield
     finally:
-        group.world_size = 1
+        for group, _, _ in groups:
+            group.rank_in_group, group.world_size, group.ranks = 0, 1, [0]
 
 
-def numbers(layer: int, heads: range, content: int, start: int, stop: int) -> torch.Tensor:
-    """[head, token, content]: what the rule says lies there, two bytes an element."""
-    spans = torch.arange(heads.start, heads.stop), torch.arange(start, stop), torch.arange(content)
-    axes = torch.meshgrid(*spans, indexing="ij")
-    mixed = ((axes[0] * 131 + axes[1]) * 1031 + axes[2] + layer * 7919) * 2654435761
-    return ((mixed >> 11) & 0x7FFF).to(torch.int16)
+def copied(chosen: Plan, sources: Sequence[Rank], own: Rank, tokens: int) -> None:
+    """Copy what the planner says."""
+    tables = {i: each.tables for i, each in enumerate(sources)}
+    for runs in bind(chosen, tables, own.tables, (0, tokens)).runs():
+        theirs, ours = sources[runs.source_rank].memory.numpy(), own.memory.numpy()
+        for length in np.unique(runs.nbytes):
+            these, along = runs.nbytes == length, np.arange(length)
+            for part in np.array_split(np.flatnonzero(these), 1 + int(these.sum() * length) // 2**24):
+                starts, ends = runs.source_offsets[part], runs.destination_offsets[part]
+                ours[ends[:, None] + along] = theirs[starts[:, None] + along]
 
 
-def elements(engine: Engine, rank: int, state: Rank, name: str) -> tuple[Any, torch.Tensor]:
-    """(index into the cache of a layer, what should lie there)."""
-    layer, view, (own, size) = extract_layer_index(name), state.caches[name], state.blocks[name]
-    total = engine.heads(layer)
-    held = max(1, total // engine.shape.tp)
-    first = rank * total // engine.shape.tp
-    at = torch.arange(TOKENS)
-    index = (torch.tensor(own)[at // size], slice(None), at % size)
-    assert view.shape[1] == held, (name, view.shape, held)
-    return index, numbers(layer, range(first, first + held), view.shape[3], 0, TOKENS).transpose(0, 1)
+def planned(sources: Sequence[Rank], own: Rank) -> Plan:
+    return plan([each.manifest for each in sources], own.manifest)
 
 
-def outcome(source: Engine, reader: Engine, readers: range) -> str:
+def outcome(source: Engine, reader: Engine) -> str:
+    """The cell of this pair. Readers: three or four ranks, the first and the last among them."""
+    tokens = max(TOKENS, *(block + block // 8 + 3 for block in source.blocks + reader.blocks))
+    readers = sorted({*range(0, reader.ranks, max(1, reader.ranks // 3)), reader.ranks - 1})
     try:
-        ranks = [source.rank(rank) for rank in range(source.shape.tp)]
-        read = [(rank, reader.rank(rank)) for rank in readers]
-        plans = [plan([each.manifest for each in ranks], own.manifest) for _, own in read]
+        room = 2 * max(*source.blocks, *reader.blocks) * max(source.shape.dcp, reader.shape.dcp) + tokens
+        sources = [source.describe(rank, room) for rank in range(source.ranks)]
+        read = [(rank, reader.describe(rank, room)) for rank in readers]
+        plans = [planned(sources, own) for _, own in read]
     except PlanRefused as refused:
         return "refused: " + ", ".join(sorted({each.code for each in refused.refusals}))
     except KvferryError as error:
         return f"refused: {error.code}"
-    for group in range(len(source.groups)):  # groups overlay one another: one at a time
-        for rank, state in enumerate(ranks):
-            for name in source.groups[group].layer_names:
-                index, value = elements(source, rank, state, name)
-                state.caches[name].view(torch.int16)[index] = value
-        for chosen, (rank, own) in zip(plans, read, strict=True):
-            own.memory.fill_(0xEE)
-            empty = own.tables | {str(i): BlockTable.of([]) for i in range(len(source.groups)) if i != group}
-            for runs in bind(chosen, {i: each.tables for i, each in enumerate(ranks)}, empty, (0, TOKENS)).runs():
-                theirs, ours = ranks[runs.source_rank].memory.numpy(), own.memory.numpy()
-                for start, to, count in zip(runs.source_offsets, runs.destination_offsets, runs.nbytes, strict=True):
-                    ours[to : to + count] = theirs[start : start + count]
-            for name in reader.groups[group].layer_names:
-                index, value = elements(reader, rank, own, name)
-                if not torch.equal(own.caches[name].view(torch.int16)[index], value):
-                    return f"wrong: layer {name} of rank {rank}"
+    for rank, state in enumerate(sources):
+        for _, piece in source.pieces(rank, state, tokens):
+            piece.memory[piece.index] = piece.value
+    for chosen, (rank, own) in zip(plans, read, strict=True):
+        own.memory.fill_(0xEE)
+        copied(chosen, sources, own, -(-tokens // chosen.grain) * chosen.grain)
+        for name, piece in reader.pieces(rank, own, tokens):
+            if not torch.equal(piece.memory[piece.index], piece.value):
+                return f"wrong: layer {name} of rank {rank}"
     return "exact"
 
 
-def main(chosen: list[str]) -> None:
-    for model in chosen or MODELS:
-        engines = {shape: Engine(model, shape) for pair in SHAPES.values() for shape in pair}
-        found = [
-            outcome(engines[source], engines[reader], range(0, reader.tp, max(1, reader.tp // 3)))
-            for source, reader in SHAPES.values()
-        ]
-        print("|", model, "|", " | ".join(found), "|", flush=True)
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _why(error: Exception) -> str:
+    """The first sentence of what vLLM says."""
+    return " ".join(str(error).split()).partition(". ")[0][:160]
+
+
+def row(name: str) -> list[str]:
+    """The cells of a model, by shape."""
+    heads.watch()
+    heads.NOTED.clear()
+    engine = cache(lambda shape: Engine(name, shape))
+    cells = []
+    for source, reader in SHAPES.values():
+        try:
+            cells.append(outcome(engine(source), engine(reader)))
+        except NotRun as error:
+            cells.append(f"not run: {error}")
+    return cells
+
+
+def times(name: str) -> list[str]:
+    """Milliseconds of a core that `plan` and `bind` take, of the whole model: the longest of the pairs, each the median
+    of 9."""
+    heads.NOTED.clear()
+    longest = [0.0, 0.0]
+    for source, reader in map(SHAPES.__getitem__, TIMED):
+        try:
+            engine, other = Engine(name, source, whole=True), Engine(name, reader, whole=True)
+            sources = [engine.describe(rank, PROMPT) for rank in range(engine.ranks)]
+            own = other.describe(0, PROMPT)
+            found = planned(sources, own)
+        except (NotRun, KvferryError):
+            continue
+        tables = {i: each.tables for i, each in enumerate(sources)}
+        taken = [_median_ms(planned, sources, own), _median_ms(bind, found, tables, own.tables, (0, PROMPT))]
+        longest = list(map(max, longest, taken))
+    return [f"{each:.2g}" if each else "" for each in longest]
+
+
+def _median_ms(call: Any, *arguments: Any) -> float:
+    taken = []
+    for _ in range(9):
+        start = time.thread_time()
+        call(*arguments)
+        taken.append(1000 * (time.thread_time() - start))
+    return median(taken)
+
+
+def write(chosen: Sequence[str]) -> None:
+    """Put the rows of these models into the page, those of others as they are. A process each: memory is given back."""
+    for name in chosen:
+        run = [sys.executable, __file__, "--times", name]
+        found = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+        head, rest = PAGE.read_text().split(BEGIN)
+        table, tail = rest.split(END)
+        rows = {line.split("|")[1].strip(): line for line in [*table.splitlines()[2:], found[-1]]}
+        ordered = [rows[each] for each in MODELS if each in rows]
+        PAGE.write_text(head + BEGIN + "\n".join([*TITLES, *ordered, END]) + tail)
+        print(found[-1], flush=True)
+
+
+TITLES = [_line(["model", *SHAPES, "plan, ms", "bind, ms"]), "|---" * (len(SHAPES) + 3) + "|"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", help="all, without any")
+    parser.add_argument("--times", action="store_true", help="those of plan and bind, too")
+    parser.add_argument("--write", action="store_true", help="into docs/models.md, with times")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # tensors are small, and threads wait for one another
+    if options.write:
+        write(options.models or list(MODELS))
+        return
+    for name in options.models or MODELS:
+        print(_line([name, *row(name), *(times(name) if options.times else [])]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
