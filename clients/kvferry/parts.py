@@ -84,6 +84,38 @@ def attention_parts(
     return found
 
 
+def prove(write: Callable[[torch.Tensor], None], parts: Sequence[Part], memory: torch.Tensor, what: str) -> None:
+    """Does each head of each token have the bytes in `memory` that these parts say, and no others?
+
+    write: puts a vector for each token and head, [slot, head]: one where the flag is set, another where it is not;
+    bytes that are alike in both tell nothing. parts: all that changes with the vector, of as many slots and heads.
+    memory: block 0, put back as it was. what: names them in errors. Raises KvferryError (`unknown_layout`).
+    """
+    cells = [_cells(part) for part in parts]
+    slots, heads, _ = cells[0].shape
+    numbers = torch.arange(1, slots * heads + 1).view(slots, heads)
+    kept, offsets = memory.clone(), _bytes(memory).flatten()
+    origin, stop = int(offsets.min()), int(offsets.max()) + 1
+    if any(int(at.min()) < origin or int(at.max()) >= stop for at in cells):
+        raise _unknown(what, "not all of them lie in their block")
+    told, seen = torch.zeros(stop - origin, dtype=torch.int64), torch.zeros(stop - origin, dtype=torch.int64)
+    for at in cells:
+        told[at - origin] = numbers[:, :, None]
+
+    def written(flags: torch.Tensor) -> torch.Tensor:
+        write(flags.to(memory.device))
+        return memory.contiguous().view(torch.uint8).flatten().cpu().clone()
+
+    before = written(torch.zeros_like(numbers, dtype=torch.bool))
+    for bit in range((slots * heads).bit_length()):
+        seen[offsets - origin] |= (written((numbers >> bit) & 1 != 0) != before).long() << bit
+    memory.copy_(kept)
+    if not torch.equal(seen, torch.where(seen != 0, told, seen)):
+        raise _unknown(what, "bytes change with another token or head than theirs")
+    if any(bool((seen[at - origin] == 0).all(-1).any()) for at in cells):
+        raise _unknown(what, "some are never written")
+
+
 def recurrent_parts(
     conv: torch.Tensor | None, states: Sequence[torch.Tensor], held: str, shards: int, narrow_shards: int
 ) -> list[Part]:
@@ -159,6 +191,21 @@ def _offsets(memory: torch.Tensor) -> torch.Tensor:
     for axis, (extent, stride) in enumerate(zip(memory.shape, memory.stride(), strict=True)):
         offsets += (torch.arange(extent) * stride).view([-1 if i == axis else 1 for i in range(memory.ndim)])
     return offsets
+
+
+def _bytes(memory: torch.Tensor) -> torch.Tensor:
+    """The places in its storage of each byte of a tensor: one axis more."""
+    item = memory.element_size()
+    return (_offsets(memory) * item).unsqueeze(-1) + torch.arange(item)
+
+
+def _cells(part: Part) -> torch.Tensor:
+    """The places in the storage of the bytes of block 0: [slot, head, byte]."""
+    view, axes = part.view[0], part.axes[1:]
+    digits = {name: [i for i, axis in enumerate(axes) if axis == name] for name in ("slot", "head")}
+    rest = [i for i in range(view.ndim + 1) if i not in digits["slot"] + digits["head"]]
+    extents = (math.prod(view.shape[i] for i in digits[name]) for name in ("slot", "head"))
+    return _bytes(view).permute(*digits["slot"], *digits["head"], *rest).reshape(*extents, -1)
 
 
 def _digits(steps: Sequence[int]) -> list[tuple[int, int]]:

@@ -17,15 +17,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-
+import interpreted  # noqa: F401  # before vLLM
 import torch
-from models import as_one_of, llama
+from models import HND, as_one_of, llama
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingMoELinearAttention
@@ -33,8 +34,11 @@ from vllm.model_executor.layers.mamba.linear.minimax_linear_attn import MiniMaxT
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends import triton_attn
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.ops.int4_per_token_head import single_rht
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -68,7 +72,7 @@ class Rank:
     layer: Any
     spec: Any
     manifest: Manifest
-    own: list[int]
+    own: Sequence[int] = ()
 
     @property
     def slots(self) -> torch.Tensor:
@@ -84,18 +88,29 @@ class Rank:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer. make: that of one rank. write: the truth into a rank's cache, as vLLM does it."""
+    """A kind of layer. make: that of one rank. write: the truth into a rank's cache, as vLLM does it. check: whether
+    what stands in for a kernel does as the kernel."""
 
     make: Callable[[VllmConfig], Any]
     write: Callable[[Rank], None]
     pairs: tuple[tuple[Shape, Shape], ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[Rank], None] = lambda rank: None
 
 
 def config_of(shape: Shape, options: Mapping[str, Any]) -> VllmConfig:
     folder = tempfile.mkdtemp()
     with open(f"{folder}/config.json", "w") as file:
-        json.dump(llama(torch_dtype="bfloat16", num_hidden_layers=2, hidden_size=1024, num_attention_heads=8), file)
+        json.dump(
+            llama(
+                torch_dtype="bfloat16",
+                num_hidden_layers=2,
+                hidden_size=1024,
+                num_attention_heads=16,
+                num_key_value_heads=KV,
+            ),
+            file,
+        )
     config = EngineArgs(
         model=folder, skip_tokenizer_init=True, tensor_parallel_size=shape.tp, load_format="dummy", enforce_eager=True,
         max_model_len=4096, block_size=shape.block, distributed_executor_backend="mp", **options,
@@ -105,14 +120,18 @@ def config_of(shape: Shape, options: Mapping[str, Any]) -> VllmConfig:
     return config
 
 
-def rank_of(kind: Kind, shape: Shape, number: int, blocks: Sequence[int]) -> Rank:
-    """A rank's cache of BLANK bytes, described."""
+@cache
+def rank_of(name: str, shape: Shape, number: int) -> Rank:
+    """A rank's cache, described."""
+    kind = KINDS[name]
     os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = shape.conv
     mamba_utils.get_conv_state_layout.cache_clear()
     config = config_of(shape, kind.options)
     with set_current_vllm_config(config), as_one_of(shape.tp), set_default_torch_dtype(torch.bfloat16):
         layer = kind.make(config)
         spec = layer.get_kv_cache_spec(config)
+        if isinstance(spec, AttentionSpec):  # as its model runner does
+            spec = layer.get_attn_backend().customize_spec(spec)
         groups = get_kv_cache_groups(config, {NAME: spec})
     one = 2**26 // get_kv_cache_config_from_groups(config, groups, 2**26).num_blocks
     pages = get_kv_cache_config_from_groups(config, groups, one * BLOCKS)
@@ -122,24 +141,34 @@ def rank_of(kind: Kind, shape: Shape, number: int, blocks: Sequence[int]) -> Ran
     builder = ManifestBuilder("e", "1", ModelInfo(name="m", fingerprint="f"), rank=number, world_size=shape.tp)
     builder.region(0, "host", nbytes=memory.nbytes, address=memory.data_ptr())
     describe(builder, config, [Group("0", spec, (NAME,))], pages.num_blocks, {NAME: view}, number, shape.tp)
-    assert not memory.any(), "the description has left something behind"
-    memory.fill_(BLANK)
-    own = list(blocks[: 1 if isinstance(spec, MambaSpec) else -(-TOKENS // spec.block_size)])
-    return Rank(number, shape, memory, layer, spec, builder.build(), own)
+    rank = Rank(number, shape, memory, layer, spec, builder.build())
+    if not number:
+        kind.check(rank)
+    return rank
 
 
-def outcome(kind: Kind, source: Shape, reader: Shape) -> str:
+def request(name: str, shape: Shape, blocks: Sequence[int]) -> list[Rank]:
+    """An engine's ranks, whose caches hold nothing; the request has the first of these blocks."""
+    ranks = [rank_of(name, shape, number) for number in range(shape.tp)]
+    for rank in ranks:
+        count = 1 if isinstance(rank.spec, MambaSpec) else -(-TOKENS // rank.spec.block_size)
+        rank.own = blocks[:count]
+        rank.memory.fill_(BLANK)
+    return ranks
+
+
+def outcome(name: str, source: Shape, reader: Shape) -> str:
     """What becomes of the request between engines of these shapes, rank by rank of the reader."""
+    write = KINDS[name].write
     try:
-        held = [rank_of(kind, source, rank, (7, 3, 4, 9, 1)) for rank in range(source.tp)]
-        read = [rank_of(kind, reader, rank, (2, 8, 5, 6, 10)) for rank in range(reader.tp)]
+        held, read = request(name, source, (7, 3, 4, 9, 1)), request(name, reader, (2, 8, 5, 6, 10))
         plans = [plan([each.manifest for each in held], own.manifest) for own in read]
     except PlanRefused as refused:
         return "refused: " + ", ".join(sorted({each.code for each in refused.refusals}))
     except KvferryError as error:
         return f"refused: {error.code}"
     for rank in held:
-        kind.write(rank)
+        write(rank)
     tables = {rank.number: {"0": BlockTable.of(rank.own)} for rank in held}
     for chosen, own in zip(plans, read, strict=True):
         moved, memory = own.memory.clone().numpy(), {rank.number: rank.memory.numpy() for rank in held}
@@ -147,7 +176,7 @@ def outcome(kind: Kind, source: Shape, reader: Shape) -> str:
             theirs = memory[runs.source_rank]
             for start, to, count in zip(runs.source_offsets, runs.destination_offsets, runs.nbytes, strict=True):
                 moved[to : to + count] = theirs[start : start + count]
-        kind.write(own)
+        write(own)
         assert (own.memory != BLANK).any()
         if wrong := int((own.memory.numpy() != moved).sum()):
             return f"wrong: {wrong} bytes of rank {own.number}"
@@ -160,6 +189,7 @@ def truth(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 HEADS, DIM, KERNEL = 8, 32, 4
+KV, SIZE = 2, 64
 RECURRENT = SimpleNamespace(
     hidden_size=256, hidden_act="silu", rms_norm_eps=1e-5, num_attention_heads=HEADS, head_dim=DIM,
     num_hidden_layers=2, max_position_embeddings=4096, use_bias=False, use_qkv_bias=False, group_norm_size=8,
@@ -218,8 +248,86 @@ KINDS = {
 }
 
 
+def attention(backend: Any) -> Callable[[VllmConfig], Any]:
+    def make(config: VllmConfig) -> Any:
+        tp = config.parallel_config.tensor_parallel_size
+        own, kv = 16 // tp, max(1, KV // tp)
+        return Attention(own, SIZE, 1.0, kv, cache_config=config.cache_config, prefix=NAME, attn_backend=backend)
+
+    return make
+
+
+def write_attention(rank: Rank) -> None:
+    """vLLM's own operation."""
+    keys, values = (truth(TOKENS, KV, SIZE, seed=seed)[:, rank.heads(KV)].bfloat16() for seed in (0, 1))
+    rank.layer.impl.do_kv_cache_update(rank.layer, keys, values, rank.layer.kv_cache, rank.slots)
+
+
+def quantize(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, k_scale: torch.Tensor,
+    v_scale: torch.Tensor, slots: torch.Tensor, kv_quant_mode: Any,
+) -> None:  # fmt: skip
+    """triton_reshape_and_cache_flash.py, 154-252, and int4_per_token_head.py, 65-253: Triton's interpreter takes 10 ms
+    for each token and head."""
+    at = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    for vectors, pages, scales in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        size = vectors.shape[-1]
+        if kv_quant_mode == KVQuantMode.INT4_PER_TOKEN_HEAD:
+            turned = single_rht(vectors.float()).to(vectors.dtype).float()
+            low, high = turned.amin(-1, keepdim=True), turned.amax(-1, keepdim=True)
+            scale = ((high - low) / 15).clamp(min=1e-6)
+            zero = rounded(-low / scale).clamp(0, 15)
+            nibbles = rounded(turned * (1 / scale) + zero).clamp(0, 15).to(torch.uint8)
+            pages[(*at, slice(None), slice(size // 2))] = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+            scale = (scale.view(torch.int32) & -16 | zero.int()).view(torch.float32)
+        else:
+            low, high = (-128, 127) if pages.dtype == torch.int8 else (-448, 448)
+            scale = (vectors.float().abs().amax(-1, keepdim=True) / high).clamp(min=1e-6)
+            scaled = vectors.float() * (1 / scale)
+            scaled = rounded(scaled) if pages.dtype == torch.int8 else scaled
+            pages.view(torch.uint8)[(*at, slice(None), slice(size))] = (
+                scaled.clamp(low, high).to(pages.dtype).view(torch.uint8)
+            )
+        scales[at] = scale.squeeze(-1)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """Half away from zero."""
+    return (values + torch.where(values >= 0, 0.5, -0.5)).trunc()
+
+
+def like_the_kernel(rank: Rank) -> None:
+    """`quantize` writes what vLLM's own kernel does: the same bytes; of fp8 the interpreter rounds down, and
+    loses the carry."""
+    impl, memory, slots = rank.layer.impl, rank.memory, torch.tensor([17, 34])
+    heads, found = rank.spec.num_kv_heads, []
+    keys, values = (truth(2, heads, SIZE, seed=seed).bfloat16() for seed in (2, 3))
+    for write in (KERNEL_QUANTIZE, quantize):
+        memory.fill_(BLANK)
+        triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = write
+        impl.do_kv_cache_update(rank.layer, keys, values, rank.layer.kv_cache, slots)
+        found.append(memory.clone())
+    memory.fill_(BLANK)
+    apart = (found[0].int() - found[1].int()).abs()
+    assert (found[0] != BLANK).sum() > heads * rank.spec.state_content_size_bytes, "too little was written"
+    allowed = 8 if rank.layer.kv_cache_dtype == "fp8_per_token_head" else 0
+    assert apart.max() <= allowed, "quantize is not what the kernel does"
+
+
+PAGED = (
+    (Shape(2), Shape(1)), (Shape(4), Shape(2)), (Shape(1), Shape(4)), (Shape(2), Shape(1, 64)),
+    (Shape(1, 64), Shape(2, 16, HND)), (Shape(2, 16, HND), Shape(2)),
+)  # fmt: skip
+KERNEL_QUANTIZE = triton_attn.triton_reshape_and_cache_flash_per_token_head_quant
+triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = quantize
+KINDS |= {
+    kind: Kind(attention(TritonAttentionBackend), write_attention, PAGED, {"kv_cache_dtype": kind}, like_the_kernel)
+    for kind in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+}
+
+
 def main(chosen: Sequence[str]) -> None:
-    print(json.dumps({name: [outcome(KINDS[name], *pair) for pair in KINDS[name].pairs] for name in chosen or KINDS}))
+    print(json.dumps({name: [outcome(name, *pair) for pair in KINDS[name].pairs] for name in chosen or KINDS}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ TOP = Path(__file__).parents[2]
 PYTHON = TOP / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin/python"
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 STATES = ("Kimi-Linear", "Bailing-MoE-V3", "Bailing-MoE-Linear", "MiniMax-Text-01")
+PAGED = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 UNNAMED = ("Kimi-K3 with RecoverSSM",)
 
 
@@ -29,6 +30,11 @@ def found() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_state_is_what_vllm_would_have_written_there(found: dict[str, list[str]], kind: str) -> None:
+    assert set(found[kind]) == {"exact"}
+
+
+@pytest.mark.parametrize("kind", PAGED)
+def test_a_packed_cache_is_what_vllm_would_have_written_there(found: dict[str, list[str]], kind: str) -> None:
     assert set(found[kind]) == {"exact"}
 
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from kvferry.errors import Malformed  # noqa: E402
 from kvferry.manifest import ManifestBuilder, ModelInfo  # noqa: E402
-from kvferry.parts import Describing, Part, attention_parts, recurrent_parts  # noqa: E402
+from kvferry.parts import Describing, Part, attention_parts, prove, recurrent_parts  # noqa: E402
 
 HEADS, DIM, STATE, GROUPS = 4, 8, 16, 2
 
@@ -81,6 +81,64 @@ def test_keys_and_values_are_found_where_the_engine_writes_them() -> None:
         "block": 2 * HEADS * tokens * size, "slot": size, "head": tokens * size, "dim": 1,
     }  # fmt: skip
     assert not memory.any()
+
+
+SLOTS, CELL = 4, 12
+
+
+def packed(heads_first: bool = False) -> torch.Tensor:
+    """[block, head, slot, byte], with the heads or the slots first in memory."""
+    if heads_first:
+        return torch.zeros(4, 2, SLOTS, CELL, dtype=torch.uint8)[:3]
+    return torch.zeros(4, SLOTS, 2, CELL, dtype=torch.uint8).transpose(1, 2)[:3]
+
+
+def cells(memory: torch.Tensor) -> list[Part]:
+    axes = ("block", "head", "slot", "dim")
+    return [
+        Part("k", memory[..., :8], axes, "head", 1),
+        Part("k.scale", memory[..., 8:].view(torch.float32), axes, "head", 1),
+    ]
+
+
+def put(memory: torch.Tensor, flags: torch.Tensor) -> None:
+    """Another byte in each value, and another scale, where the flag is set."""
+    memory[0, ..., :8] = torch.where(flags.T[..., None], 7, 3)
+    memory[0, ..., 8:].view(torch.float32)[:] = torch.where(flags.T[..., None], 2.0, 1.0)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_cells_are_proven_by_what_changes_with_each_token_and_head(heads_first: bool) -> None:
+    memory = packed(heads_first)
+    memory[0] = 5
+    prove(lambda flags: put(memory, flags), cells(memory), memory[0], "cells")
+    assert bool((memory[0] == 5).all()), "block 0 is as it was"
+
+
+def test_cells_that_lie_elsewhere_are_refused() -> None:
+    memory = packed()
+    heads_first = memory.as_strided(memory.shape, (2 * SLOTS * CELL, SLOTS * CELL, CELL, 1))
+    beyond = memory.as_strided(memory.shape, memory.stride(), CELL)
+    for described, why in ((heads_first, "theirs"), (beyond, "lie in their block")):
+        with pytest.raises(Malformed, match=why) as refused:
+            prove(lambda flags: put(memory, flags), cells(described), memory[0], "cells")
+        assert refused.value.code == "unknown_layout"
+
+
+def test_a_write_that_touches_more_than_the_cells_is_refused() -> None:
+    memory = packed()
+    with pytest.raises(Malformed, match="theirs"):
+        prove(lambda flags: put(memory, flags), cells(memory)[:1], memory[0], "cells")
+
+
+def test_cells_that_nobody_writes_are_refused() -> None:
+    memory = packed()
+
+    def values(flags: torch.Tensor) -> None:
+        memory[0, ..., :8] = torch.where(flags.T[..., None], 7, 3)
+
+    with pytest.raises(Malformed, match="never written"):
+        prove(values, cells(memory), memory[0], "cells")
 
 
 def test_parts_of_one_name_are_not_told_apart_by_their_order() -> None:

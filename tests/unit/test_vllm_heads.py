@@ -43,6 +43,7 @@ def test_layers_with_different_numbers_of_heads_are_each_divided_by_their_own(
 def test_where_the_projection_says_nothing_the_configuration_may() -> None:
     assert heads.shards("other.attn", 1, 8, model(4, num_key_value_heads=4)) == 4
     assert heads.shards("other.attn", 1, 8, model(8)) == 8
+    assert heads.shards("other.attn", 1, 8, model(8, id2label={0: "none"})) == 8
 
 
 @pytest.mark.parametrize(

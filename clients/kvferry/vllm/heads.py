@@ -64,7 +64,7 @@ def _configured(model: Any) -> set[int]:
         for name, value in left.pop().items():
             values = value if isinstance(value, list) else [value]
             left += [each for each in values if isinstance(each, dict)]
-            if name.endswith(NAMES):
+            if str(name).endswith(NAMES):  # names of labels are numbers
                 totals.update(each for each in values if type(each) is int and each > 0)
     return totals
 
