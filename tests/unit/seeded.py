@@ -22,19 +22,21 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import structlog
+from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
+from kvferryd.aio import NOTED_S
 from kvferryd.leases.lease import Lease, Publication
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import GRACE_S
@@ -133,6 +135,7 @@ class Run:
         """What was done, as a person reads it."""
 
     def play(self) -> None:
+        BROKE.clear()
         with stepping() as self.world:
             gc.disable()
             try:
@@ -419,12 +422,18 @@ class Run:
                     raise Violation("a transfer outlives its deadline")
                 if late_s > GRACE_S and not transfer.over:
                     raise Violation("a transfer of all ranks outlives its deadline")
-        for daemon in (*self.sources.values(), *self.readers.values()):
-            for name, (size, most) in sizes(daemon).items():
-                if size > most:
-                    raise Violation(f"more than may be kept: {name}", f"{size}, at most {most}")
+        self._check_kept(whole=False)
+        if BROKE:
+            raise Violation(f"inside a daemon {BROKE[0].partition(':')[0]}", BROKE[0])
         if self.world.loop.problems:
             raise Violation("the loop heard of an error", str(self.world.loop.problems))
+
+    def _check_kept(self, *, whole: bool = True, at_rest: bool = False) -> None:
+        daemons = [*self.sources.values(), *self.readers.values()]
+        for daemon in daemons:
+            kept = Kept(daemon, len(daemons) - 1, whole=whole)
+            for name, size, most in kept.too_many(at_rest=at_rest):
+                raise Violation(f"more than may be kept: {name}", f"{size}, at most {most}")
 
     # ---- what happens ----
 
@@ -455,6 +464,7 @@ class Run:
             if self.rng.random() < 0.6:
                 self._strike(self.rng.choice(BLOWS), request_id)
                 self.go(self.rng.randrange(40))
+            self._check_kept()
 
     def receive_somehow(self, request_id: str) -> None:
         how = self.rng.choice(("own", "own", "order first", "reservation first"))
@@ -558,6 +568,8 @@ class Run:
             raise Violation("a lease does not end once nobody reads it")
         if not self._wait(lambda: all(task.done() for task in self.stopping), DEADLINE_S):
             raise Violation("a daemon does not stop")
+        self.pass_time(2 * NOTED_S)
+        self._check_kept(at_rest=True)
         for receive in self.receives:
             for part in receive.parts.values():
                 if part.blocks:
@@ -656,31 +668,25 @@ def _breaks(*_: object, **__: object) -> None:
     raise RuntimeError("the context is broken")
 
 
-def sizes(daemon: Daemon) -> dict[str, tuple[int, int]]:
-    """Of all that a daemon keeps: how many, and how many there may be."""
-    jobs, leases, peers = daemon.ferry.jobs, daemon.engine.leases, daemon.ferry.peers_known
-    transfers = list(jobs)
-    going_on = sum(not (each.over and each.quiet.is_set()) for each in transfers)
-    return {
-        "transfers": (len(transfers), MOST + HISTORY),
-        "transfers of requests": (sum(map(len, jobs._by_request.values())), len(transfers)),
-        "transfers under way": (len(jobs._under_way), going_on),
-        "claims": (sum(map(len, jobs._claims.values())), going_on),
-        "leases": (len(leases), MOST),
-        "words": (int(np.count_nonzero(leases.words._words)), len(leases)),
-        "users of peers": (sum(peer.users for peer in peers), going_on),
-    }
-
-
 # ---- many runs ----
+
+
+BROKE: list[str] = []
+"""Errors that nobody foresaw, as daemons have logged them in this run."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Daemons log nothing."""
+    """Daemons write no lines. Errors that nobody foresaw are kept in BROKE."""
+
+    def hear(logger: object, method: str, about: MutableMapping[str, Any]) -> Any:
+        if "broke" in about["event"]:
+            BROKE.append(f"{about['event']}: {sys.exc_info()[1] or about.get('exc_info')}")
+        raise structlog.DropEvent
+
     before = structlog.get_config()
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger("critical"), cache_logger_on_first_use=False
+        processors=[hear], wrapper_class=structlog.make_filtering_bound_logger("error"), cache_logger_on_first_use=False
     )
     yield
     structlog.configure(**before)

@@ -423,6 +423,7 @@ async def test_readers_that_gave_up_take_no_place(leases: Leases, publish: Publi
     lease = publish()
     for number in range(MAX_READERS + 1):
         read(leases, ReaderId(f"stranger-{number}", "1", 0, 1), lease, complete=False)
+    assert len(lease._attempts) <= MAX_READERS and not lease._ranks_read
     read(leases, READER, lease)
     assert lease.state is LeaseState.RELEASED
 
@@ -440,6 +441,14 @@ async def test_a_lease_remembers_so_many_readers(
             refused()
         assert (full.value.code, full.value.value) == ("full", "8")
     assert lease.state is LeaseState.PUBLISHED
+
+
+async def test_of_leases_that_are_lost_so_many_are_remembered_however_often_they_are_told(leases: Leases) -> None:
+    for time in range(3):
+        leases.lost(f"{time}-{number}" for number in range(TOMBSTONES))
+    assert len(leases._lost) == TOMBSTONES
+    with pytest.raises(KvferryError, match="lost"):
+        await lasting(leases.find("2-0", READER))
 
 
 async def test_of_leases_that_have_ended_so_many_are_remembered(leases: Leases, publish: Publish) -> None:

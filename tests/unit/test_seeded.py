@@ -20,9 +20,11 @@ from kvferryd.engine.session import Session
 from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Lease
 from kvferryd.leases.leases import Leases
+from kvferryd.observe.metrics import Metrics
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.claims import Claim
+from kvferryd.transfers.transfer import Transfer
 
 SEED = int(os.environ["STEPWISE_SEED"])
 RUNS = 20
@@ -58,6 +60,10 @@ def nothing(*_: Any, **__: Any) -> None:
     """In place of what does something."""
 
 
+def breaks(*_: Any, **__: Any) -> None:
+    raise RuntimeError("broken on purpose")
+
+
 def by_one_rank(lease: Lease) -> bool:
     return not lease.more and any(reader.read for reader in lease._readers.values())
 
@@ -73,7 +79,15 @@ PLANTED = [
     ),
     ("a lease never ends", Leases, "_settle", nothing, "a lease does not end once nobody reads it"),
     ("a peer is used for ever", Peers, "leave", nothing, "more than may be kept: users of peers"),
-    ("a claim is never released", Claim, "release", nothing, "more than may be kept: claims"),
+    ("a claim is never released", Claim, "release", nothing, "more than may be kept: Claims._held"),
+    (
+        "a transfer that is over keeps its tables",
+        Transfer,
+        "_let_go",
+        nothing,
+        "more than may be kept: transfers over that hold more than a record",
+    ),
+    ("a note of an end breaks", Metrics, "transfer_ended", breaks, "inside a daemon a note broke"),
     ("nobody is told that a drain is over", Ferry, "drain", for_ever, "who waits for a drain is not answered"),
     ("a daemon does not close", Ferry, "close", for_ever, "a daemon does not stop"),
     ("an engine is not told", Session, "tell", nothing, "an engine is not told of an end"),

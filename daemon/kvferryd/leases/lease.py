@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from cachetools import LRUCache
+
 from kvferry.errors import Conflict, Full, KvferryError
 from kvferry.schemas import LeaseReader, LeaseRecord, LeaseState
 from kvferry.tables import BlockTable, Tables
@@ -146,8 +148,8 @@ class Lease:
         """Readers that are there, those of them that have not read, and engines of which all ranks have."""
         self._ranks_read: Counter[tuple[str, str, int, bytes]] = Counter()
         """Ranks of each engine that have read, in its newest attempt."""
-        self._attempts: dict[tuple[str, str, int, bytes], int] = {}
-        """The newest attempt of each engine that has read or reads."""
+        self._attempts: LRUCache[tuple[str, str, int, bytes], int] = LRUCache(MAX_READERS)
+        """The newest attempt of each engine that has read or reads, or has left."""
 
     @property
     def state(self) -> LeaseState:
@@ -338,6 +340,8 @@ class Lease:
             was_whole = ranks[engine] >= reader.who.world_size
             ranks[engine] += by
             self._whole += (ranks[engine] >= reader.who.world_size) - was_whole
+            if not ranks[engine]:
+                del ranks[engine]
 
     @property
     def all_read(self) -> bool:

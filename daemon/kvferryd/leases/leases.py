@@ -46,8 +46,8 @@ class Leases:
         """Ranks with nothing to read here, which finished before this rank published, each with its attempt."""
         self._refused: LRUCache[str, KvferryError] = LRUCache(TOMBSTONES)
         """Requests whose publish was refused, and why: their readers need not wait."""
-        self._lost = set[str]()
-        """Requests whose readers need not wait, at most TOMBSTONES."""
+        self._lost: LRUCache[str, None] = LRUCache(TOMBSTONES)
+        """Requests whose readers need not wait."""
         self._closed = ""
 
     def __iter__(self) -> Iterator[Lease]:
@@ -102,7 +102,7 @@ class Leases:
             for who, attempt in self._early.pop(request_id, {}).items():
                 lease.finished(who, attempt=attempt)
             self._ended.pop(request_id, None)  # else its end would keep the place of the one before
-            self._lost.discard(request_id)
+            self._lost.pop(request_id, None)
             self._refused.pop(request_id, None)
         if not lease.publish(said, after):
             return lease
@@ -124,7 +124,7 @@ class Leases:
 
     def lost(self, request_ids: Iterable[str]) -> None:
         """They had leases in the session before this one, or could not be published since."""
-        self._lost.update(itertools.islice(request_ids, TOMBSTONES))
+        self._lost.update(dict.fromkeys(itertools.islice(request_ids, TOMBSTONES)))
 
     def _show(self, lease: Lease) -> None:
         """Let readers see what is published, as far as fences are reached."""

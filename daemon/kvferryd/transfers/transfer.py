@@ -548,18 +548,18 @@ class Transfer:
         """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them. phases_ms: of
         its share."""
         took_ms, moving_ms = phases_ms["total"] - phases_ms["waiting"], phases_ms.get("moving", 0.0)
-        for reader in self._readers:
+        readers, self._readers = self._readers, []
+        for reader in readers:
             source, contact = reader.source, reader.source.channel.contact
             source.bytes_read += reader.nbytes
             if self.state is TransferState.DONE:
                 contact.answered()
                 source.transfers += 1
-                if self.path is not None and reader.nbytes:
+                if self.path is not None and reader.nbytes and moving_ms:
                     source.path = self.path.value
                     source.lately.append((took_ms, 1e3 * reader.nbytes / moving_ms))
             elif self.problem is not None and self.problem.code == "deadline" and not reader.lease.version:
                 contact.failed(self.problem)
-        self._readers = []
 
     def _be_quiet(self) -> None:
         """The blocks may be reserved again."""

@@ -332,6 +332,7 @@ class Transfers:
         self._notes.add(functools.partial(self._note_end, transfer))
 
     def _note_end(self, transfer: Transfer) -> None:
+        self._forget_oldest()  # first, as the note may break
         share = share_of(transfer)
         transfer.tell_sources(share.phases_ms)
         source = transfer.order.engine_id if transfer.order else ""
@@ -353,7 +354,6 @@ class Transfers:
             **transfer.trace.about,
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),
         )
-        self._forget_oldest()
 
     def _on_over(self, transfer: Transfer) -> None:
         if transfer.over and not transfer.over_number:

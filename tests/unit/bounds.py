@@ -1,0 +1,278 @@
+"""All that a daemon keeps, and how much of it there may be: a row for each collection that its objects have.
+
+`Kept` walks from the daemon's core and its peer service to every object of ours and adds up the collections of each
+class and attribute, wherever they lie. A collection without a row is a violation: nobody adds one without saying how
+far it may grow. Manifests, plans and settings are no part of it: they are as large as what was registered.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import numpy as np
+from cachetools import Cache
+from stepped import Daemon
+
+from kvferryd import aio
+from kvferryd.api import callers
+from kvferryd.engine import registry
+from kvferryd.leases import gather, lease, leases, stream
+from kvferryd.peers import peer, reader_stream
+from kvferryd.staging import share
+from kvferryd.transfers import transfers
+from kvferryd.transfers.order import Reservation
+from kvferryd.transfers.transfer import Transfer
+
+MAPPINGS = (dict, Cache, WeakKeyDictionary, WeakValueDictionary, types.MappingProxyType)
+COLLECTIONS = (dict, list, set, deque, Cache, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+VALUES = ("kvferry.manifest", "kvferry.schemas", "kvferry.tables", "kvferry.v1", "kvferryd.config", "kvferryd.copy",
+          "kvferryd.observe", "kvferryd.plan", "kvferryd.states")  # fmt: skip
+"""Modules whose objects are values, or are made once. Nothing is looked for in them."""
+
+
+class Kept:
+    """The sizes of a daemon's collections by class and attribute, and how many objects of each class it has."""
+
+    def __init__(self, daemon: Daemon, peers: int, *, whole: bool = True) -> None:
+        """peers: other daemons in the world. whole: by a walk, which takes milliseconds; else transfers and leases."""
+        self.peers, self.engine, self.jobs, self.config = peers, daemon.engine, daemon.ferry.jobs, daemon.ferry.config
+        self.sizes: Counter[str] = Counter()
+        self._objects: Counter[str] = Counter()
+        # The rows of these three speak of each other alone.
+        few = self.jobs, daemon.engine.leases, *self.jobs._claims.values()
+        for each in _reached(daemon.ferry, daemon.process.service) if whole else few:
+            name = type(each).__name__
+            self._objects[name] += 1
+            if _is_collection(type(each)):
+                self.sizes[name] += _size(each)
+            for attribute, value in _attributes(each):
+                if _is_collection(type(value)):
+                    self.sizes[f"{name}.{attribute}"] += _size(value)
+        self.sizes["words that are whole"] = int(np.count_nonzero(daemon.engine.leases.words._words))
+        self.sizes["users of peers"] = sum(each.users for each in daemon.ferry.peers_known)
+        over = [each for each in self.jobs if each.over and each.quiet.is_set()]
+        self.going_on = len(list(self.jobs)) - len(over)
+        self.sizes["transfers over that hold more than a record"] = sum(map(_holds_more, over))
+
+    def __call__(self, name: str) -> int:
+        """Elements of a collection, in all objects that have one of this name."""
+        return self.sizes[name]
+
+    def of(self, name: str) -> int:
+        """Objects of a class."""
+        return self._objects[name]
+
+    @property
+    def ranks(self) -> int:
+        """The most ranks that an engine here has."""
+        return self.peers + 1
+
+    @property
+    def slots(self) -> int:
+        arena = self.engine.arena
+        return 0 if arena is None else arena.span.nbytes // arena.slot_nbytes
+
+    def too_many(self, *, at_rest: bool = False) -> Iterator[tuple[str, int, int]]:
+        """(name, size, most) of what is more than it may be. at_rest: nothing is under way, and all is written down."""
+        for name, size in self.sizes.items():
+            if name in UNDER_WAY:
+                most = 0 if at_rest else UNDER_WAY[name](self)
+            elif name in REMEMBERED:
+                most = REMEMBERED[name](self)
+            else:
+                name, most = f"{name}, which has no row in bounds.py", -1
+            if size > most:
+                yield name, size, most
+
+
+Row = Callable[[Kept], int]
+UNDER_WAY: dict[str, Row] = {
+    # the reading side
+    "Transfers._under_way": lambda kept: kept.going_on,
+    "Transfers._after": lambda kept: 2 * kept("Transfers._by_id"),
+    "Transfers._awaited": lambda kept: 0,
+    "transfers over that hold more than a record": lambda kept: 0,
+    "users of peers": lambda kept: kept.going_on,
+    "Ranks._tasks": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Claims._held": lambda kept: kept.going_on,
+    "Claim.blocks": lambda kept: kept.going_on,
+    "Reservation.tables": lambda kept: kept.going_on,
+    "Transfer._flights": lambda kept: 64 * kept.going_on,
+    "Transfer._readers": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "SourceReader.tables": lambda kept: kept.of("SourceReader"),
+    "ChunkStream.chunks": lambda kept: 16 * kept.of("ChunkStream"),
+    "ChunkStream._packed": lambda kept: kept("ChunkStream.chunks"),
+    "ChunkStream._wanted_at": lambda kept: kept("ChunkStream.chunks"),
+    "Read.chunks": lambda kept: 64 * kept.going_on,
+    "Read.in_flight": lambda kept: 64 * kept.going_on,
+    "ReaderStream._listeners": lambda kept: kept.ranks * kept.going_on,
+    "Notes._notes": lambda kept: aio.NOTES,
+    # the source's side
+    "Leases._live": lambda kept: kept.config.max_leases,
+    "words that are whole": lambda kept: kept("Leases._live"),
+    "Leases._awaited": lambda kept: kept.config.max_leases,
+    "Leases._waiting_at": lambda kept: kept("Leases._awaited"),
+    "Lease.fenced": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
+    "Lease.tables": lambda kept: kept("Leases._live"),
+    "Publication.tables": lambda kept: kept("Leases._live"),
+    "ServedStream._announced": lambda kept: stream.ANNOUNCEMENTS * kept.of("ServedStream"),
+    "ServedStream.readings": lambda kept: 2 * kept.config.max_leases * kept.of("ServedStream"),
+    "Gather._chunks": lambda kept: 16 * kept.of("Gather"),
+    "Gather._begun": lambda kept: kept("Gather._chunks"),
+    "Gather._wanted": lambda kept: gather.UNREAD * kept.of("Gather"),
+    "Gather._awaited": lambda kept: gather.UNREAD * kept.of("Gather"),
+    "Gather._held": lambda kept: kept.slots,
+    "Arena._kept": lambda kept: kept.slots,
+    "Arena._waiting": lambda kept: gather.UNREAD * kept.of("Gather") + kept.slots * kept.going_on,
+    # peers, calls, sessions
+    "Peers._shaking": lambda kept: 2 * kept.peers,
+    "Peers._preparing": lambda kept: 2 * kept.peers,
+    "Peers._unloading": lambda kept: 2 * kept.peers,
+    "Pairings._making": lambda kept: kept.peers,
+    "PeerRank.mapped": lambda kept: 0,
+    "PeerRank._held": lambda kept: 0,
+    "Outbox._waiting": lambda kept: 256 * kept.of("Outbox"),
+    "Callers._ended": lambda kept: kept("Callers._under_way"),
+    "Callers._turns": lambda kept: kept("Callers._under_way"),
+    "Engines._freeing": lambda kept: 1,
+    "Session._allocating": lambda kept: 1,
+    "Tasks": lambda kept: sum(size for name, size in kept.sizes.items() if name.endswith(TASKS)),
+    # These worlds have no rosters, known peers or engines that hand files over.
+    **dict.fromkeys(
+        ("KnownPeers._failed", "KnownPeers._meeting", "KnownPeers._met", "KnownPeers._resolved", "KnownPeers._tasks",
+         "Roster._joining", "Roster._tasks", "Seed._joined"),
+        lambda kept: 0,
+    ),
+}  # fmt: skip
+"""Collections of what is under way: nothing is left in them when nothing is."""
+TASKS = ("._after", "._tasks", "._preparing", "._unloading", "._freeing")
+REMEMBERED: dict[str, Row] = {
+    # the reading side
+    "Transfers._by_id": lambda kept: kept.config.max_transfers + kept.config.history,
+    "Transfers._by_request": lambda kept: kept("Transfers._by_id"),
+    "Transfers._current": lambda kept: kept("Transfers._by_id"),
+    "Transfers._finished": lambda kept: kept("Transfers._by_id"),
+    "Transfers._attempts": lambda kept: transfers.ATTEMPTS,
+    "Transfers._given": lambda kept: transfers.ATTEMPTS,
+    "Transfers._dead": lambda kept: transfers.ATTEMPTS,
+    "Transfer.brought": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Transfer.ranks": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Transfer.told": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Transfer.parts": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Transfer.earlier": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Transfer._followers": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Phases.ms": lambda kept: 16 * kept("Transfers._by_id"),
+    "Transfers._claims": lambda kept: 1,  # there is one engine
+    "Claims._groups": lambda kept: len(kept.engine.manifest.groups),
+    "Claims._holder": lambda kept: len(kept.engine.manifest.groups),
+    "Ranks._open": lambda kept: kept.ranks,
+    # the source's side
+    "Leases._ended": lambda kept: leases.TOMBSTONES,
+    "Leases._early": lambda kept: leases.TOMBSTONES,
+    "Leases._refused": lambda kept: leases.TOMBSTONES,
+    "Leases._lost": lambda kept: leases.TOMBSTONES,
+    "Leases.inbound": lambda kept: 2 * kept.peers,
+    "Leases.audience": lambda kept: kept("Leases.inbound"),
+    "Lease._readers": lambda kept: 2 * kept.peers * kept.of("Lease"),
+    "Lease._ranks_read": lambda kept: kept("Lease._readers"),
+    "Lease._attempts": lambda kept: lease.MAX_READERS * kept.of("Lease"),
+    "Words._free": lambda kept: kept.config.max_leases,
+    "Gatherer.regions": lambda kept: kept.of("Gatherer"),
+    "Pairings._known": lambda kept: share.PAIRINGS,
+    "Arena._free": lambda kept: kept.slots,
+    "Arena._lent": lambda kept: 2,
+    # peers, calls, sessions
+    "Peers._known": lambda kept: kept.peers,
+    "Peers._homes": lambda kept: kept.peers,
+    "Peers._presumed": lambda kept: kept.peers,
+    "Peers._forgotten": lambda kept: kept.peers,
+    "Peers._layouts": lambda kept: kept.of("PeerRank") + kept.peers,
+    "PeerEngine.addresses": lambda kept: kept.ranks * kept.of("PeerEngine"),
+    "PeerEngine.loaded": lambda kept: kept.ranks * kept.of("PeerEngine"),
+    "PeerEngine.ranks": lambda kept: kept.ranks * kept.of("PeerEngine"),
+    "PeerEngine.took_s": lambda kept: 16 * kept.of("PeerEngine"),
+    "PeerRank.lately": lambda kept: peer.LATELY * kept.of("PeerRank"),
+    "PeerRank.regions": lambda kept: kept.of("PeerRank"),
+    "ReaderStream._announced": lambda kept: (
+        reader_stream.ANNOUNCED_NBYTES // reader_stream.LEAST_NBYTES * kept.of("ReaderStream")
+    ),
+    "Channels._contacts": lambda kept: kept.peers,
+    "Channels._open": lambda kept: 2 * kept.peers,
+    "Channels._newest": lambda kept: kept("Channels._open"),
+    "Callers._under_way": lambda kept: callers.MAX_CALLS,
+    "Callers._from": lambda kept: kept("Callers._under_way"),
+    "Engine.members": lambda kept: kept.ranks,
+    "Engines._by_id": lambda kept: 1,
+    "Engines._current": lambda kept: 1,
+    "Engines._epochs": lambda kept: registry.EPOCHS,
+    "Unfreed._held": lambda kept: 1 + len(kept.engine.manifest.regions),  # the arena too
+    "Session.regions": lambda kept: len(kept.engine.manifest.regions),
+}
+"""Collections that outlast what is under way, each with a bound of its own."""
+
+
+def _holds_more(transfer: Transfer) -> bool:
+    reserved = transfer.reservation, *transfer.brought.values()
+    held = transfer._claim, transfer._flights, transfer._reads, transfer.metadata
+    return any(isinstance(each, Reservation) for each in reserved) or any(held)
+
+
+def _size(each: Any) -> int:
+    """Its elements; of collections inside it, theirs."""
+    if not each:
+        return 0
+    inside = list(each.values()) if isinstance(each, MAPPINGS) else ()
+    return max(len(each), sum(len(value) for value in inside if _is_collection(type(value))))
+
+
+@functools.cache
+def _is_collection(kind: type) -> bool:
+    return issubclass(kind, COLLECTIONS)
+
+
+@functools.cache
+def _looked_into(kind: type) -> bool:
+    if kind in (types.MethodType, functools.partial) or issubclass(kind, (*MAPPINGS, *COLLECTIONS, tuple, frozenset)):
+        return True
+    return kind.__module__.startswith(("kvferry.", "kvferryd.")) and not kind.__module__.startswith(VALUES)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    each = (base.__dict__.get("__slots__", ()) for base in kind.__mro__)
+    return tuple(name for names in each for name in ((names,) if isinstance(names, str) else names))
+
+
+def _attributes(each: object) -> list[tuple[str, Any]]:
+    slots = [(name, getattr(each, name)) for name in _slots(type(each)) if hasattr(each, name)]
+    held = list(getattr(each, "__dict__", {}).items())
+    return held + slots if slots else held
+
+
+def _reached(*roots: object) -> Iterator[Any]:
+    """Every object of ours that these lead to."""
+    seen, left = {id(root): root for root in roots}, list(roots)
+    while left:
+        each = left.pop()
+        if isinstance(each, types.MethodType):
+            inside = [each.__self__]
+        elif isinstance(each, functools.partial):
+            inside = [each.func, *each.args, *each.keywords.values()]
+        else:
+            inside = []
+            if isinstance(each, MAPPINGS):
+                inside += [*each.keys(), *each.values()]
+            elif isinstance(each, (*COLLECTIONS, tuple, frozenset)):
+                inside += each
+            if type(each).__module__.startswith(("kvferry.", "kvferryd.")):
+                yield each
+                inside += [value for _, value in _attributes(each)]
+        for value in inside:
+            if id(value) not in seen and _looked_into(type(value)):
+                seen[id(value)] = value
+                left.append(value)

@@ -1,0 +1,83 @@
+"""Many requests of different names, one after another: what a daemon keeps of them stays within its bounds."""
+
+from __future__ import annotations
+
+import pytest
+from bounds import REMEMBERED, UNDER_WAY, Kept
+from stepped import Daemon, manifest_of, stepping
+
+from kvferry.tables import BlockTable
+from kvferryd.aio import NOTED_S
+from kvferryd.leases import leases
+from kvferryd.leases.lease import ReaderId
+from kvferryd.transfers import transfers
+from kvferryd.transfers.order import Order, Reservation
+
+SOURCE, READER = "127.0.0.1:7001", "127.0.0.1:7002"
+REMEMBER = 4
+TTL_S = 20.0
+ENDS = ("own", "ordered", "aborted", "expired", "revoked", "lost", "early")
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(leases, "TOMBSTONES", REMEMBER)
+    monkeypatch.setattr(transfers, "ATTEMPTS", REMEMBER)
+    seen: set[str] = set()
+    with stepping() as world:
+        settings = {"way": way, "history": 4, "max_transfers": 8, "max_leases": 8}
+        source = Daemon(world, SOURCE, manifest_of("prefill", heads=2), {0: SOURCE}, **settings)
+        reader = Daemon(world, READER, manifest_of("decode", heads=2), {0: READER}, **settings)
+
+        def check(*, at_rest: bool = False) -> None:
+            for daemon in (source, reader):
+                kept = Kept(daemon, peers=1)
+                seen.update(kept.sizes)
+                assert not list(kept.too_many(at_rest=at_rest))
+
+        def run() -> None:
+            steps = 0
+            while world.step(steps):
+                steps += 1
+                if steps % 10 == 5:
+                    check()
+            for daemon in (source, reader):
+                while daemon.engine.session.events.pop() is not None:
+                    """Engines take what they are told."""
+            check()
+
+        def at_reader(function: object, *args: object, **more: object) -> None:
+            with world.within(reader.process):
+                world.loop.call(function, reader.engine, *args, **more)  # type: ignore[arg-type]
+
+        for number in range((REMEMBER + 2) * len(ENDS)):
+            request_id, end, held = f"r-{number}", ENDS[number % len(ENDS)], source.engine.leases
+            reservation, order = Reservation({"full": BlockTable.of([0, 1])}, None), Order("prefill", SOURCE)
+            match end:
+                case "own" | "ordered" | "expired" | "revoked":
+                    source.publish(request_id, range(2))
+                case "lost":
+                    world.loop.call(held.lost, [request_id, f"{request_id} too"])
+                case "early":
+                    stranger = ReaderId("decode", "1", 0, 2)
+                    world.loop.call(held.finished, request_id, stranger)
+            match end:
+                case "own" | "lost":
+                    at_reader(reader.ferry.jobs.receive, request_id, reservation, order, None)
+                case "ordered":
+                    at_reader(reader.ferry.jobs.order, request_id, order, {0: reservation}, attempt=1 + number)
+                case "aborted" | "early":
+                    at_reader(reader.ferry.jobs.receive, request_id, reservation, order, None)
+                    run()
+                    at_reader(reader.ferry.jobs.abort, request_id, "a test", attempt=number)
+                case "expired":
+                    world.loop.pass_time(TTL_S + 1.0)
+                case "revoked":
+                    world.loop.call(held.revoke, request_id, "preempted")
+            run()
+        world.loop.pass_time(2 * NOTED_S)
+        run()
+        world.loop.pass_time(TTL_S)
+        check(at_rest=True)
+    if way == "staged":  # has all that the other way has
+        assert seen == UNDER_WAY.keys() | REMEMBERED.keys(), "a row for what no daemon has"
