@@ -82,7 +82,8 @@ def _plain(message: Message) -> dict[str, Any]:
             value = dict(itertools.islice(value.items(), MOST[field.name] + 1))
         elif isinstance(value, Sequence) and not isinstance(value, str):
             some = itertools.islice(value, MOST[field.name] + 1)
-            value = [_plain(each) if isinstance(each, Message) else each for each in some]
+            every = (_plain(each) if isinstance(each, Message) else each for each in some)
+            value = every if field.name == "components" else list(every)  # of many, each is let go when it is read
         plain[field.name] = value
     return plain
 

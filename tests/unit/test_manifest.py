@@ -1,6 +1,9 @@
 """The rules of a manifest, each with one that breaks it; and the builder, which describes arrays as they are."""
 
+import gc
 import json
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +63,42 @@ def breach(change: Change) -> ManifestError:
 
 def test_the_document_is_sound() -> None:
     assert Manifest.from_dict(document()).components[0].label == "0.k"
+
+
+@pytest.mark.parametrize("read", ["dict", "json"])
+def test_other_threads_get_their_turns_while_a_large_manifest_is_read(read: str) -> None:
+    """Pydantic keeps the interpreter to itself until it calls something of ours."""
+    data = document()
+    data["components"] = [k(data) | {"layer": layer} for layer in range(20_000)]
+    text, turns, over = json.dumps(data), 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not over.wait(1e-4):
+            turns += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    gc.disable()  # what hypothesis does at each collection gives others a turn
+    try:
+        while not turns:
+            time.sleep(0)
+        before = turns
+        manifest = Manifest.model_validate(data) if read == "dict" else Manifest.model_validate_json(text)
+        during = turns - before
+    finally:
+        gc.enable()
+        over.set()
+        other.join()
+    assert during > 5
+    assert len(manifest.components) == 20_000
+
+
+def test_components_that_are_alike_share_their_parts() -> None:
+    """Or a large manifest is millions of objects for the garbage collector, which lets nothing else go on."""
+    first, second = Manifest.from_dict(document()), Manifest.from_json(json.dumps(document()))
+    for ours, theirs in zip(first.components, second.components, strict=True):
+        assert ours.axes is theirs.axes and ours.shard is theirs.shard
 
 
 def test_another_engine_with_the_same_cache_shares_its_parts_and_is_checked_by_name() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kvferry.errors import Malformed
 from kvferry.manifest.encoding import is_opaque, meaning
@@ -93,6 +94,24 @@ class Shard(Part):
     total: Count
 
 
+Shared = TypeVar("Shared", "tuple[Axis, ...]", "Shard")
+
+
+def _shared(part: Shared) -> Shared:
+    """The first that is equal to it: of a cache's components most are alike but for their layer. Without it the garbage
+    collector goes through millions of objects where a manifest is large, and nothing else goes on meanwhile.
+
+    Pydantic keeps the interpreter to itself while it reads; as this is Python, other threads get their turn here.
+    """
+    first: Shared = _first(part)
+    return first
+
+
+@functools.lru_cache(maxsize=256)
+def _first(part: Shared) -> Shared:
+    return part
+
+
 class Component(Part):
     """An array of a layer.
 
@@ -106,8 +125,8 @@ class Component(Part):
     dtype: Name
     region: Small
     offset: Position
-    axes: Annotated[tuple[Axis, ...], Field(min_length=1, max_length=MOST["axes"])]
-    shard: Shard | None = None
+    axes: Annotated[tuple[Axis, ...], Field(min_length=1, max_length=MOST["axes"]), AfterValidator(_shared)]
+    shard: Annotated[Shard, AfterValidator(_shared)] | None = None
     encoding: Name | None = None
     whole: Annotated[tuple[Name, ...], Field(max_length=MOST["whole"])] = ()
 

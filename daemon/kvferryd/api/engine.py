@@ -133,8 +133,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @unary
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterReply:
-        session, manifest = self._session(request.session), manifest_from_proto(request.manifest)
+        self._session(request.session)
         check_weights(request.weights)
+        manifest = await asyncio.to_thread(manifest_from_proto, request.manifest)  # seconds, where it is large
+        session = self._session(request.session)  # which may have ended meanwhile
         engine = await self._ferry.registry.register(session, manifest)
         engine.weights = request.weights
         engine.leases.lost(request.lost)

@@ -1,0 +1,79 @@
+"""An engine whose manifest takes its time to read keeps nobody else from being answered."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import refusal
+from ranks import Shape, describe
+
+from kvferry.engine import EngineClient
+from kvferry.errors import KvferryError
+from kvferry.v1 import engine_pb2, layout_pb2
+from kvferryd.api import engine as door
+from kvferryd.config import Config
+from kvferryd.ferry import Ferry
+from kvferryd.observe.metrics import Metrics
+from kvferryd.process.serve import _engine_server
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_others_are_answered_while_a_manifest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small call begins when the reading has begun, and the reading ends when the small call has."""
+    begun, answered, read = threading.Event(), threading.Event(), door.manifest_from_proto
+
+    def reads(told: layout_pb2.Manifest) -> Any:
+        begun.set()
+        assert answered.wait(20), "nobody else is answered meanwhile"
+        return read(told)
+
+    monkeypatch.setattr(door, "manifest_from_proto", reads)
+    socket = tmp_path / "engine.sock"
+    ferry = Ferry(Config(engine_socket=socket), Metrics())
+    async with _engine_server(ferry):
+        large, small = [
+            await EngineClient.connect(str(socket), engine_id=name, epoch="1", timeout_s=60)
+            for name in ("large", "small")
+        ]
+        request = engine_pb2.RegisterRequest(session=large.session, manifest=layout_pb2.Manifest())
+        registering = asyncio.ensure_future(large._session.stub.Register(request, timeout=60))
+        assert await asyncio.to_thread(begun.wait, 20)
+        await small.abort("r")
+        answered.set()
+        assert (await refusal(registering)).code == "malformed_manifest"
+        await asyncio.gather(large.close(), small.close())
+    await ferry.close()
+
+
+async def test_an_engine_that_goes_while_its_manifest_is_read_registers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gone, read = threading.Event(), threading.Event(), door.manifest_from_proto
+
+    def reads(told: layout_pb2.Manifest) -> Any:
+        begun.set()
+        assert gone.wait(20)
+        return read(told)
+
+    monkeypatch.setattr(door, "manifest_from_proto", reads)
+    socket = tmp_path / "engine.sock"
+    ferry = Ferry(Config(engine_socket=socket), Metrics())
+    async with _engine_server(ferry):
+        client = await EngineClient.connect(str(socket), engine_id="e", epoch="1", timeout_s=60)
+        shape = Shape(num_blocks=4)
+        region = await client.allocate(shape.nbytes(0))
+        registering = asyncio.create_task(client.register(describe("e", "1", shape, 0, region)))
+        assert await asyncio.to_thread(begun.wait, 20)
+        await ferry.registry.end(client.session)
+        gone.set()
+        with pytest.raises(KvferryError) as refused:
+            await registering
+        assert refused.value.code == "unknown_session"
+        assert not list(ferry.registry)
+        await client.close()
+    await ferry.close()
