@@ -37,6 +37,7 @@ from kvferry.schemas import LeaseState, TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import NOTED_S
+from kvferryd.leases.gather import KEPT_S
 from kvferryd.leases.lease import Lease, Publication
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import GRACE_S
@@ -568,7 +569,7 @@ class Run:
             raise Violation("a lease does not end once nobody reads it")
         if not self._wait(lambda: all(task.done() for task in self.stopping), DEADLINE_S):
             raise Violation("a daemon does not stop")
-        self.pass_time(2 * NOTED_S)
+        self.pass_time(NOTED_S + KEPT_S)
         self._check_kept(at_rest=True)
         for receive in self.receives:
             for part in receive.parts.values():
