@@ -168,14 +168,14 @@ class Engine:
         if not whole:
             by_layer = [name for name in ("layer_types", "hybrid_override_pattern") if name in numbers]
             numbers |= {"num_hidden_layers": model.layers} | {name: numbers[name][: model.layers] for name in by_layer}
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(numbers))
-            self.config: VllmConfig = EngineArgs(
-                model=folder, skip_tokenizer_init=True, tensor_parallel_size=self.tp, load_format="dummy",
-                enforce_eager=True, max_model_len=4096, block_size=shape.block, distributed_executor_backend="mp",
-                limit_mm_per_prompt={}, pipeline_parallel_size=shape.pp, decode_context_parallel_size=shape.dcp,
-                cp_kv_cache_interleave_size=shape.interleave, enable_prefix_caching=False,
-            ).create_engine_config()  # fmt: skip
+        self.folder = tempfile.TemporaryDirectory()  # some models read it when they are made
+        Path(self.folder.name, "config.json").write_text(json.dumps(numbers))
+        self.config: VllmConfig = EngineArgs(
+            model=self.folder.name, skip_tokenizer_init=True, tensor_parallel_size=self.tp, load_format="dummy",
+            enforce_eager=True, max_model_len=4096, block_size=shape.block, distributed_executor_backend="mp",
+            limit_mm_per_prompt={}, pipeline_parallel_size=shape.pp, decode_context_parallel_size=shape.dcp,
+            cp_kv_cache_interleave_size=shape.interleave, enable_prefix_caching=False,
+        ).create_engine_config()  # fmt: skip
         cache_config = self.config.cache_config
         cache_config.block_size, cache_config.kv_cache_layout = shape.block, shape.layout
         made = self.config.compilation_config.static_forward_context
@@ -188,16 +188,17 @@ class Engine:
                         setattr(importlib.import_module(module), part, lambda *_, **__: torch.nn.Identity())
                     initialize_model(vllm_config=self.config)
                 stages.append({name: each for name, each in made.items() if name not in before})
-            current_platform.update_block_size_for_backend(self.config)
-            self.config.validate_block_size()
-            specs = [
-                {
-                    name: spec
-                    for name, layer in stage.items()
-                    if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(self.config))
-                }
-                for stage in stages
-            ]
+            with as_one_of(self.tp, shape.dcp):
+                current_platform.update_block_size_for_backend(self.config)
+                self.config.validate_block_size()
+                specs = [
+                    {
+                        name: spec
+                        for name, layer in stage.items()
+                        if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(self.config))
+                    }
+                    for stage in stages
+                ]
         self.layers = made
         groups = get_kv_cache_groups(self.config, {name: spec for stage in specs for name, spec in stage.items()})
         self.groups = [_project_kv_cache_groups_to_worker(groups, stage) for stage in specs]
@@ -220,8 +221,9 @@ class Engine:
         self.config.cache_config.num_gpu_blocks_override = sum(counts) + 4
         cache_config = get_kv_cache_config_from_groups(self.config, self.groups[stage], 2**40)
         views = allocate_kv_cache(cache_config, torch.device("cpu"), KVCacheLayout[self.shape.layout])
-        for name, view in views.items():
-            self.layers[name].bind_kv_cache(view)
+        with as_one_of(self.tp, self.shape.dcp):
+            for name, view in views.items():
+                self.layers[name].bind_kv_cache(view)
         storage = next(iter(views.values())).untyped_storage()
         builder = ManifestBuilder(
             "e", "1", ModelInfo(name="m", fingerprint="f"), rank=rank, world_size=self.ranks
@@ -307,7 +309,7 @@ def _one(spec: Any, name: str | None = None) -> Any:
 
 
 @contextmanager
-def as_one_of(tp: int, dcp: int, stage: int, stages: int) -> Iterator[None]:
+def as_one_of(tp: int, dcp: int, stage: int = 0, stages: int = 1) -> Iterator[None]:
     """vLLM makes the layers of a rank of so many; no other rank is needed for that."""
     if parallel_state._TP is None:
         with torch.device("cpu"):
@@ -370,7 +372,10 @@ def _line(cells: Sequence[str]) -> str:
 
 def _why(error: Exception) -> str:
     """The first sentence of what vLLM says."""
-    return " ".join(str(error).split()).partition(". ")[0][:160]
+    said = " ".join(str(error).split())
+    said = said.partition("Value error, ")[2] or said  # pydantic's, around it
+    kind = f"{type(error).__name__}: " if isinstance(error, ZeroDivisionError) else ""
+    return kind + said.partition(". ")[0].rstrip(".")[:160]
 
 
 def row(name: str) -> list[str]:

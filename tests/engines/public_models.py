@@ -96,7 +96,7 @@ MODELS: dict[str, Model] = {
         "openai/gpt-oss-120b",
         _of("gpt_oss", "GptOssForCausalLM"),
         lambda layer: 8,
-        without=(("vllm.model_executor.models.gpt_oss", "MLPBlock"),),
+        without=(("vllm.model_executor.models.gpt_oss", "FusedMoEFactory"),),
     ),
     "Llama-4-Scout": Model(
         "meta-llama/Llama-4-Scout-17B-16E",
@@ -118,7 +118,7 @@ MODELS: dict[str, Model] = {
     ),
     "MiniMax-M2": Model(
         "MiniMaxAI/MiniMax-M2",
-        _of("minimax_m2", "MiniMaxM2ForCausalLM"),
+        _of("minimax_m2", "MiniMaxM2ForCausalLM", rotary_dim=64),
         lambda layer: 8,
         layers=4,
     ),
@@ -130,7 +130,7 @@ MODELS: dict[str, Model] = {
     ),
     "DeepSeek-V3.2": Model(
         "deepseek-ai/DeepSeek-V3.2",
-        _of("deepseek_v32", "DeepseekV32ForCausalLM"),
+        _of("deepseek_v32", "DeepseekV32ForCausalLM", index_topk=2048, index_n_heads=64, index_head_dim=128),
         lambda layer: 1,
         layers=4,
     ),
@@ -148,6 +148,7 @@ MODELS: dict[str, Model] = {
             num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8, vocab_size=100352,
             num_local_experts=72, num_experts_per_tok=10, shared_intermediate_size=1536, mamba_n_heads=128,
             mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, position_embedding_type="nope",
+            max_position_embeddings=131072,
             layer_types=["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
         ),
         lambda layer: 8,
@@ -177,6 +178,7 @@ MODELS: dict[str, Model] = {
         ),
         lambda layer: 2,
         mamba2(heads=64, dim=64, groups=8, size=128),
+        without=(("vllm.model_executor.models.nemotron_h", "FusedMoEFactory"),),
         layers=14,
     ),
     "Kimi-Linear-48B-A3B": Model(
