@@ -24,8 +24,15 @@ class Outbox(Generic[M]):
         self._waiting: OrderedDict[Callable[[], M | None], None] = OrderedDict()
         self._next: M | None = None
         """Taken already, and too large to go with those before it."""
+        self.taken = 0
+        """Messages so far."""
         self._taker: asyncio.Future[None] | None = None
+        self._giver: asyncio.Future[None] | None = None
         self._over = False
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting) + (self._next is not None)
 
     def put(self, message: M) -> None:
         self.ask(lambda: message)
@@ -35,7 +42,7 @@ class Outbox(Generic[M]):
         nothing to send any more. Ignored after `end`."""
         if not self._over:
             self._waiting[compose] = None
-            self._wake()
+            _wake(self._taker)
 
     def leave(self, compose: Callable[[], M | None]) -> None:
         self._waiting.pop(compose, None)
@@ -43,7 +50,14 @@ class Outbox(Generic[M]):
     def end(self) -> None:
         """Take nothing new. What waits is still taken; then `take` returns None."""
         self._over = True
-        self._wake()
+        _wake(self._taker)
+        _wake(self._giver)
+
+    async def until_fewer(self, than: int) -> None:
+        """Until fewer wait, or it is over: so goes on who says nothing more meanwhile. One caller at a time."""
+        while len(self) >= than and not self._over:
+            self._giver = asyncio.get_running_loop().create_future()
+            await self._giver
 
     async def take(self) -> M | None:
         """What waits, as soon as there is anything. One caller at a time. None: it is over."""
@@ -54,6 +68,13 @@ class Outbox(Generic[M]):
 
     def pop(self) -> M | None:
         """What waits now: one message, or where the other side takes several, as many as fit into one."""
+        popped = self._pop()
+        if popped is not None:
+            self.taken += 1
+            _wake(self._giver)
+        return popped
+
+    def _pop(self) -> M | None:
         taken: list[M] = []
         nbytes = 0
         while (self._next is not None or self._waiting) and len(taken) < SEVERAL:
@@ -70,6 +91,7 @@ class Outbox(Generic[M]):
             taken.append(message)
         return None if not taken else taken[0] if len(taken) == 1 else self._bundle(taken)
 
-    def _wake(self) -> None:
-        if self._taker is not None and not self._taker.done():
-            self._taker.set_result(None)
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
 from kvferry.digest import check_weights
-from kvferry.errors import Conflict, KvferryError, Malformed
+from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
@@ -25,6 +26,10 @@ from kvferryd.observe import logs
 from kvferryd.transfers.order import order_from_proto, replaced, reservation_from_proto
 
 log = logs.get(__name__)
+ANSWERS = 1024
+"""So many events wait for an engine that sends commands; then its commands do."""
+UNREAD_S = 60.0
+"""How long an engine may take none of its events while some wait, beside those on their way in gRPC."""
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
@@ -60,16 +65,38 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session.events.several = request.several
         obeying = asyncio.create_task(self._obey(session, commands))
         obeying.add_done_callback(lambda _: session.events.end())
+        watching = asyncio.create_task(self._watch(session))
         try:
             yield engine_pb2.Event(attached=attached)
             while (event := await session.events.take()) is not None:
                 yield event
+            if watching.done():
+                raise watching.result()
             if obeying.done():
                 obeying.result()
         finally:
             obeying.cancel()
+            watching.cancel()
             ferry.registry.stream_ended(session)
-            await asyncio.gather(obeying, return_exceptions=True)
+            await asyncio.gather(obeying, watching, return_exceptions=True)
+
+    async def _watch(self, session: Session) -> KvferryError:
+        """Why it is let go: its engine takes too few of its events, which would grow without end. Its session is over
+        then; who is to write to the stream may wait for the engine still."""
+        events, before = session.events, -1
+        while not session.overfull.is_set() and (not len(events) or events.taken != before):
+            before = events.taken if len(events) else -1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.overfull.wait(), UNREAD_S)
+        waiting = len(events)
+        self._ferry.registry.stream_ended(session)
+        while events.pop() is not None:
+            pass
+        bounds = f"at most {session.most_events}, for {UNREAD_S:g} s"
+        why = f"engine {session.rank.engine_id} takes too few of its events: {waiting} wait ({bounds})"
+        log.warning("engine let go", why=why, **session.about)
+        remedy = "read the stream of events whatever else the engine does; attach again"
+        return Unavailable("events_not_taken", why, field="events", value=waiting, remedy=remedy)
 
     async def _obey(self, session: Session, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
@@ -77,6 +104,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             if (count := len(said)) > SEVERAL:
                 remedy = f"at most {SEVERAL} in one"
                 raise Malformed("malformed_command", "too many commands", field="several", value=count, remedy=remedy)
+            await session.events.until_fewer(ANSWERS)
             for each in said:
                 session.tell(engine_pb2.Event(answer=self._answer(session, each)))
 

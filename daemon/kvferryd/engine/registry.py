@@ -85,6 +85,7 @@ class Engines:
                 value=rank.epoch, remedy="use a new epoch for every start of the engine",
             )  # fmt: skip
         session = Session(rank, before, self.unfreed)
+        session.most_events += self._config.max_leases + 2 * self._config.max_transfers
         for each in kept:
             self._give_back(each)
         self._current[rank.engine_id] = self._by_id[session.id] = session

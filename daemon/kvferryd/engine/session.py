@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvferryd.engine.registration import Engine
 
 log = logs.get(__name__)
+EVENTS = 1 << 14
+"""The most events that wait for an engine to take them, beside those of all leases and transfers that end at once."""
 STOP = "stop what reads and writes its memory"
 """The step until which memory is neither free nor quiet."""
 
@@ -55,6 +57,9 @@ class Session:
         self.registering: asyncio.Future[None] | None = None
         """While `engine` is made."""
         self.events = Outbox(_several)
+        self.most_events = EVENTS
+        self.overfull = asyncio.Event()
+        """It takes too few of its events: it is told no more, and its stream is ended."""
         self.process: Process | None = None
         """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
         self.detached = asyncio.Event()
@@ -84,8 +89,10 @@ class Session:
         return self.engine is not None and len(self.engine.leases) > 0
 
     def tell(self, event: engine_pb2.Event) -> None:
-        if self.attached:
+        if self.attached and not self.overfull.is_set():
             self.events.put(event)
+            if len(self.events) > self.most_events:
+                self.overfull.set()
 
     async def add(self, id: int, nbytes: int, make: Callable[[], Region]) -> Region:
         """A new region. Only if the session still stands when it is made."""
