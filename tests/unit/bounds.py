@@ -22,7 +22,7 @@ from kvferryd import aio
 from kvferryd.api import callers
 from kvferryd.engine import registry
 from kvferryd.leases import gather, lease, leases, stream
-from kvferryd.peers import peer, reader_stream
+from kvferryd.peers import peer, peers, reader_stream
 from kvferryd.staging import share
 from kvferryd.transfers import transfers
 from kvferryd.transfers.order import Reservation
@@ -38,9 +38,9 @@ VALUES = ("kvferry.manifest", "kvferry.schemas", "kvferry.tables", "kvferry.v1",
 class Kept:
     """The sizes of a daemon's collections by class and attribute, and how many objects of each class it has."""
 
-    def __init__(self, daemon: Daemon, peers: int, *, whole: bool = True) -> None:
-        """peers: other daemons in the world. whole: by a walk, which takes milliseconds; else transfers and leases."""
-        self.peers, self.engine, self.jobs, self.config = peers, daemon.engine, daemon.ferry.jobs, daemon.ferry.config
+    def __init__(self, daemon: Daemon, others: int, *, whole: bool = True) -> None:
+        """others: daemons beside it. whole: by a walk, which takes milliseconds; else transfers and leases alone."""
+        self.others, self.engine, self.jobs, self.config = others, daemon.engine, daemon.ferry.jobs, daemon.ferry.config
         self.sizes: Counter[str] = Counter()
         self._objects: Counter[str] = Counter()
         # The rows of these three speak of each other alone.
@@ -70,7 +70,7 @@ class Kept:
     @property
     def ranks(self) -> int:
         """The most ranks that an engine here has."""
-        return self.peers + 1
+        return self.others + 1
 
     @property
     def slots(self) -> int:
@@ -130,10 +130,10 @@ UNDER_WAY: dict[str, Row] = {
     "Arena._kept": lambda kept: kept.slots,
     "Arena._waiting": lambda kept: gather.UNREAD * kept.of("Gather") + kept.slots * kept.going_on,
     # peers, calls, sessions
-    "Peers._shaking": lambda kept: 2 * kept.peers,
-    "Peers._preparing": lambda kept: 2 * kept.peers,
-    "Peers._unloading": lambda kept: 2 * kept.peers,
-    "Pairings._making": lambda kept: kept.peers,
+    "Peers._shaking": lambda kept: 2 * kept.others,
+    "Peers._preparing": lambda kept: 2 * kept.others,
+    "Peers._unloading": lambda kept: 2 * kept.others,
+    "Pairings._making": lambda kept: kept.others,
     "PeerRank.mapped": lambda kept: 0,
     "PeerRank._held": lambda kept: 0,
     "Outbox._waiting": lambda kept: 256 * kept.of("Outbox"),
@@ -176,9 +176,9 @@ REMEMBERED: dict[str, Row] = {
     "Leases._early": lambda kept: leases.TOMBSTONES,
     "Leases._refused": lambda kept: leases.TOMBSTONES,
     "Leases._lost": lambda kept: leases.TOMBSTONES,
-    "Leases.inbound": lambda kept: 2 * kept.peers,
+    "Leases.inbound": lambda kept: 2 * kept.others,
     "Leases.audience": lambda kept: kept("Leases.inbound"),
-    "Lease._readers": lambda kept: 2 * kept.peers * kept.of("Lease"),
+    "Lease._readers": lambda kept: 2 * kept.others * kept.of("Lease"),
     "Lease._ranks_read": lambda kept: kept("Lease._readers"),
     "Lease._attempts": lambda kept: lease.MAX_READERS * kept.of("Lease"),
     "Words._free": lambda kept: kept.config.max_leases,
@@ -187,12 +187,12 @@ REMEMBERED: dict[str, Row] = {
     "Arena._free": lambda kept: kept.slots,
     "Arena._lent": lambda kept: 2,
     # peers, calls, sessions
-    "Peers._known": lambda kept: kept.peers,
-    "Peers._homes": lambda kept: kept.peers,
-    "Peers._presumed": lambda kept: kept.peers,
-    "Peers._forgotten": lambda kept: kept.peers,
-    "Peers._layouts": lambda kept: kept.of("PeerRank") + kept.peers,
-    "PeerEngine.addresses": lambda kept: kept.ranks * kept.of("PeerEngine"),
+    "Peers._known": lambda kept: kept.others,
+    "Peers._homes": lambda kept: kept.others,
+    "Peers._presumed": lambda kept: kept.others,
+    "Peers._forgotten": lambda kept: kept.others,
+    "Peers._layouts": lambda kept: kept.of("PeerRank") + kept.others,
+    "PeerEngine.addresses": lambda kept: (kept.ranks + peers.NAMES) * kept.of("PeerEngine"),
     "PeerEngine.loaded": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.ranks": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.took_s": lambda kept: 16 * kept.of("PeerEngine"),
@@ -201,8 +201,8 @@ REMEMBERED: dict[str, Row] = {
     "ReaderStream._announced": lambda kept: (
         reader_stream.ANNOUNCED_NBYTES // reader_stream.LEAST_NBYTES * kept.of("ReaderStream")
     ),
-    "Channels._contacts": lambda kept: kept.peers,
-    "Channels._open": lambda kept: 2 * kept.peers,
+    "Channels._contacts": lambda kept: kept.others,
+    "Channels._open": lambda kept: 2 * kept.others,
     "Channels._newest": lambda kept: kept("Channels._open"),
     "Callers._under_way": lambda kept: callers.MAX_CALLS,
     "Callers._from": lambda kept: kept("Callers._under_way"),

@@ -31,7 +31,7 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
 
         def check(*, at_rest: bool = False) -> None:
             for daemon in (source, reader):
-                kept = Kept(daemon, peers=1)
+                kept = Kept(daemon, others=1)
                 seen.update(kept.sizes)
                 assert not list(kept.too_many(at_rest=at_rest))
 

@@ -48,6 +48,8 @@ LARGE = 1 << 30
 """Bytes of a request beside which what a way takes at all does not count."""
 IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made; one that is gone at any rate."""
+NAMES = 64
+"""Addresses in orders by which an engine is known, beside those of its ranks. Another one is asked who it is."""
 HOMES = 4096
 """Engines whose daemons are remembered after they are forgotten as peers."""
 FORGOTTEN = 64
@@ -192,7 +194,8 @@ class Peers:
                 rank.mapping.add_done_callback(lambda _: self._memory_gone(peer))
         if before is not None:
             if before.home == peer.home:
-                peer.addresses |= before.addresses
+                room = len(peer.ranks) + NAMES - len(peer.addresses)
+                peer.addresses |= set(itertools.islice(before.addresses - peer.addresses, room))
             self.forget(before)
         self._forget_idle(engine)
         return peer
