@@ -67,7 +67,7 @@ LAYERS: dict[str, dict[str, Make]] = {
 def named(makers: dict[str, Make], order: Sequence[str]) -> dict[str, str]:
     """The vLLM layer of each component."""
     config = config_of(Shape(1), {})
-    with set_current_vllm_config(config), as_one_of(1), set_default_torch_dtype(torch.bfloat16):
+    with set_current_vllm_config(config), as_one_of(1, 1, 0, 1), set_default_torch_dtype(torch.bfloat16):
         for name in order:
             makers[name](name, config)
         layers: dict[str, Any] = config.compilation_config.static_forward_context

@@ -16,24 +16,30 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import interpreted  # noqa: F401  # before vLLM
 import torch
-from models import HND, as_one_of, llama
+from models import HND, as_one_of
+from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingMoELinearAttention
 from vllm.model_executor.layers.mamba.linear.minimax_linear_attn import MiniMaxText01LinearAttention
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
-from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.models.deepseek_v32.common.kernels import fused_norm_rope
+from vllm.utils.torch_utils import nvfp4_split_data_scale, set_default_torch_dtype
+from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.ops.int4_per_token_head import single_rht
@@ -50,6 +56,12 @@ from kvferryd.plan import PlanRefused, bind, plan
 
 NAME = "model.layers.0.self_attn.attn"
 TOKENS, BLOCKS, BLANK = 70, 12, 0xEE
+KV, SIZE = 2, 64
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
+    "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": KV, "vocab_size": 512,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,16 +113,7 @@ class Kind:
 def config_of(shape: Shape, options: Mapping[str, Any]) -> VllmConfig:
     folder = tempfile.mkdtemp()
     with open(f"{folder}/config.json", "w") as file:
-        json.dump(
-            llama(
-                torch_dtype="bfloat16",
-                num_hidden_layers=2,
-                hidden_size=1024,
-                num_attention_heads=16,
-                num_key_value_heads=KV,
-            ),
-            file,
-        )
+        json.dump(MODEL, file)
     config = EngineArgs(
         model=folder, skip_tokenizer_init=True, tensor_parallel_size=shape.tp, load_format="dummy", enforce_eager=True,
         max_model_len=4096, block_size=shape.block, distributed_executor_backend="mp", **options,
@@ -127,7 +130,7 @@ def rank_of(name: str, shape: Shape, number: int) -> Rank:
     os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = shape.conv
     mamba_utils.get_conv_state_layout.cache_clear()
     config = config_of(shape, kind.options)
-    with set_current_vllm_config(config), as_one_of(shape.tp), set_default_torch_dtype(torch.bfloat16):
+    with set_current_vllm_config(config), as_one_of(shape.tp, 1, 0, 1), set_default_torch_dtype(torch.bfloat16):
         layer = kind.make(config)
         spec = layer.get_kv_cache_spec(config)
         if isinstance(spec, AttentionSpec):  # as its model runner does
@@ -189,7 +192,6 @@ def truth(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 HEADS, DIM, KERNEL = 8, 32, 4
-KV, SIZE = 2, 64
 RECURRENT = SimpleNamespace(
     hidden_size=256, hidden_act="silu", rms_norm_eps=1e-5, num_attention_heads=HEADS, head_dim=DIM,
     num_hidden_layers=2, max_position_embeddings=4096, use_bias=False, use_qkv_bias=False, group_norm_size=8,
@@ -323,6 +325,188 @@ triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = quantize
 KINDS |= {
     kind: Kind(attention(TritonAttentionBackend), write_attention, PAGED, {"kv_cache_dtype": kind}, like_the_kernel)
     for kind in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+}
+
+
+RANK, ROPE, INDEX = 512, 64, 128
+E2M1 = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+"""Half-way between the numbers of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+
+
+def fp8(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def fp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Pairs of e2m1, the first in the low half; a scale for each 16 values."""
+    scaled = values / scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, -1)
+    nibbles = torch.bucketize(scaled.abs(), E2M1) | (scaled < 0).long() << 3
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).to(torch.uint8)
+
+
+def fp4_scales(values: torch.Tensor) -> torch.Tensor:
+    return fp8((values.unflatten(-1, (-1, 16)).abs().amax(-1) / 6).clamp(min=2**-9))
+
+
+class Latents:
+    """The writer of vLLM's sparse MLA backends, which need a GPU: the base of all. It calls the operation below."""
+
+    do_kv_cache_update = MLAAttentionImpl.do_kv_cache_update
+
+
+def store_latents(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> None:  # fmt: skip
+    """deepseek_v32/common/kernels.py, 300-372, which fuses concat_and_cache_mla with what comes before it."""
+    latents, at = kv_c.float(), (slot_mapping // kv_cache.shape[1], slot_mapping % kv_cache.shape[1])
+    if kv_cache_dtype == "nvfp4_ds_mla":
+        scales = fp4_scales(latents)
+        where = torch.arange(RANK // 16)
+        permuted = torch.empty_like(scales)
+        permuted[:, 8 * (where % 4) + where // 4] = scales
+        parts = fp4(latents, scales), fp8(k_pe.float()), permuted
+    else:
+        tiles = latents.unflatten(-1, (4, 128))
+        largest = (tiles.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-4)
+        scales = largest.log2().ceil().exp2()
+        parts = fp8(tiles / scales).flatten(1), scales.flatten(1).view(torch.uint8), k_pe.bfloat16().view(torch.uint8)
+    kv_cache[at] = torch.cat(parts, -1)
+
+
+def store_index(k: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, size: int, scale_fmt: str) -> None:
+    """deepseek_v32/common/kernels.py, 78-118: all keys of the block, then the scale of each."""
+    shuffled, block = scale_fmt == "shuffled", kv_cache.shape[1]
+    scales = (k.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil().exp2()
+    page, values = kv_cache.flatten(1), fp8(k.float() / scales)
+    for slot, row, scale in zip(slots.tolist(), values, scales, strict=True):
+        own, at, dim = page[slot // block], slot % block, torch.arange(size)
+        own[at // 16 * 16 * size + at % 16 * 16 + dim // 16 * 256 + dim % 16 if shuffled else at * size + dim] = row
+        own[block * size + at * 4 : block * size + at * 4 + 4] = scale.view(torch.uint8)
+
+
+def latents(config: VllmConfig) -> Any:
+    kind, config.cache_config.cache_dtype = config.cache_config.cache_dtype, "auto"
+    up = ColumnParallelLinear(RANK, 16 * 2 * ROPE, bias=False, prefix=f"{NAME}.up")
+    layer = MLAAttention(16, 1.0, ROPE, ROPE, ROPE, None, RANK, up, cache_config=config.cache_config, prefix=NAME)
+    layer.kv_cache_dtype, layer.impl = kind, Latents()
+    config.cache_config.cache_dtype = kind
+    return layer
+
+
+class Shuffled(DeepseekV32IndexerCache):  # type: ignore[misc]
+    """deepseek_v32/amd/rocm.py, 24-32, which needs AMD's libraries."""
+
+    uses_shuffled_layout = True
+
+
+def indexer(made: Any) -> Callable[[VllmConfig], Any]:
+    return lambda config: made(INDEX + 4, torch.uint8, NAME, config.cache_config)
+
+
+def write_latents(rank: Rank) -> None:
+    found, rotated = truth(TOKENS, RANK).bfloat16(), truth(TOKENS, 1, ROPE, seed=1).bfloat16()
+    layer = rank.layer
+    layer.impl.do_kv_cache_update(found, rotated, layer.kv_cache, rank.slots, layer.kv_cache_dtype, layer._k_scale)
+
+
+def write_index(rank: Rank) -> None:
+    shuffled = "shuffled" if rank.layer.uses_shuffled_layout else "ue8m0"
+    store_index(truth(TOKENS, INDEX).bfloat16(), rank.layer.kv_cache, rank.slots, INDEX, shuffled)
+
+
+def like_the_fused_kernel(rank: Rank) -> None:
+    """`store_latents` and `store_index` write what vLLM's kernel does after its norms and rotations; the interpreter
+    loses the carry of fp8."""
+    layer, memory, slots = rank.layer, rank.memory, torch.tensor([17, 34])
+    index = isinstance(layer, DeepseekV32IndexerCache)
+    shuffled = index and layer.uses_shuffled_layout
+    out = {name: torch.empty(2, size) for name, size in (("kv_c", RANK), ("k_pe", ROPE), ("index_k", INDEX))}
+    memory.fill_(BLANK)
+    fused_norm_rope(
+        torch.tensor([3, 9]), truth(2, 64), torch.ones(64), 1e-6, truth(2, RANK), torch.ones(RANK), 1e-6,
+        truth(2, ROPE), truth(16, ROPE, seed=4), truth(2, INDEX, seed=2), torch.ones(INDEX), torch.zeros(INDEX), 1e-6,
+        truth(16, ROPE, seed=4), torch.zeros(2, 4, dtype=torch.int32), slot_mapping=slots,
+        indexer_k_cache=layer.kv_cache if index else None, indexer_cache_shuffled=shuffled,
+        mla_kv_cache=None if index else layer.kv_cache,
+        mla_kv_cache_dtype="auto" if index else layer.kv_cache_dtype,
+        **{f"{name}_out": tensor for name, tensor in out.items()},
+    )  # fmt: skip
+    kernels = memory.clone()
+    memory.fill_(BLANK)
+    if index:
+        store_index(out["index_k"], layer.kv_cache, slots, INDEX, "shuffled" if shuffled else "ue8m0")
+    else:
+        store_latents(out["kv_c"], out["k_pe"], layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
+    apart = (kernels.int() - memory.int()).abs()
+    assert (kernels != BLANK).sum() > rank.spec.state_content_size_bytes, "too little was written"
+    assert apart.max() <= 8, "what stands in is not what the kernel does"
+
+
+class Pages:
+    """nvfp4_kv_cache_kernels.cu, 45-176, on the views of flashinfer.py, 116-136; needs a GPU, and FlashInfer."""
+
+    def __init__(self, heads: int, trtllm: bool) -> None:
+        self.heads, self.nvfp4_trtllm = heads, trtllm
+
+    def do_kv_cache_update(
+        self, layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        _, rows, block, full = cache.shape
+        heads_first = cache.stride()[1:] == (block * full, full, 1)
+        assert heads_first or cache.stride()[1:] == (full, rows * full, 1)
+        at, slot = slots // block, slots % block
+        for side, vectors in enumerate((keys.float(), values.float())):
+            dims = (self.heads, block) if heads_first else (block, self.heads)
+            pages = cache.as_strided(
+                (len(cache), *dims, full), (cache.stride(0), dims[1] * full, full, 1),
+                cache.storage_offset() + side * self.heads * block * full,
+            )  # fmt: skip
+            data, scales = nvfp4_split_data_scale(pages)
+            found = fp4_scales(vectors)
+            if not heads_first:
+                data[at, slot], scales.view(torch.uint8)[at, slot] = fp4(vectors, found), found
+                continue
+            data[at, :, slot] = fp4(vectors, found)
+            if not (side and self.nvfp4_trtllm):
+                scales.view(torch.uint8)[at, :, slot] = found
+                continue
+            size = found.shape[-1]
+            for s in range(size):  # 33-40: swizzle_scale_offset
+                to = slot // 4 * 4 + s // (size // 4), s % (size // 4) * 4 + slot % 4
+                scales.view(torch.uint8)[at, :, to[0], to[1]] = found[..., s]
+
+
+class Nvfp4(TritonAttentionBackend):  # type: ignore[misc]
+    """flashinfer.py, 432-445: FlashInferBackend.customize_spec."""
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=spec.head_size * 9 // 16)
+
+
+def nvfp4(trtllm: bool) -> Callable[[VllmConfig], Any]:
+    def make(config: VllmConfig) -> Any:
+        kind, config.cache_config.cache_dtype = config.cache_config.cache_dtype, "auto"
+        layer = attention(Nvfp4)(config)
+        config.cache_config.cache_dtype = layer.kv_cache_dtype = kind
+        layer.kv_cache_torch_dtype, layer.impl = torch.uint8, Pages(layer.num_kv_heads, trtllm)
+        return layer
+
+    return make
+
+
+_custom_ops.concat_and_cache_mla, _custom_ops.indexer_k_quant_and_cache = store_latents, store_index
+ALIKE = ((Shape(2), Shape(1)), (Shape(1), Shape(2, 64)), (Shape(1, 64), Shape(2)))
+KINDS |= {
+    "fp8_ds_mla": Kind(latents, write_latents, ALIKE, {"kv_cache_dtype": "fp8_ds_mla"}, like_the_fused_kernel),
+    "nvfp4_ds_mla": Kind(latents, write_latents, ALIKE, {"kv_cache_dtype": "nvfp4_ds_mla"}),
+    "indexer": Kind(indexer(DeepseekV32IndexerCache), write_index, ALIKE, {}, like_the_fused_kernel),
+    "shuffled indexer": Kind(indexer(Shuffled), write_index, ALIKE[1:2], {}, like_the_fused_kernel),
+    "nvfp4": Kind(nvfp4(False), write_attention, PAGED, {"kv_cache_dtype": "nvfp4"}),
+    "nvfp4 of trtllm": Kind(
+        nvfp4(True), write_attention, ((Shape(2, 16, HND), Shape(1, 64, HND)),), {"kv_cache_dtype": "nvfp4"}
+    ),
 }
 
 

@@ -13,7 +13,10 @@ TOP = Path(__file__).parents[2]
 PYTHON = TOP / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin/python"
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 STATES = ("Kimi-Linear", "Bailing-MoE-V3", "Bailing-MoE-Linear", "MiniMax-Text-01")
-PAGED = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+PAGED = (
+    "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "fp8_ds_mla", "nvfp4_ds_mla", "indexer",
+    "shuffled indexer", "nvfp4", "nvfp4 of trtllm",
+)  # fmt: skip
 UNNAMED = ("Kimi-K3 with RecoverSSM",)
 
 

@@ -421,7 +421,8 @@ def test_every_dtype_that_says_what_it_means_says_an_encoding_of_its_width() -> 
     ("name", "encoding"),
     [
         ("fp8", "fp8_e4m3fn"), ("fp8_e4m3", "fp8_e4m3fn"), ("float8_e5m2", "fp8_e5m2"), ("fp8_e5m2", "fp8_e5m2"),
-        ("bfloat16", "bf16"), ("half", "fp16"), ("fp8_ds_mla", "opaque:vllm.fp8_ds_mla"),
+        ("bfloat16", "bf16"), ("half", "fp16"), ("fp8_ds_mla", "fp8_ds_mla"),
+        ("turboquant_k8v4", "opaque:vllm.turboquant_k8v4"),
     ],
 )  # fmt: skip
 def test_engines_names_for_one_thing_are_one_encoding(name: str, encoding: str) -> None:

@@ -11,7 +11,7 @@ ENCODINGS = {
     "fp8_e4m3fn": 1, "fp8_e4m3fnuz": 1, "fp8_e5m2": 1, "fp8_e5m2fnuz": 1, "e8m0": 1,
     "nvfp4": 1, "mxfp4": 1, "int4": 1, "uint4": 1,
     "int8_per_token_head": 1, "fp8_e4m3fn_per_token_head": 1, "fp8_e4m3fnuz_per_token_head": 1,
-    "uint4_per_token_head": 1, "fp32_zero4": 4,
+    "uint4_per_token_head": 1, "fp32_zero4": 4, "fp8_ds_mla": 1, "nvfp4_ds_mla": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """Bytes of one element. An element of nvfp4 and mxfp4 (e2m1), int4 and uint4 is a pair of values, the first in the low
@@ -19,7 +19,10 @@ half of the byte; their scales are components of their own, with encodings of th
 
 `_per_token_head`: to be multiplied by a scale of each token and head, an fp32 (without it the scale is the layer's).
 uint4_per_token_head: of a vector that vLLM has turned by its randomized Hadamard transform; what means zero is in the
-low four bits of the scale's mantissa, an fp32_zero4."""
+low four bits of the scale's mantissa, an fp32_zero4.
+
+Rows of a token, which nothing divides: fp8_ds_mla, 656 bytes (512 fp8_e4m3fn, an fp32 scale for each 128 of them, 64
+bf16); nvfp4_ds_mla, 352 (512 e2m1 in pairs, 64 fp8_e4m3fn, an fp8_e4m3fn scale for each 16 of the 512, permuted)."""
 
 OF_DTYPE = {
     "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3fn",

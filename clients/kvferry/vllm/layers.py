@@ -23,7 +23,7 @@ from kvferry.manifest import OPAQUE, ManifestBuilder, TokenShard, encoding_of
 from kvferry.manifest.encoding import is_opaque
 from kvferry.parts import Describing, Part, attention_parts, recurrent_parts
 from kvferry.vllm import heads
-from kvferry.vllm.cells import cell_parts, prove_cells
+from kvferry.vllm.cells import packed_parts, proven
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,9 @@ Layers of Kimi's delta attention (Kimi-Linear, Kimi-K3, Bailing-MoE-V3, GLM-5-Ne
 PLAIN = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """vLLM's cache types (--kv-cache-dtype) whose plain elements vLLM keeps in uint8; a layer's scale lies elsewhere.
 
-Tensors of auto, float16, bfloat16 and fp8_inc have the dtype of their elements. Types of cells.CELLS have several
-components. All other types are opaque: nobody has described the insides of fp8_ds_mla, nvfp4, nvfp4_4over6,
-nvfp4_ds_mla, the four turboquants and ultraquant_4bit, nor those of types that nobody knows yet."""
+Tensors of auto, float16, bfloat16 and fp8_inc have the dtype of their elements. Types of cells.py have components of
+their own. All others are opaque: nobody has described the insides of the four turboquants, ultraquant_4bit, and
+DeepSeek-V4's caches, nor those of types that nobody knows yet."""
 
 
 class Group(NamedTuple):
@@ -108,19 +108,18 @@ def _parts(
         raise Malformed("unsupported_cache", f"layer {name} has a {type(spec).__name__}", value=name, remedy=remedy)
     shards = min(ranks, spec.max_tp_shards or heads.shards(name, spec.num_kv_heads, ranks, model))
     blocks = cache.view(num_blocks, -1, *cache.shape[1:])
-    shape, sizes = (spec.block_size, spec.num_kv_heads), (spec.head_size, spec.head_size_v)
-    written_apart = not layer.get_attn_backend().forward_includes_kv_cache_update
+    packed = packed_parts(layer, spec, blocks, shards)
+    if packed and proven(layer, spec, packed, blocks[0], model.dtype, name):
+        return packed
+    encoding = _encoding(layer, spec, cache)
+    opaque = encoding is not None and is_opaque(encoding)
+    if opaque or not spec.head_size_v or layer.get_attn_backend().forward_includes_kv_cache_update:
+        return [Part("kv", blocks, ("block", "slot", "head", "slot", "content"), "head", shards, encoding)]
 
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
-    if written_apart and (cells := cell_parts(layer, spec, blocks, shards)):
-        prove_cells(write, cells, blocks[0], shape, sizes, model.dtype, name)
-        return cells
-    encoding = _encoding(layer, spec, cache)
-    opaque = encoding is not None and is_opaque(encoding)
-    if opaque or not spec.head_size_v or not written_apart:
-        return [Part("kv", blocks, ("block", "slot", "head", "slot", "content"), "head", shards, encoding)]
+    shape, sizes = (spec.block_size, spec.num_kv_heads), (spec.head_size, spec.head_size_v)
     return [
         replace(part, encoding=encoding)
         for part in attention_parts(write, blocks, shape, sizes, model.dtype, name, shards)
