@@ -41,6 +41,8 @@ class Staged:
             "kv_role": "kv_both", "kv_connector": "PoisonedConnector", "kv_connector_module_path": "poisoned",
             "engine_id": self._name, "kv_connector_extra_config": {"socket": str(self.daemon.socket)},
         }  # fmt: skip
+        if draft := options.get("speculative_config"):  # its model lies in the folder
+            options["speculative_config"] = draft | {"model": str(folder / draft["model"])}
         self._asked.send(("load", {"model": str(folder), "kv_transfer_config": transfer, **options}))
 
     def generate(self, tokens: Sequence[int], max_tokens: int, **extra: Any) -> tuple[list[int], Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 VOCABULARY = 576
 PLAIN = {
@@ -39,6 +40,9 @@ LATENT = {
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "rope_parameters": YARN,
 }  # fmt: skip
+SHARP = 6.0
+"""The length of keys that a norm makes all alike (LFM2's). At 1 every token gets the same small share of the attention,
+and the next token does not depend on the prompt's first one."""
 PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-4": (
@@ -64,12 +68,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_head_dim": 32, "n_groups": 6, "ssm_state_size": 16,
         },
     ),
-    "bamba": ("BambaConfig", PLAIN | MAMBA | {"attn_layer_indices": [1, 3]}),
     "jamba": (
         "JambaConfig",
         PLAIN | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
     ),
-    "lfm2": ("Lfm2Config", PLAIN | {"conv_dim": 192, "layer_types": ["conv", "full_attention"] * 2}),
+    "lfm2": (
+        "Lfm2Config",
+        PLAIN | {
+            "conv_dim": 192, "block_dim": 192, "block_multiple_of": 64, "block_auto_adjust_ff_dim": False,
+            "block_ffn_dim_multiplier": 1.0, "layer_types": ["conv", "full_attention"] * 2,
+        },
+    ),
     "gemma-3": ("Gemma3TextConfig", PLAIN | WINDOWS | {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "gemma-3n": (
         "Gemma3nTextConfig",
@@ -97,6 +106,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3Config", PLAIN | LATENT | {"topk_method": "noaux_tc"}),
     "mistral": ("MistralConfig", PLAIN | {"head_dim": 32, "sliding_window": 100}),
     "qwen3": ("Qwen3Config", PLAIN | {"head_dim": 32}),
+    "llama": ("LlamaConfig", PLAIN | {"head_dim": 32}),
 }  # fmt: skip
 """The class of a configuration and its values, by the name of the model."""
 
@@ -105,7 +115,29 @@ def main(folder: str, name: str, changes: str = "{}") -> None:
     torch.manual_seed(0)
     made, values = MODELS[name]
     config = getattr(transformers, made)(**values | json.loads(changes))
-    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(Path(folder))
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    for parameter, weights in model.named_parameters():
+        if parameter.endswith("k_layernorm.weight"):
+            weights.data.fill_(SHARP)
+    model.save_pretrained(Path(folder))
+    if name == "llama":
+        write_eagle(Path(folder, "eagle"), config)
+
+
+def write_eagle(folder: Path, target: Any) -> None:
+    """A draft model for it: a layer whose input is a token's embedding and what the target made of the one before.
+
+    The first layer of vLLM's EagleLlamaForCausalLM has no norm before it, and the embeddings are the target's.
+    """
+    values = target.to_dict() | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    config = transformers.LlamaConfig(**values)
+    layer = transformers.AutoModelForCausalLM.from_config(config).float().model.layers.state_dict(prefix="layers.")
+    del layer["layers.0.input_layernorm.weight"]
+    size = config.hidden_size
+    config.save_pretrained(folder)
+    save_file(
+        layer | {"fc.weight": torch.randn(size, 2 * size) * config.initializer_range}, folder / "model.safetensors"
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ MODELS = {
     "qwen3": Model("qwen3", BF16, decode=LONGER_BLOCKS),
     "falcon-h1": Model("falcon-h1", HYBRID),
     "nemotron-h": Model("nemotron-h", HYBRID),
-    "bamba": Model("bamba", HYBRID),
     "qwen3-next": Model("qwen3-next", HYBRID),
     "lfm2": Model("lfm2", BF16),
     "gpt-oss": Model("gpt-oss", BF16),
@@ -40,6 +39,10 @@ MODELS = {
 }
 IN_THE_GATE = ["granite-4", "gemma-3", "gemma-4", "deepseek-v2", "fp8"]
 """Two precisions that share blocks; windows, two block sizes; heads that differ by layer; latent attention; fp8."""
+DRAFT: dict[str, Any] = {
+    "speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 2},
+    "logits_processors": [],  # vLLM has no custom ones beside drafts
+}  # fmt: skip
 NO_FP8 = "vLLM 0.32 has FP8 caches on CPUs with AVX-512 only"
 
 
@@ -65,3 +68,22 @@ def test_the_tokens_are_those_of_one_engine(both: Stages, name: str) -> None:
     assert [one.state for one in both.transfers()[before:]] == [TransferState.DONE] * len(prompts)
     first, *rest = prompts[6]
     assert both.split([first ^ 1, *rest], max_tokens=6) != alone[6], "the tokens do not depend on the whole prompt"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("draft_on_decode", [True, False])
+def test_a_draft_model_changes_no_tokens(both: Stages, draft_on_decode: bool) -> None:
+    both.load(Model("llama", {"dtype": "float32", "block_size": 32}, DRAFT, DRAFT if draft_on_decode else {}))
+    before = len(both.transfers())
+    for tokens in (prompt(length, vocabulary=VOCABULARY) for length in LENGTHS):
+        assert both.handover(tokens, max_tokens=12) == both.prefill.generate(tokens, 12)[0]
+    assert [one.state for one in both.transfers()[before:]] == [TransferState.DONE] * len(LENGTHS)
+
+
+@pytest.mark.long
+def test_a_draft_model_on_decode_alone_is_refused(both: Stages) -> None:
+    both.load(Model("llama", {"dtype": "float32", "block_size": 32}, decode=DRAFT))
+    assert both.handover(prompt(100, vocabulary=VOCABULARY), max_tokens=6) == []
+    error = both.transfers()[-1].error
+    assert error
+    assert "component 4.k: missing_component" in error.message
