@@ -59,6 +59,12 @@ class Outbox(Generic[M]):
             self._giver = asyncio.get_running_loop().create_future()
             await self._giver
 
+    def give_up(self) -> None:
+        """End it, and forget what waits: the stream is over."""
+        self._waiting.clear()
+        self._next = None
+        self.end()
+
     async def take(self) -> M | None:
         """What waits, as soon as there is anything. One caller at a time. None: it is over."""
         while (taken := self.pop()) is None and not self._over:

@@ -96,3 +96,14 @@ async def test_the_end_wakes_who_waits() -> None:
     await asyncio.sleep(0)
     box.end()
     assert await waiting is None
+
+
+async def test_a_box_that_was_given_up_is_empty_and_stays_so() -> None:
+    box = outbox()
+    box.put(command(1, SEVERAL_NBYTES))
+    box.put(command(2, SEVERAL_NBYTES))
+    assert numbers(await box.take()) == [1]  # the other one does not fit
+    box.put(command(3))
+    box.give_up()
+    box.put(command(4))
+    assert not box._waiting and await box.take() is None

@@ -133,7 +133,7 @@ class ReaderStream:
             why = error.kept()
         finally:
             self._why = why
-            self._outbox.end()
+            self._outbox.give_up()
             self._writing.cancel()
             self._call.cancel()
             for listener in self._listeners.values():
