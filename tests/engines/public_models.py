@@ -118,7 +118,7 @@ MODELS: dict[str, Model] = {
     ),
     "MiniMax-M2": Model(
         "MiniMaxAI/MiniMax-M2",
-        _of("minimax_m2", "MiniMaxM2ForCausalLM", rotary_dim=64),
+        _of("minimax_m2", "MiniMaxM2ForCausalLM", rotary_dim=64, scoring_func="sigmoid"),
         lambda layer: 8,
         layers=4,
     ),
