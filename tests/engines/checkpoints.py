@@ -40,9 +40,6 @@ LATENT = {
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "rope_parameters": YARN,
 }  # fmt: skip
-SHARP = 6.0
-"""The length of keys that a norm makes all alike (LFM2's). At 1 every token gets the same small share of the attention,
-and the next token does not depend on the prompt's first one."""
 PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-4": (
@@ -115,11 +112,7 @@ def main(folder: str, name: str, changes: str = "{}") -> None:
     torch.manual_seed(0)
     made, values = MODELS[name]
     config = getattr(transformers, made)(**values | json.loads(changes))
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
-    for parameter, weights in model.named_parameters():
-        if parameter.endswith("k_layernorm.weight"):
-            weights.data.fill_(SHARP)
-    model.save_pretrained(Path(folder))
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(Path(folder))
     if name == "llama":
         write_eagle(Path(folder, "eagle"), config)
 

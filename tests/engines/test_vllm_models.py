@@ -43,6 +43,7 @@ DRAFT: dict[str, Any] = {
     "speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 2},
     "logits_processors": [],  # vLLM has no custom ones beside drafts
 }  # fmt: skip
+UNPROVEN = {"lfm2": "all tokens are equal, and none of them depends on the first of 200 tokens: this proves little"}
 NO_FP8 = "vLLM 0.32 has FP8 caches on CPUs with AVX-512 only"
 
 
@@ -52,9 +53,12 @@ def both() -> Iterator[Stages]:
         yield started
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_THE_GATE else [pytest.mark.long]) for name in MODELS]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    unproven = [pytest.mark.xfail(strict=True, reason=UNPROVEN[name])] if name in UNPROVEN else []
+    return unproven if name in IN_THE_GATE else [pytest.mark.long, *unproven]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in MODELS])
 def test_the_tokens_are_those_of_one_engine(both: Stages, name: str) -> None:
     if name == "fp8" and "avx512f" not in Path("/proc/cpuinfo").read_text():
         pytest.skip(NO_FP8)
