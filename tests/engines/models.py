@@ -159,7 +159,7 @@ class Engine:
         self.ranks = self.tp * shape.pp
         try:
             self._make(whole)
-        except (ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
+        except (ValueError, AssertionError, NotImplementedError, ImportError, ZeroDivisionError) as error:
             raise NotRun(_why(error)) from error
 
     def _make(self, whole: bool) -> None:
