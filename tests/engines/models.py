@@ -408,7 +408,7 @@ def times(name: str) -> list[str]:
         tables = {i: each.tables for i, each in enumerate(sources)}
         taken = [_median_ms(planned, sources, own), _median_ms(bind, found, tables, own.tables, (0, PROMPT))]
         longest = list(map(max, longest, taken))
-    return [f"{each:.2g}" if each else "" for each in longest]
+    return [f"{each:.2g}" if each else "-" for each in longest]
 
 
 def _median_ms(call: Any, *arguments: Any) -> float:
