@@ -16,8 +16,10 @@ live, the daemon revokes all leases, and nothing here says that blocks may be re
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
@@ -60,7 +62,15 @@ class EngineClient:
     def __init__(self, socket: str, epoch: str, call_timeout_s: float = CALL_S) -> None:
         self.epoch = epoch
         self._session = Session(socket, self._on_event, self._end, self._over, call_timeout_s)
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[tuple[str, int], Lease] = {}
+        """The key is (request, number). A lease that has ended is gone."""
+        self._world_size = 1
+        self._numbers = itertools.count(1)
+        """Numbers for leases that the engine leaves to this client."""
+        self._counted: dict[str, int] = {}
+        """The last lease that this client has numbered, for each request."""
+        self._attempts = itertools.count(1)
+        """Numbers for receives that the engine leaves to this client."""
         self._receives: dict[str, Receiving] = {}
         """By request: under way, or given up and not quiet."""
         self._unquiet: dict[str, Receiving] = {}
@@ -76,10 +86,10 @@ class EngineClient:
         """The name of the engine's weights; empty for those that it registered with. See `replace_weights`."""
         self._cut: Remembered[None] = Remembered()
         """Requests of which a part was published when the weights were replaced."""
-        self.lost: deque[str] = deque(maxlen=LOST)
-        """Requests that nobody can read, at most the LOST newest: their leases ended with this session or with one that
-        it resumes, or the session had ended when they were to be published. `register` tells the daemon, and clears it.
-        """
+        self.lost: deque[tuple[str, int]] = deque(maxlen=LOST)
+        """(request, number) of leases that nobody can read, at most the LOST newest: they ended with this session or
+        with one that it resumes, or the session had ended when they were to be published. `register` tells the daemon,
+        and clears it."""
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -113,6 +123,7 @@ class EngineClient:
         client = cls(socket, epoch, call_timeout_s)
         if resume is not None:
             client.lost, client.weights, client._cut = resume.lost, resume.weights, resume._cut
+            client._numbers, client._attempts = resume._numbers, resume._attempts
         attach = engine_pb2.AttachRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
             engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume.session if resume else "",
@@ -123,7 +134,7 @@ class EngineClient:
             await client.close()
             raise
         client.peer_address, client.device, client.resumed = attached.peer_address, attached.device, attached.resumed
-        client._deadline_s = attached.deadline_s
+        client._deadline_s, client._world_size = attached.deadline_s, world_size
         return client
 
     @property
@@ -188,7 +199,8 @@ class EngineClient:
         once.
         """
         request = engine_pb2.RegisterRequest(
-            session=self.session, manifest=manifest_to_proto(manifest), lost=self.lost, weights=self.weights
+            session=self.session, manifest=manifest_to_proto(manifest), weights=self.weights,
+            lost=[engine_pb2.LostLease(request_id=request_id, lease=lease) for request_id, lease in self.lost],
         )  # fmt: skip
         timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
         async with self._registering:
@@ -242,6 +254,7 @@ class EngineClient:
         after: Fence | None = None,
         digest: bytes = b"",
         weights: str | None = None,
+        lease: int = 0,
         withdraw: bool = False,
     ) -> Lease:
         """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
@@ -255,6 +268,9 @@ class EngineClient:
         names what was computed, at most 64 bytes; a reader that expects another digest is refused (`other_prompt`).
         weights: what `weights` was when the first of these tokens was computed; None for what it is now. The
         publish is refused (`mixed_weights`) where they have been replaced since.
+        lease: the number of this lease, from a counter of the engine's start, the same on all ranks; a higher one than
+        before begins another lease of the request and ends the one before. 0 lets this client count, for an engine of
+        one rank: a request that is published again after the end of its lease gets another number.
 
         Raises KvferryError when the daemon refuses it: what was published before it stays readable, or with `withdraw`
         nobody reads it any more. Unsettled when the daemon does not answer in time or the session ends first: it may be
@@ -263,7 +279,7 @@ class EngineClient:
         """
         request = engine_pb2.PublishRequest(
             request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
-            metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest,
+            metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest, lease=lease,
             weights=self.weights if weights is None else weights,
             after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
         )  # fmt: skip
@@ -275,18 +291,21 @@ class EngineClient:
         return await self._publish(request, withdraw=withdraw)
 
     async def _publish(self, request: engine_pb2.PublishRequest, *, withdraw: bool) -> Lease:
-        request_id = request.request_id
-        known = self._leases.get(request_id)
-        lease = known or Lease(request_id, asyncio.get_running_loop().create_future())
-        self._leases[request_id] = lease
+        request_id, counted = request.request_id, not request.lease
+        if counted:
+            request.lease = self._number(request_id)
+        key = request_id, request.lease
+        known = self._leases.get(key)
+        lease = known or Lease(*key, asyncio.get_running_loop().create_future())
+        self._leases[key] = lease
         lease.more = request.more
-        request.continues = known is not None
 
         def forget(_: object = None) -> None:
-            if known is None and self._leases.get(request_id) is lease:
-                del self._leases[request_id]
+            if known is None and self._leases.get(key) is lease:
+                del self._leases[key]
+                self._uncount(key)
             if self.closed.is_set():
-                self.lost.append(request_id)
+                self.lost.append(key)
 
         try:
             await self._session.command(publish=request)
@@ -303,14 +322,34 @@ class EngineClient:
         except KvferryError as error:
             forget()
             # The end of the one before came while this was on its way.
-            if error.code == "lease_ended" and self._leases.get(request_id) is not known:
+            if error.code == "lease_ended" and counted and self._leases.get(key) is not known:
+                request.lease = 0
                 return await self._publish(request, withdraw=withdraw)
             if withdraw and known is not None and not known.over:
                 await self.withdraw(request_id)
             raise
         if lease.over:
             return lease
-        return self._leases.setdefault(request_id, lease)  # a publish beside this one may have been refused
+        return self._leases.setdefault(key, lease)  # a publish beside this one may have been refused
+
+    def _number(self, request_id: str) -> int:
+        """The number of the request's lease while it lasts, then of another. Raises KvferryError."""
+        number = self._counted.get(request_id, 0)
+        if (request_id, number) not in self._leases:
+            number = self._counted[request_id] = self._next("lease", request_id, self._numbers)
+        return number
+
+    def _next(self, field: str, request_id: str, numbers: Iterator[int]) -> int:
+        """The next number of a counter that only this rank has. Raises KvferryError (`number_required`)."""
+        if self._world_size > 1:
+            why = f"request {request_id} has no number of its {field}, and this engine has {self._world_size} ranks"
+            remedy = f"give `{field}` from a counter of the engine, the same on all ranks"
+            raise Malformed("number_required", why, field=field, value=0, remedy=remedy)
+        return next(numbers)
+
+    def _uncount(self, key: tuple[str, int]) -> None:
+        if self._counted.get(key[0]) == key[1]:
+            del self._counted[key[0]]
 
     async def receive(
         self,
@@ -330,7 +369,8 @@ class EngineClient:
         tokens: global range to move; None for all that is published, which the tables must then hold. source: where to
         read from; None when a router orders it. way: auto, direct, staged or mapped instead of what the daemon is
         configured to do; only with a source. digest: what the source must have published with; empty is not checked.
-        attempt: counts the attempts at this request from 1, equal on all ranks; 0 lets the daemon count.
+        attempt: the number of this attempt at the request, from a counter of the engine's start, the same on all ranks;
+        a higher one than before ends that. 0 lets this client count, for an engine of one rank.
 
         Raises TransferFailed, or KvferryError when the reservation is refused. The daemon keeps the deadline, which a
         router's order may move; when it does not answer GRACE_S after it, TransferFailed (`deadline`) says so.
@@ -339,7 +379,7 @@ class EngineClient:
         """
         request = engine_pb2.ReceiveRequest(
             request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
-            digest=digest, attempt=attempt, weights=self.weights,
+            digest=digest, attempt=attempt or self._next("attempt", request_id, self._attempts), weights=self.weights,
         )  # fmt: skip
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
@@ -377,7 +417,7 @@ class EngineClient:
             other = Conflict("other_weights", why, field="weights", value=request.weights, remedy=remedy)
             raise TransferFailed(other, "failed", receiving.quiet)
         moved = event.tokens.start, event.tokens.stop
-        return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata)
+        return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata, event.lease)
 
     async def _none_registers(self) -> None:
         """Wait, for as long as a call may take, until `register` has returned. Raises KvferryError (`deadline`)."""
@@ -450,7 +490,7 @@ class EngineClient:
         """
         check_weights(weights)
         if weights != self.weights:
-            for request_id, lease in self._leases.items():
+            for (request_id, _), lease in self._leases.items():
                 if lease.more:
                     self._cut[request_id] = None
         self.weights = weights
@@ -513,7 +553,9 @@ class EngineClient:
                     receiving.on_event(told)
             case "lease_ended":
                 state = _end_of_kind(LeaseState, event.lease_ended.state)
-                lease = self._leases.pop(event.lease_ended.request_id, None)
+                key = event.lease_ended.request_id, event.lease_ended.lease
+                lease = self._leases.pop(key, None)
+                self._uncount(key)
                 if lease is not None and not lease._ended.done():
                     if event.lease_ended.HasField("problem"):
                         refuse(lease._ended, problem_from_proto(event.lease_ended.problem))
@@ -541,6 +583,7 @@ class EngineClient:
             refuse(lease._ended, over)
         self.lost.extend(self._leases)
         self._leases.clear()
+        self._counted.clear()
         self._unquiet.clear()
 
 

@@ -1,7 +1,8 @@
 """kv_transfer_params: what routers carry between engines.
 
-The names are vLLM's; `remote_epoch`, `remote_room`, `remote_first_token` and `order` are our own. The object comes from
-a public request body: every field is checked, and whatever it holds, only its own request can fail by it.
+The names are vLLM's; `remote_epoch`, `remote_lease`, `remote_room`, `remote_first_token` and `order` are our own. The
+object comes from a public request body: every field is checked, and whatever it holds, only its own request can fail by
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvferry.errors import Conflict, KvferryError, Malformed, first_breach
-from kvferry.schemas import MAX_REQUEST_ID, SourceBody
+from kvferry.schemas import MAX_NUMBER, MAX_REQUEST_ID, SourceBody
 
 PARAMS = "kv_transfer_params"
 MALFORMED = "malformed_kv_transfer_params"
@@ -44,6 +45,7 @@ class Handoff(BaseModel):
     remote_host: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z._:-]+$")] | None = None
     remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     remote_epoch: Name | None = None
+    remote_lease: Annotated[int, Field(ge=1, lt=MAX_NUMBER)] | None = None
     remote_block_ids: Annotated[list[list[int]], Field(max_length=1024)] | None = None
     remote_num_tokens: TokenCount | None = None
     remote_room: TokenCount | None = None
@@ -80,8 +82,9 @@ class Handoff(BaseModel):
         host = f"[{self.remote_host}]" if ":" in str(self.remote_host) else self.remote_host
         try:
             return SourceBody(
-                engine_id=str(self.remote_engine_id), address=f"{host}:{self.remote_port}", epoch=self.remote_epoch
-            )
+                engine_id=str(self.remote_engine_id), address=f"{host}:{self.remote_port}", epoch=self.remote_epoch,
+                lease=self.remote_lease,
+            )  # fmt: skip
         except ValidationError as error:
             raise _malformed("remote_host", self.remote_host, str(error.errors()[0]["msg"])) from None
 
@@ -145,35 +148,34 @@ class Remembered(OrderedDict[str, V]):
             self.popitem(last=False)
 
 
-class Attempts:
-    """Numbers the attempts at each request that is read from another engine, so that all ranks give one number."""
+class Counted:
+    """How often something has come, by name."""
 
     def __init__(self) -> None:
-        self._begun: Remembered[int] = Remembered()
+        self._came: Remembered[int] = Remembered()
 
-    def next(self, origin: Origin) -> int:
-        """1 the first time. 0 where a router orders: then the daemons count. The oldest requests are forgotten."""
-        if origin.source is None:
-            return 0
-        attempt = self._begun[origin.request_id] = self._begun.get(origin.request_id, 0) + 1
-        return attempt
+    def next(self, name: str) -> int:
+        """1 the first time. The oldest names are forgotten."""
+        number = self._came[name] = self._came.get(name, 0) + 1
+        return number
 
 
 def answer(
-    *, engine_id: str, epoch: str, address: str, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int,
-    tp: int, second_turn: bool, room: int = 0, first_token: int | None = None,
+    *, engine_id: str, epoch: str, address: str, request_id: str, lease: int, block_ids: Sequence[Sequence[int]],
+    num_tokens: int, tp: int, second_turn: bool, room: int = 0, first_token: int | None = None,
 ) -> Handoff:  # fmt: skip
     """What another engine needs to read the request.
 
-    address: host:port of a daemon's peer service. request_id: the engine's. room: as of Origin. first_token: the one
-    that follows these tokens, for an engine that computes nothing of the prompt.
+    address: host:port of a daemon's peer service. request_id: the engine's. lease: its number. room: as of Origin.
+    first_token: the one that follows these tokens, for an engine that computes nothing of the prompt.
     """
     host, _, port = address.rpartition(":")
     return Handoff(
         do_remote_prefill=not second_turn, do_remote_decode=second_turn, remote_engine_id=engine_id,
         remote_request_id=lease_name(request_id), remote_host=host.strip("[]"), remote_port=int(port),
         remote_block_ids=[list(ids) for ids in block_ids], remote_num_tokens=num_tokens, remote_room=room or None,
-        remote_first_token=first_token, remote_epoch=epoch, tp_size=tp, dcp_size=1, pp_size=1, transfer_mode="read",
+        remote_first_token=first_token, remote_epoch=epoch, remote_lease=lease, tp_size=tp, dcp_size=1, pp_size=1,
+        transfer_mode="read",
     )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ class Received:
     nbytes: int
     tokens: tuple[int, int]
     metadata: bytes
+    lease: int = 0
+    """The number of the lease that was read."""
 
 
 class _InDoubt:
@@ -76,6 +78,8 @@ class Lease:
     """What was published under one request id. Its blocks belong to readers until `ended()` returns."""
 
     request_id: str
+    number: int
+    """The lease's number, as readers may name it (`SourceBody.lease`)."""
     _ended: asyncio.Future[LeaseState] = field(repr=False)
     more: bool = False
     """The last publish was only a part: more follows."""

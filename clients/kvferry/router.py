@@ -11,6 +11,7 @@ import json
 import math
 import ssl
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar, Unpack
@@ -108,14 +109,18 @@ class RouterClient:
     # transfers
 
     async def order(self, body: schemas.OrderBody, *, traceparent: str = "", x_request_id: str = "") -> schemas.Ordered:
-        """Order a transfer. The same order again answers with the same transfer.
+        """Order a transfer, at any rank of the engine that reads. It gets an order_id of its own where it has none; the
+        same order again, under one order_id, answers with the same transfer.
 
         traceparent (W3C) and x_request_id: on every line of the transfer, in the logs of all daemons of both sides. One
         that is no ASCII is left out.
 
-        Raises `order_conflict` for another body under the same request_id, `full` (see `retry_after_s`),
+        Raises `order_conflict` for another body under the same order_id, or under the same request_id while that is
+        under way, `full` (see `retry_after_s`),
         `address_not_allowed`, `draining`.
         """
+        if body.order_id is None:
+            body = body.model_copy(update={"order_id": uuid.uuid4().hex})
         given = {"traceparent": traceparent, "x-request-id": x_request_id}
         headers = {name: value for name, value in given.items() if value and value.isascii()}
         return await self._call("POST", "/v1/transfers", schemas.Ordered, body=body, headers=headers)

@@ -21,6 +21,8 @@ def _number(given: object) -> object:
 Whole = Annotated[int, BeforeValidator(_number)]
 Span = tuple[Annotated[Whole, Field(ge=0)], Annotated[Whole, Field(ge=0)]]
 MAX_REQUEST_ID = 256
+MAX_NUMBER = 1 << 53
+"""Above the numbers of leases: JSON's readers keep integers below it whole."""
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REQUEST_ID)]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}$", max_length=300)]
 
@@ -102,11 +104,14 @@ class Problem(_Answer):
 
 
 class SourceBody(_Request):
-    """`address`: host:port of the peer service of any rank's daemon. `epoch`: refuse any other start of the engine."""
+    """`address`: host:port of the peer service of any rank's daemon. `epoch`: refuse any other start of the engine.
+    `lease`: the number of the lease that is meant, waited for until it is published; refuse any other. Without one all
+    ranks read the lease that is there, and fail (`lease_changed`) where it is not the same for all."""
 
     engine_id: RequestId
     address: Address
     epoch: Annotated[str, StringConstraints(max_length=256)] | None = None
+    lease: Annotated[Whole, Field(ge=1, lt=MAX_NUMBER)] | None = None
 
 
 class DestinationBody(_Request):
@@ -123,8 +128,9 @@ class DestinationBody(_Request):
 
 class OrderBody(_Request):
     """`priority`: higher goes first. `deadline_ms`: from acceptance; the daemon's default where absent. `way`: how to
-    move this one; as the daemon is configured where absent. `attempt`: counts the attempts at this request from 1; a
-    higher one than before begins anew, without one the order belongs to the attempt under way.
+    move this one; as the daemon is configured where absent. `attempt`: as the reading engine numbers it, for which the
+    order waits; without one it belongs to the attempt under way, or else to the next. `order_id`: the caller's own name
+    of the order; when it comes again the answer is the same, whatever has ended.
 
     `destination.engine_id` (or the daemon's only engine) says which engine receives.
     """
@@ -136,6 +142,7 @@ class OrderBody(_Request):
     deadline_ms: Annotated[Whole, Field(ge=1, le=3_600_000)] | None = None
     way: Way | None = None
     attempt: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
+    order_id: RequestId | None = None
 
 
 class Ordered(_Answer):
@@ -178,7 +185,9 @@ class TransferRecord(_Answer):
 
     bytes and descriptors: sums over ranks. path: direct, staged or mapped. transport: what NIXL used, for example
     "UCX", or "cuda_ipc". took_ms, phases_ms, bytes_per_s, waits_for: those of `slowest_rank`, which decides when the
-    request can go on (see RankTransfer). tokens: the global range moved. created_at, ended_at: seconds since 1970.
+    request can go on (see RankTransfer). tokens: the global range moved. lease: the number of the one that is read,
+    once known. attempt: its number; 0 while the order waits for the reservation that says it. created_at, ended_at:
+    seconds since 1970.
     """
 
     transfer_id: str
@@ -192,6 +201,7 @@ class TransferRecord(_Answer):
     transport: str = ""
     tokens: tuple[int, int] | None = None
     attempt: int = 1
+    lease: int | None = None
     slowest_rank: int = 0
     took_ms: float | None = None
     phases_ms: dict[str, float] = {}
@@ -218,7 +228,7 @@ class LeaseReader(_Answer):
 
     state: `reading`; `read`, it has all that it wanted; `left`, it has gone without, or its engine reads all anew in a
     later attempt. bytes: what it has read so far, by its own word or as it was packed for it. attempt: of its engine; 0
-    where its daemons count.
+    where an order has brought its tables.
     """
 
     engine_id: str
@@ -231,10 +241,11 @@ class LeaseReader(_Answer):
 
 
 class LeaseRecord(_Answer):
-    """age_ms: from the first publish until now or its end. reason: why it ended, if it was not read. bytes: of all
-    readers."""
+    """lease: its number. age_ms: from the first publish until now or its end. reason: why it ended, if it was not read.
+    bytes: of all readers."""
 
     request_id: str
+    lease: int = 0
     engine_id: str
     epoch: str
     state: LeaseState

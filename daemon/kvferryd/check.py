@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.errors import Malformed
 from kvferry.manifest import Group, Manifest
+from kvferry.schemas import MAX_NUMBER
 from kvferry.tables import BlockTable, Tables
 from kvferryd.config import WAYS
 from kvferryd.plan.bind import check_holds, destination_table_of, table_of
@@ -25,6 +26,13 @@ def check_seconds(field: str, seconds: float) -> None:
     if not 0 <= seconds <= MAX_SECONDS:
         why, remedy = f"{field} is no time to wait", f"0 for the default, or at most {MAX_SECONDS:g} seconds"
         raise Malformed("malformed_seconds", why, field=field, value=seconds, remedy=remedy)
+
+
+def check_number(field: str, number: int) -> None:
+    """Check the number of a lease or an attempt; daemons count neither. Raises KvferryError (`number_required`)."""
+    if not 0 < number < MAX_NUMBER:
+        why, remedy = f"{field} has no number", "count in the engine, from 1, the same on all ranks"
+        raise Malformed("number_required", why, field=field, value=number, remedy=remedy)
 
 
 def check_digest(digest: bytes) -> None:

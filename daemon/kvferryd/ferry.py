@@ -81,28 +81,50 @@ class Ferry:
     async def order(self, body: schemas.OrderBody, trace: logs.Trace = logs.UNTRACED) -> tuple[schemas.Ordered, bool]:
         """Take a router's order; (its transfer, whether the order is new)."""
         try:
-            wanted = body.destination
-            engine = self.registry.get(wanted.engine_id if wanted else None)
-            allow.check(body.source.address, self.config.allow_peers)
-            order = order_of(body, trace)
-            by_rank = reservations_of(wanted, engine.world_size)
-            own = by_rank.get(engine.rank)
-            if own is not None:
-                check_destination(engine.manifest, own.tables, own.tokens)
-            transfer, created = self.jobs.order(engine, body.request_id, order, by_rank, attempt=body.attempt or 0)
+            engine = self.registry.get(body.destination.engine_id if body.destination else None)
+            if engine.rank:
+                return await self.jobs.lead(engine, body, trace)
+            return self.lead(engine, body, trace)
         except KvferryError as error:
             self.metrics.order_refused(error.code)
             raise
+
+    def lead(self, engine: Engine, body: schemas.OrderBody, trace: logs.Trace) -> tuple[schemas.Ordered, bool]:
+        """As `order`, on rank 0, for all ranks of its engine. Raises KvferryError."""
+        allow.check(body.source.address, self.config.allow_peers)
+        order = order_of(body, trace)
+        by_rank = reservations_of(body.destination, engine.world_size)
+        own = by_rank.get(engine.rank)
+        if own is not None:
+            check_destination(engine.manifest, own.tables, own.tokens)
+        transfer, created = self.jobs.order(
+            engine, body.request_id, order, by_rank, number=body.attempt or 0, order_id=body.order_id or ""
+        )
         return schemas.Ordered(transfer_id=transfer.transfer_id, state=transfer.state_of_all), created
 
-    def transfer(self, transfer_id: str) -> schemas.TransferRecord:
-        return record_of(self.jobs.get(transfer_id))
-
-    async def wait_transfer(self, transfer_id: str, wait_s: float) -> schemas.TransferRecord:
-        """The record at the end of the transfer, or after `wait_s`."""
-        transfer = self.jobs.get(transfer_id)
-        await self.jobs.wait(transfer, _over, wait_s)
+    async def transfer(self, transfer_id: str, wait_s: float = 0.0, *, abort: bool = False) -> schemas.TransferRecord:
+        """The record as it is, at the end of the transfer, or after `wait_s`. abort: end it. Raises KvferryError
+        (`unknown_transfer`)."""
+        if (transfer := self.jobs.find(transfer_id)) is None:
+            for engine in self.registry:
+                if engine.rank:
+                    with contextlib.suppress(NotFound):
+                        return await self.jobs.record_at_leader(engine, transfer_id, wait_s, abort=abort)
+        transfer = transfer or self.jobs.get(transfer_id)
+        if abort:
+            await self.end_transfer(transfer)
+        else:
+            await self.until_over(transfer, wait_s)
         return record_of(transfer)
+
+    async def until_over(self, transfer: Transfer, wait_s: float) -> None:
+        """Or until `wait_s` have passed."""
+        await self.jobs.wait(transfer, _over, wait_s)
+
+    async def end_transfer(self, transfer: Transfer) -> None:
+        if not transfer.over:
+            self.jobs.abort_transfer(transfer, "by DELETE /v1/transfers")
+            await self.until_over(transfer, self.config.connect_timeout_s)
 
     def transfers(
         self, request_id: str | None, state: schemas.TransferState | None, since: str, limit: int
@@ -125,13 +147,6 @@ class Ferry:
                     await self.jobs.wait_new(request_id)
                 await asyncio.gather(*(self.jobs.wait(transfer, _over, wait_s) for transfer in transfers))
 
-    async def abort_transfer(self, transfer_id: str) -> schemas.TransferRecord:
-        transfer = self.jobs.get(transfer_id)
-        if not transfer.over:
-            self.jobs.abort_transfer(transfer, "by DELETE /v1/transfers")
-            await self.jobs.wait(transfer, _over, self.config.connect_timeout_s)
-        return record_of(transfer)
-
     async def abort_request(self, request_id: str) -> schemas.AbortResult:
         """End the request on both sides: here, on the other ranks, and where its KV comes from."""
         check_request_id(request_id)
@@ -140,13 +155,13 @@ class Ferry:
         concerned = [
             engine
             for engine in self.registry
-            if engine.session.rank in reading or engine.leases.get(request_id) is not None
+            if engine.rank or engine.session.rank in reading or engine.leases.get(request_id) is not None
         ]
         here = [self.abort_here(engine, request_id, "by the router") for engine in self.registry]
         # The readers first: a reader whose lease ends before its transfer is aborted reports a failed transfer.
         ranks = await asyncio.gather(*(self.fan_out_abort(engine, request_id) for engine in concerned))
-        sources = [self._abort_at_source(transfer) for transfer in transfers]
-        ended, revoked = _total([*here, *ranks, *await asyncio.gather(*sources)])
+        sources = await self.abort_at_sources(transfers)
+        ended, revoked = _total([*here, *ranks, sources])
         return schemas.AbortResult(transfers_ended=ended, leases_ended=revoked)
 
     def replace_weights(self, engine: Engine, weights: str) -> tuple[int, int]:
@@ -179,6 +194,10 @@ class Ferry:
         shown = {"key": engine.roster_key} if reader is None else {"reader": reader}
         request = peer_pb2.AbortRequest(engine_id=engine.engine_id, request_id=request_id, **shown)
         return _total(await asyncio.gather(*(self._abort_at(each, request) for each in others)))
+
+    async def abort_at_sources(self, transfers: Iterable[Transfer]) -> tuple[int, int]:
+        """(transfers, leases) ended where these read from."""
+        return _total(await asyncio.gather(*map(self._abort_at_source, transfers)))
 
     async def _abort_at_source(self, transfer: Transfer) -> tuple[int, int]:
         if (order := transfer.order) is None:
@@ -452,8 +471,9 @@ class Ferry:
     def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
         problem = problem_to_proto(lease.problem) if lease.problem else None
         ended = engine_pb2.LeaseEnded(
-            request_id=lease.request_id, state=lease.state.value, lease_state=LEASE_STATES[lease.state], problem=problem
-        )
+            request_id=lease.request_id, lease=lease.number, state=lease.state.value,
+            lease_state=LEASE_STATES[lease.state], problem=problem,
+        )  # fmt: skip
         engine.session.tell(engine_pb2.Event(lease_ended=ended))
         self._one_fewer()
         self.notes.add(partial(self._note_lease_end, lease))  # the engine first
@@ -464,8 +484,8 @@ class Ferry:
             self.spans.lease(lease, time.time())
         readers = lease.readers()
         log.info(
-            "lease ended", request_id=lease.request_id, engine_id=lease.engine_id, state=lease.state.value,
-            tokens=lease.num_tokens, reason=lease.reason, age_s=round(lease.age_s, 3),
+            "lease ended", request_id=lease.request_id, lease=lease.number, engine_id=lease.engine_id,
+            state=lease.state.value, tokens=lease.num_tokens, reason=lease.reason, age_s=round(lease.age_s, 3),
             bytes=sum(each.bytes for each in readers),
             readers=[f"{each.engine_id}/{each.rank} {each.state} {each.bytes}" for each in readers[:NAMED]],
             **lease.trace.about,

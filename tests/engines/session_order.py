@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -18,14 +19,18 @@ from kvferry.vllm.session import End, Session
 from kvferry.vllm.step import Publish
 
 WITHIN_S = 20.0
+LEASES, LONGER = itertools.count(1), 100
 
 
 def leases(url: str) -> list[str]:
     return [lease["request_id"] for lease in httpx.get(f"{url}/v1/leases", trust_env=False).json()["leases"]]
 
 
-def publish(request_id: str, blocks: list[int], *, last: bool = True) -> Publish:
-    return Publish(request_id, {"0": BlockTable.of(blocks)}, BLOCK * len(blocks), last, b"digest", 1)
+def publish(request_id: str, blocks: list[int], *, lease: int = 0, last: bool = True) -> Publish:
+    """In another lease, or more of the one of this number."""
+    return Publish(
+        request_id, lease or next(LEASES), {"0": BlockTable.of(blocks)}, BLOCK * len(blocks), last, b"digest", 1
+    )
 
 
 def ends(session: Session, count: int) -> list[tuple[str, str]]:
@@ -49,8 +54,8 @@ def main() -> None:
     for name in ("at once", "in two parts"):
         late()
         if name == "in two parts":
-            session.publish(publish(name, [1, 2], last=False), "")
-        session.publish(publish(name, [1, 2, 3]), "")
+            session.publish(publish(name, [1, 2], lease=LONGER, last=False), "")
+        session.publish(publish(name, [1, 2, 3], lease=LONGER), "")
         session.revoke(name)
     session.publish(publish("again", [1, 2]), "")
     late()
@@ -58,8 +63,8 @@ def main() -> None:
     session.publish(publish("again", [3, 4]), "")
     told["waits for what was published again"] = session.waiting
 
-    session.publish(publish("refused", [5, 6], last=False), "")
-    session.publish(publish("refused", [7, 8]), "")
+    session.publish(publish("refused", [5, 6], lease=LONGER, last=False), "")
+    session.publish(publish("refused", [7, 8], lease=LONGER), "")
     session.hold("refused")
     told["refused"] = sorted(ends(session, 2))
     told["left then"] = [name for name in leases(sys.argv[2]) if name == "refused"]

@@ -178,6 +178,8 @@ class Scene:
     casualties: list[str] = field(default_factory=list)
     """Daemons that nobody killed: UCX ended them."""
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _leases: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _attempts: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _held: dict[int, Held] = field(default_factory=dict)
     """By process: after its first request."""
 
@@ -248,6 +250,7 @@ class Scene:
 
     async def publish(self, request: Request, **more: float) -> None:
         """more: for `EngineClient.publish`."""
+        more = {"lease": next(self._leases)} | more
         await asyncio.gather(*(self.publish_at(rank, request, **more) for rank in self.source.engines))
 
     async def publish_at(self, rank: Remote, request: Request, **more: float) -> None:
@@ -261,10 +264,8 @@ class Scene:
     def receives(self, request: Request, *, ordered: bool) -> list[Coroutine[Any, Any, int]]:
         """What `receive` does, of each rank and not begun."""
         source = self.source.engines[0].source() if ordered else None
-        return [
-            rank.receive(request.request_id, request.blocks, source, deadline_s=request.deadline_s)
-            for rank in self.reader.engines
-        ]
+        more = {"deadline_s": request.deadline_s, "attempt": next(self._attempts)}
+        return [rank.receive(request.request_id, request.blocks, source, **more) for rank in self.reader.engines]
 
     async def order(self, request: Request) -> None:
         """As a router does, which may find nobody there."""

@@ -1,4 +1,4 @@
-"""Ranks that count attempts apart: what has ended on one rank never answers for another attempt of the other."""
+"""Ranks whose daemons die, and are started anew: what has ended on one rank never answers for another attempt."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from ranks import Kv, Shape, TestEngine, start_rank
 
 from kvferry.engine import Lease, TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.router import RouterClient
+from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferState
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 TOKENS = 40
-OVERTAKEN = ("superseded", "aborted", "rank_failed")
-"""The errors of an attempt that another took the place of, on the rank that saw it and on the others."""
 ONE, THREE = Shape.tp(1, num_blocks=16), Shape.tp(3, num_blocks=16)
 
 
@@ -90,7 +88,7 @@ async def scene(
 async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_before(
     scene: Scene, request_id: str, reserves: bool
 ) -> None:
-    """It counts attempts from 1 again; the daemons of the other ranks have the first one of that name still."""
+    """It knows nothing of the first attempt; the daemons of the other ranks have it still."""
     reader, blocks = scene.reader, scene.reader.take(TOKENS)
     destination = None if reserves else DestinationBody(tables=blocks.json())
     order = OrderBody(request_id=request_id, source=scene.source.source(), destination=destination)
@@ -102,38 +100,48 @@ async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_b
         async with RouterClient(scene.daemons[0].url) as router:
             ordered = await router.order(order)
             if reserves:
-                await until(lambda router=router: is_in(router, request_id, *TransferState), "it is known")
-                outcomes = await reader.outcomes(request_id, blocks)
-                assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+                await reader.receive(request_id, blocks)
             record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
         assert record.state is TransferState.DONE, record
         assert reader.differences(expected) == ""
         assert await released(lease)
 
 
-async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(scene: Scene, request_id: str) -> None:
-    """Rank 1 waits for the rest of a publish when rank 0, which handed the order on, dies and counts from 1 again."""
+@pytest.mark.parametrize("reserves", [False, True], ids=["tables in the order", "engines reserve"])
+async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(
+    scene: Scene, request_id: str, reserves: bool
+) -> None:
+    """Rank 1 waits for the rest of a publish when rank 0, which has handed the order on, dies."""
     reader, source, blocks = scene.reader, scene.source, scene.reader.take(TOKENS)
+    destination = None if reserves else DestinationBody(tables=blocks.json())
     order = OrderBody(
-        request_id=request_id,
-        source=source.source(),
-        destination=DestinationBody(tables=blocks.json()),
-        deadline_ms=4e3 * TIMEOUT_S,
+        request_id=request_id, source=source.source(), destination=destination, deadline_ms=4e3 * TIMEOUT_S
     )
     given = source.take(TOKENS)
     source.write(Kv.random(TOKENS), given)
     await source.publish(request_id, given, 16, more=True)
+    receiving = asyncio.create_task(reader.outcomes(request_id, blocks)) if reserves else None
     async with RouterClient(scene.daemons[0].url) as router, RouterClient(scene.daemons[1].url) as other:
-        await router.order(order)
+        ordered = await router.order(order)
         await until(lambda: is_in(other, request_id, TransferState.READING), "rank 1 reads")
         await scene.restart(0)
         await until(lambda: is_in(other, request_id, TransferState.FAILED), "rank 1 knows that rank 0 is gone")
+        (record,) = await other.transfers(request_id)
+        assert record.error is not None and (record.error.code, record.error.value) == ("rank_failed", "0")
+        with pytest.raises(DaemonError) as unknown:  # rank 0 kept it, and has lost it
+            await other.transfer(ordered.transfer_id)
+        assert unknown.value.code == "unknown_transfer"
+    if receiving is not None:
+        for outcome in await receiving:
+            assert isinstance(outcome, TransferFailed), outcome
     await source.publish(request_id, given, TOKENS)
     await source.ranks[0].client.abort(request_id)
     (kv, _), expected = await scene.published(request_id), reader.snapshot()
     reader.write_into(expected, kv, blocks)
     async with RouterClient(scene.daemons[0].url) as router:
         ordered = await router.order(order)
+        if reserves:
+            await reader.receive(request_id, blocks)
         record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
     assert record.state is TransferState.DONE, record
     assert reader.differences(expected) == ""
@@ -142,7 +150,6 @@ async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(sc
 async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservation(
     scene: Scene, stack: AsyncExitStack, request_id: str
 ) -> None:
-    """The router numbers its attempts; the engine's reservation for the next one is counted by its daemon."""
     source, daemon = scene.source, scene.daemons[0]
     await scene.reader.close()
     await retired(daemon)
@@ -154,7 +161,7 @@ async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservat
         first = OrderBody(request_id=request_id, source=source.source(), attempt=1)
         ordered = await router.order(first)
         await router.abort_transfer(ordered.transfer_id)
-        receiving = asyncio.create_task(reader.receive(request_id, blocks))
+        receiving = asyncio.create_task(reader.receive(request_id, blocks, attempt=2))
         await until(lambda: is_in(router, request_id, TransferState.WAITING), "the engine has reserved")
         with pytest.raises(KvferryError, match="in attempt 2 by now"):
             await router.order(first)
@@ -166,63 +173,47 @@ async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservat
     assert reader.differences(expected) == ""
 
 
-async def test_ranks_that_count_one_attempt_differently_do_not_answer_for_another(
-    scene: Scene, request_id: str
+@pytest.mark.parametrize("first", [0, 2])
+async def test_daemons_that_were_started_anew_take_part_in_the_next_attempt_whoever_is_first(
+    scene: Scene, request_id: str, first: int
 ) -> None:
-    """Two count from 1 again, and the third does not; the first of them is the first with the next attempt. Rarely a
-    number that one of them was told to take is taken for the next attempt, and ends this one: it is tried again."""
-    reader, blocks, source = scene.reader, scene.reader.take(TOKENS), scene.source.source()
-
-    async def receive(rank: int) -> None:
-        await reader.ranks[rank].client.receive(request_id, blocks.tables(), source=source)
-
-    async def tried(first: int) -> bool:
-        (kv, lease), expected = await scene.published(request_id), reader.snapshot()
-        async with RouterClient(scene.daemons[(first + 1) % 3].url) as other:
-            before = len(await other.transfers(request_id))
-            ahead = asyncio.create_task(receive(first))
-
-            async def handed_on() -> bool:
-                return len(await other.transfers(request_id)) > before
-
-            await until(handed_on, "it is handed on")
-            others = (receive(rank) for rank in range(3) if rank != first)
-            outcomes = await asyncio.gather(ahead, *others, return_exceptions=True)
-        if failures := [each for each in outcomes if each is not None]:
-            for each in failures:
-                assert isinstance(each, KvferryError) and each.code in OVERTAKEN, failures
-                if isinstance(each, TransferFailed):
-                    await each.quiesced()
-            await scene.source.ranks[0].client.withdraw(request_id)
-            return False
-        reader.write_into(expected, kv, blocks)
-        assert reader.differences(expected) == ""
-        assert await released(lease)
-        return True
-
-    for first in (0, 0, 2):
-        if first == 0 and reader.ranks[1].memory.any():
+    """Two know of nothing, and the third remembers the attempt before."""
+    reader, blocks = scene.reader, scene.reader.take(TOKENS)
+    for again in (False, True):
+        if again:
             await scene.restart(0)
             await scene.restart(2)
-        assert await tried(first) or await tried(first) or await tried(first)
+        said = {"source": scene.source.source(), "attempt": reader.next_attempt()}
+        (kv, lease), expected = await scene.published(request_id), reader.snapshot()
+        reader.write_into(expected, kv, blocks)
+        clients = [reader.ranks[(first + n) % 3].client for n in range(3)]
+        async with RouterClient(scene.daemons[first].url) as router:
+            before = len(await router.transfers(request_id))
+            ahead = asyncio.create_task(clients[0].receive(request_id, blocks.tables(), **said))
+
+            async def begun(router: RouterClient = router, before: int = before) -> bool:
+                return len(await router.transfers(request_id)) > before
+
+            await until(begun, "it has begun")
+            await asyncio.gather(ahead, *(each.receive(request_id, blocks.tables(), **said) for each in clients[1:]))
+        assert reader.differences(expected) == ""
+        assert await released(lease)
 
 
-async def test_an_attempt_that_one_rank_gave_up_alone_is_not_the_next_one_of_the_others(
-    scene: Scene, request_id: str
-) -> None:
-    """Rank 0 has no order of it, and rank 1 does not know of it: its first is rank 0's second."""
-    first, second, third = (rank.client for rank in scene.reader.ranks)
-    blocks, source = scene.reader.take(TOKENS), scene.source.source()
-    given_up = asyncio.create_task(first.receive(request_id, blocks.tables()))
-    async with RouterClient(scene.daemons[0].url) as router:
+async def test_an_attempt_that_one_rank_gave_up_alone_has_no_part_in_the_next(scene: Scene, request_id: str) -> None:
+    """The other ranks do not know of it: their first is rank 0's second, and has the number of that."""
+    first, *others = (rank.client for rank in scene.reader.ranks)
+    blocks, said = scene.reader.take(TOKENS), {"source": scene.source.source(), "attempt": 2}
+    given_up = asyncio.create_task(first.receive(request_id, blocks.tables(), attempt=1))
+    async with RouterClient(scene.daemons[0].url) as router, RouterClient(scene.daemons[1].url) as other:
         await until(lambda: is_in(router, request_id, TransferState.WAITING), "it waits for its order")
         await first.abort(request_id)
         with pytest.raises(TransferFailed):
             await given_up
-        (kv, _), expected = await scene.published(request_id), scene.reader.snapshot()
+        (kv, lease), expected = await scene.published(request_id), scene.reader.snapshot()
         scene.reader.write_into(expected, kv, blocks)
-        ahead = asyncio.create_task(second.receive(request_id, blocks.tables(), source=source))
-        await until(lambda: is_in(router, request_id, TransferState.WAITING), "the other rank has handed it on")
-        late = [each.receive(request_id, blocks.tables(), source=source) for each in (first, third)]
-        await asyncio.gather(ahead, *late)
+        ahead = [asyncio.create_task(each.receive(request_id, blocks.tables(), **said)) for each in others]
+        await until(lambda: is_in(other, request_id, *TransferState), "the other ranks have begun")
+        await asyncio.gather(*ahead, first.receive(request_id, blocks.tables(), **said))
     assert scene.reader.differences(expected) == ""
+    assert await released(lease)

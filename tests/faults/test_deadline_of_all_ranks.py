@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from pair import is_in, prewarmed
 from ranks import Kv, Shape, TestEngine, start_rank
 from stopping import stopped
 
+from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, TransferRecord, TransferState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
@@ -55,6 +57,12 @@ async def reader_of_two(
     return ours, reader, [await stack.enter_async_context(RouterClient(daemon.url)) for daemon in ours]
 
 
+async def received(reader: TestEngine, request_id: str, attempt: int) -> None:
+    """Rank 0 reserves, and no other does; however it ends."""
+    with contextlib.suppress(TransferFailed):
+        await reader.ranks[0].client.receive(request_id, reader.take(TOKENS).tables(), attempt=attempt)
+
+
 async def outcome(router: RouterClient, source: TestEngine, request_id: str) -> TransferRecord:
     """Of an order with a deadline, as the router sees it, for what rank 0 has reserved."""
     await until(lambda: is_in(router, request_id, TransferState.WAITING), "the reservation arrives")
@@ -77,7 +85,7 @@ async def test_a_rank_whose_daemon_is_stopped(
     source = await source_of(stack, three, "stopped-source", request_id)
     ours, reader, (router, _) = await reader_of_two(stack, three, "stopped-reader")
     await prewarmed(source, [router])
-    receiving = asyncio.create_task(reader.ranks[0].client.receive(request_id, reader.take(TOKENS).tables()))
+    receiving = asyncio.create_task(reader.ranks[0].client.receive(request_id, reader.take(TOKENS).tables(), attempt=1))
     with stopped(ours[1].process.pid):
         record = await outcome(router, source, request_id)
         await receiving
@@ -89,11 +97,13 @@ async def test_a_rank_that_was_handed_an_order_names_the_deadline_that_was_order
 ) -> None:
     """And not what was left of it. It passes before rank 0, which stands still, is taken for gone."""
     source = await source_of(stack, three, "handed-source", request_id)
-    ours, _, (first, second) = await reader_of_two(stack, three, "handed-reader")
+    ours, reader, (first, second) = await reader_of_two(stack, three, "handed-reader")
+    receiving = asyncio.create_task(received(reader, request_id, 1))
     await first.order(OrderBody(request_id=request_id, source=source.source(), deadline_ms=DEADLINE_MS))
     await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
     with stopped(ours[0].process.pid):
         (record,) = await second.transfers(request_id, wait_s=ENDS_S)
+    await receiving
     assert record.error is not None
     assert (record.error.code, record.error.value) == ("deadline", str(DEADLINE_MS))
 
@@ -103,17 +113,21 @@ async def test_an_attempt_that_is_deleted_late_leaves_the_next_one_alone(
 ) -> None:
     """The first goes on at a rank whose daemon is stopped, so it is not over."""
     source = await source_of(stack, three, "late-source", request_id)
-    ours, _, (first, second) = await reader_of_two(stack, three, "late-reader")
+    ours, reader, (first, second) = await reader_of_two(stack, three, "late-reader")
     body = OrderBody(request_id=request_id, source=source.source(), attempt=1)
+    receiving = [asyncio.create_task(received(reader, request_id, 1))]
     before = await first.order(body)
     await until(lambda: is_in(second, request_id, TransferState.WAITING), "the order is handed on")
     with stopped(ours[1].process.pid):
+        await reader.ranks[0].client.abort(request_id)
+        receiving.append(asyncio.create_task(received(reader, request_id, 2)))
         after = await first.order(body.model_copy(update={"attempt": 2}))
         await first.abort_transfer(before.transfer_id)
         record = await first.transfer(after.transfer_id)
         assert record.state is not TransferState.ABORTED, record
         assert not [share for share in record.ranks if share.error and share.error.code == "aborted"], record
     await first.abort_transfer(after.transfer_id)
+    await asyncio.gather(*receiving)
 
 
 class Silent(Joining):
@@ -154,7 +168,7 @@ async def test_a_rank_whose_daemon_answers_nothing(
     await joining.read()
     router = await stack.enter_async_context(RouterClient(ours.url))
     await prewarmed(source, [router])
-    receiving = asyncio.create_task(rank.client.receive(request_id, blocks.take(TOKENS).tables()))
+    receiving = asyncio.create_task(rank.client.receive(request_id, blocks.take(TOKENS).tables(), attempt=1))
     record = await outcome(router, source, request_id)
     await receiving
     fails_at_rank_1(record)

@@ -44,8 +44,8 @@ async def test_a_source_rank_that_ends_is_noticed_while_another_is_waited_for(
         stack.push_async_callback(ahead.close)
     blocks, given = reader.take(TOKENS), source.take(TOKENS)
     source.write(Kv.random(TOKENS), given)
-    await behind.publish(request_id, given.tables(), SOME, more=True)
-    await ahead.publish(request_id, given.tables(), TOKENS if whole else MORE, more=not whole)
+    await behind.publish(request_id, given.tables(), SOME, more=True, lease=1)
+    await ahead.publish(request_id, given.tables(), TOKENS if whole else MORE, more=not whole, lease=1)
     receiving = asyncio.create_task(
         reader.ranks[0].client.receive(request_id, blocks.tables(), source=source.source(), deadline_s=4 * TIMEOUT_S)
     )

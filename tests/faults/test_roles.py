@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from kvferry.wire import tables_to_proto
 
 pytestmark = pytest.mark.anyio
 TP2 = Shape.tp(2, num_blocks=32)
+FIRST = peer_pb2.Attempt(number=1)
 KEYS = {"none": b"", "a guess": bytes(32)}
 
 
@@ -59,7 +61,7 @@ async def test_a_stranger_orders_nothing(
     kv, _ = await published(scene.source, request_id)
     before = scene.reader.snapshot()
     order = peer_pb2.OrderRequest(
-        engine_id="roles-r", request_id=request_id, source=scene.named, rank=1, key=key, attempt=1,
+        engine_id="roles-r", request_id=request_id, source=scene.named, key=key, attempt=FIRST,
         tables=tables_to_proto(Blocks((1, 2, 3, 4), 1).tables()),
     )  # fmt: skip
     assert (await refusal(stranger.Order(order).read())).code == "not_a_rank"
@@ -70,8 +72,28 @@ async def test_a_stranger_orders_nothing(
     await receives(scene.reader, request_id, kv, scene.source.source())
 
 
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS.keys())
+async def test_a_stranger_asks_rank_0_for_nothing(
+    scene: Scene, stranger: peer_pb2_grpc.PeerAsyncStub, key: bytes, request_id: str
+) -> None:
+    """Neither to take an order, nor for a record, its end, or the lease that is read."""
+    body = OrderBody(request_id=request_id, source=scene.source.source())
+    ordered = await scene.router.order(body)
+    told: dict[str, Any] = {"engine_id": "roles-r", "key": key}
+    other = body.model_copy(update={"request_id": f"{request_id}-other"}).model_dump_json().encode()
+    for call, request in (
+        (stranger.Lead, peer_pb2.LeadRequest(**told, order=other)),
+        (stranger.Record, peer_pb2.RecordRequest(**told, transfer_id=ordered.transfer_id, abort=True)),
+        (stranger.Bound, peer_pb2.BoundRequest(**told, request_id=request_id, attempt=FIRST)),
+    ):
+        assert (await refusal(call(request))).code == "not_a_rank"  # type: ignore[operator]
+    assert await scene.router.transfers(f"{request_id}-other") == []
+    assert not (await scene.router.transfer(ordered.transfer_id)).state.ended
+    await scene.router.abort_transfer(ordered.transfer_id)
+
+
 async def test_an_engine_of_one_rank_takes_orders_of_no_peer(scene: Scene) -> None:
-    order = peer_pb2.OrderRequest(engine_id="roles-s", request_id="x", source=scene.named, rank=0)
+    order = peer_pb2.OrderRequest(engine_id="roles-s", request_id="x", source=scene.named, attempt=FIRST)
     async with peer_stub(scene.source.daemons[0]) as stub:
         assert (await refusal(stub.Order(order).read())).code == "not_a_rank"
 
@@ -89,12 +111,11 @@ async def test_a_stranger_ends_no_transfer(
         return any(each.state is TransferState.READING for each in await scene.router.transfers(request_id))
 
     await until(reads, "it reads")
-    for attempt in (0, 1, 99):
+    for attempt in (None, FIRST, peer_pb2.Attempt(number=99)):
         for fan_out in (False, True):
             asked = peer_pb2.AbortRequest(
-                engine_id="roles-r", request_id=request_id, key=key, rank=1, attempt=attempt, fan_out=fan_out,
-                failed=True,
-            )  # fmt: skip
+                engine_id="roles-r", request_id=request_id, key=key, attempt=attempt, fan_out=fan_out, failed=True
+            )
             assert (await stranger.Abort(asked)).transfers_ended == 0
     await scene.source.publish(request_id, blocks, 50)
     await receiving
@@ -132,7 +153,7 @@ async def test_nobody_joins_in_the_place_of_a_rank(scene: Scene, stranger: peer_
         held = stranger.Join(joining(address, 1, "another epoch"))
         await held.read()
         order = peer_pb2.OrderRequest(
-            engine_id="roles-r", request_id="x", source=scene.named, rank=1, key=mine.key, attempt=1
+            engine_id="roles-r", request_id="x", source=scene.named, key=mine.key, attempt=FIRST
         )
         assert len(mine.key) == 32
         assert (await refusal(stranger.Order(order).read())).code == "not_a_rank"
@@ -183,7 +204,9 @@ async def test_an_announcement_does_not_tell_which_request_may_be_closed(scene: 
         assert reply.HasField("announced")
         assert request_id.encode() not in reply.SerializeToString()
         told = reply.announced.request_id
-        await listener.say(close=peer_pb2.LeaseClose(request_id=told, complete=True, word=reply.announced.update.word))
+        await listener.say(
+            close=peer_pb2.LeaseClose(request_id=told, complete=True, lease=reply.announced.update.lease)
+        )
         await stub.Abort(peer_pb2.AbortRequest(engine_id="roles-s", request_id=told, fan_out=True))
         await receives(scene.reader, request_id, kv, scene.source.source())
         listener.call.cancel()

@@ -83,10 +83,11 @@ async def test_what_is_said_of_a_request_comes_twice_and_in_any_order(
     rng, left = random.Random(seed), iter(range(SHUFFLED))
 
     async def one_after_another(block: int) -> None:
-        for _ in left:
+        for number in left:
             request = scene.request(SMALL, DEADLINE_S, block)
-            body = OrderBody(request_id=request.request_id, source=scene.source.engines[0].source())
-            publishes = [scene.publish_at(rank, request) for rank in scene.source.engines]
+            named, source = request.request_id, scene.source.engines[0].source()
+            body = OrderBody(request_id=named, source=source, order_id=named)  # what comes late is no other order
+            publishes = [scene.publish_at(rank, request, lease=SHUFFLED + number) for rank in scene.source.engines]
             orders = [router.order(body) for router in scene.reader.routers * 2]
             said = [*publishes, *orders, *scene.receives(request, ordered=False)]
             rng.shuffle(said)

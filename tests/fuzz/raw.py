@@ -145,12 +145,13 @@ def commands(target: Target) -> Iterator[engine_pb2.Command]:
     for n in itertools.count(1):
         tables, request_id = tables_to_proto(blocks(n % 16).tables()), REQUESTS[n % len(REQUESTS)]
         yield engine_pb2.Command(
-            id=n, publish=engine_pb2.PublishRequest(request_id=f"own-{request_id}", tables=tables, num_tokens=20)
+            id=n,
+            publish=engine_pb2.PublishRequest(request_id=f"own-{request_id}", tables=tables, num_tokens=20, lease=n),
         )
         yield engine_pb2.Command(
             id=n,
             receive=engine_pb2.ReceiveRequest(
-                request_id=request_id, tables=tables, tokens=layout_pb2.TokenRange(stop=20), source=source
+                request_id=request_id, tables=tables, tokens=layout_pb2.TokenRange(stop=20), source=source, attempt=n
             ),
         )
         if n % 8 == 0:
@@ -158,10 +159,13 @@ def commands(target: Target) -> Iterator[engine_pb2.Command]:
             yield engine_pb2.Command(id=n, probe=engine_pb2.Probe())
 
 
-def unary(channel: grpc.Channel, service: str, method: str, reply: type[Message], said: Message | bytes) -> Message:
+def unary(
+    channel: grpc.Channel, service: str, method: str, reply: type[Message], said: Message | bytes,
+    timeout_s: float = TIMEOUT_S,
+) -> Message:  # fmt: skip
     """Blocks. Raises grpc.RpcError."""
     name = f"/kvferry.v1.{service}/{method}"
-    return channel.unary_unary(name, _bytes, reply.FromString)(said, timeout=TIMEOUT_S)  # type: ignore[no-any-return]
+    return channel.unary_unary(name, _bytes, reply.FromString)(said, timeout=timeout_s)  # type: ignore[no-any-return]
 
 
 def streamed(

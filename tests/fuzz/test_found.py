@@ -71,7 +71,7 @@ async def test_a_source_without_a_name_is_refused(attacked: Target) -> None:
         tables = tables_to_proto(attacked.engine.take(20).tables())
         for engine_id, epoch in (("", ""), ("x" * 257, ""), (attacked.friend.engine_id, "x" * 257)):
             source = engine_pb2.Source(engine_id=engine_id, address=attacked.friend.address, epoch=epoch)
-            received = engine_pb2.ReceiveRequest(request_id="unnamed", tables=tables, source=source)
+            received = engine_pb2.ReceiveRequest(request_id="unnamed", tables=tables, source=source, attempt=1)
             await raw.say(engine_pb2.Command(receive=received))
         await raw.all_answered()
     assert attacked.said["malformed_source"] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from hostile import Hostile
 from raw import LONG_S, REQUESTS, RawEngine, attaching, blocks, commands, joining, raw_engine, streamed, unary
 from target import Target
 
+from kvferry.schemas import DestinationBody, OrderBody
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto, tables_to_proto
 from kvferryd.staging.share import packs, share_of, wanting
@@ -30,6 +32,7 @@ AT_ONCE = 6
 ALLOCATED = [0, 1, 4096, 65536, 1 << 45, (1 << 63) - 1, (1 << 64) - 1]
 """Bytes: nothing between, which anybody may have and which takes time."""
 CHUNK = 1 << 20
+BOUND_S = 0.5
 
 
 @asynccontextmanager
@@ -51,8 +54,7 @@ def hostile(rng: random.Random, target: Target, raw: RawEngine, *addresses: str)
         "address": [*target.forbidden.addresses, target.silent, target.friend.address, target.daemon.peer, *addresses],
         "rank": [0, 1, 2],
         "world_size": [1, 2, 3],
-        "protocol_min": [1],
-        "protocol_max": [1],
+        **{field: [version] for field, version in SPOKEN.items()},
         "key": [raw.key],
         "groups": ["full", "state", "none"],
         "tables": ["full", "state", "none"],
@@ -62,6 +64,9 @@ def hostile(rng: random.Random, target: Target, raw: RawEngine, *addresses: str)
         "want": [0, 1, 2],
         "read": [0, 1, 2],
         "attempt": [0, 1, 2],
+        "number": [0, 1, 2],
+        "by": ["", "another"],
+        "lease": [0, 1, 2],
     }
     return Hostile(rng, known, {"nbytes": ALLOCATED})
 
@@ -80,16 +85,16 @@ async def all_judged(target: Target, cases: Sequence[tuple[Callable[[], object],
 @counts
 async def test_commands_of_an_engine(attacked: Target, rng: random.Random, count: int) -> None:
     async with raw_engine(attacked) as raw:
-        making = hostile(rng, attacked, raw)
-        for good in islice(commands(attacked), 2):  # chance alone may change each of them
+        making, well = hostile(rng, attacked, raw), commands(attacked)
+        for good in islice(well, 2):  # chance alone may change each of them
             await raw.say(good)
-        for good in islice(commands(attacked), count * 3):
+        await raw.some_moved()
+        for good in islice(well, count * 3):
             await raw.say(making.message(engine_pb2.Command, good))
         await raw.say(engine_pb2.Command(id=1, weights=engine_pb2.WeightsRequest()))  # chance may have replaced them
-        for good in islice(commands(attacked), 2):
+        for good in islice(well, 2):
             await raw.say(good)
         await raw.all_answered()
-        await raw.some_moved()
     assert attacked.said["ok"], attacked.said
 
 
@@ -166,6 +171,10 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
         other = manifest_to_proto(attacked.friend.ranks[0].manifest)
         of_target = {"engine_id": attacked.engine.engine_id, "epoch": attacked.engine.epoch}
         member = peer_pb2.Member(rank=1, address=address, epoch=raw.epoch)
+        order = OrderBody(
+            request_id="r1", source=attacked.friend.source(), deadline_ms=100, attempt=1, order_id="o",
+            destination=DestinationBody(engine_id=raw.engine_id),
+        )  # fmt: skip
         good: dict[str, tuple[Message, type[Message]]] = {
             "Handshake": (
                 peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.engine.engine_id),
@@ -180,25 +189,49 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
                 peer_pb2.SumReply,
             ),
             "Abort": (
-                peer_pb2.AbortRequest(engine_id=raw.engine_id, request_id="r0", key=raw.key), peer_pb2.AbortReply,
+                peer_pb2.AbortRequest(
+                    engine_id=raw.engine_id, request_id="r0", attempt=peer_pb2.Attempt(number=1), key=raw.key
+                ),
+                peer_pb2.AbortReply,
+            ),
+            "Lead": (
+                peer_pb2.LeadRequest(engine_id=raw.engine_id, order=order.model_dump_json().encode(), key=raw.key),
+                peer_pb2.LeadReply,
+            ),
+            "Record": (
+                peer_pb2.RecordRequest(engine_id=raw.engine_id, transfer_id="x", key=raw.key), peer_pb2.RecordReply,
+            ),
+            "Bound": (
+                peer_pb2.BoundRequest(
+                    engine_id=raw.engine_id, request_id="r0", attempt=peer_pb2.Attempt(number=1), key=raw.key
+                ),
+                peer_pb2.BoundReply,
             ),
             "Join": (joining(raw.engine_id, member), peer_pb2.Roster),
             "Map": (peer_pb2.MapRequest(**of_target), peer_pb2.MapReply),
             "Order": (
                 peer_pb2.OrderRequest(
-                    engine_id=raw.engine_id, request_id="r0", source=source, key=raw.key, rank=1,
+                    engine_id=raw.engine_id, request_id="r0", source=source, key=raw.key,
+                    attempt=peer_pb2.Attempt(number=1, by="another"),
                     tables=tables_to_proto(blocks().tables()), tokens=layout_pb2.TokenRange(stop=20), deadline_s=1,
                 ),
                 peer_pb2.RankTransfer,
             ),
         }  # fmt: skip
         making.bounded["deadline_s"] = [0.001, 0.5, 1.0, -1.0, float("nan"), float("inf")]
+        making.bounded["wait_s"] = making.bounded["deadline_s"]
         cases = []
         for name, (request, reply) in good.items():
             for _ in range(count):
                 said = making.message(type(request), request)
                 if name in ("Join", "Map", "Order"):
                     call = partial(streamed, door, "Peer", name, reply, [said], 1)
+                elif name == "Lead":  # JSON in a message
+                    if rng.random() < 0.7:
+                        said.order = json.dumps(making.json(order.model_dump(mode="json"))).encode()
+                    call = partial(unary, door, "Peer", name, reply, said)
+                elif name == "Bound":  # waits for an attempt that does not come
+                    call = partial(unary, door, "Peer", name, reply, said, BOUND_S)
                 else:
                     call = partial(unary, door, "Peer", name, reply, said)
                 cases.append((call, said))
@@ -273,9 +306,10 @@ def read(target: Target, door: grpc.Channel, said: list[peer_pb2.ReadRequest]) -
             target.said["packed"] += 1
 
 
+PEER = ("Handshake", "Join", "Admit", "Map", "Read", "Pair", "Sum", "Order", "Lead", "Record", "Bound", "Abort")
 METHODS = [
     *(("Engine", name) for name in ("Attach", "End", "Allocate", "Adopt", "OpenFences", "Register")),
-    *(("Peer", name) for name in ("Handshake", "Join", "Admit", "Map", "Read", "Pair", "Sum", "Order", "Abort")),
+    *(("Peer", name) for name in PEER),
 ]
 
 

@@ -82,17 +82,19 @@ async def test_bodies_that_nearly_fit(attacked: Target, rng: random.Random, coun
         "address": attacked.friend.address,
         "epoch": attacked.friend.epoch,
     }
-    good: dict[str, Any] = {
-        "/v1/transfers": {
-            "request_id": "r", "source": source, "destination": {"tables": tables, "token_range": [0, 20]},
-            "priority": 1, "deadline_ms": 100, "way": "auto", "attempt": 1,
-        },
-        "/v1/peers": {"engine_id": attacked.friend.engine_id, "address": attacked.friend.address},
-        "/v1/explain": {
-            "sources": [other], "destination": own,
-            "tables": {"source": tables, "destination": tables, "tokens": [0, 20]},
-        },
-    }  # fmt: skip
+    order = {"request_id": "r", "source": source, "priority": 1, "deadline_ms": 100, "way": "auto"}
+    good: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/transfers", order | {"destination": {"tables": tables, "token_range": [0, 20]}}),
+        ("/v1/transfers", order | {"source": source | {"lease": 1}, "attempt": 1, "order_id": "o"}),
+        ("/v1/peers", {"engine_id": attacked.friend.engine_id, "address": attacked.friend.address}),
+        (
+            "/v1/explain",
+            {
+                "sources": [other], "destination": own,
+                "tables": {"source": tables, "destination": tables, "tokens": [0, 20]},
+            },
+        ),
+    ]  # fmt: skip
     making, gate, seen = Hostile(rng), asyncio.Semaphore(8), Counter[str]()
 
     async def one(http: httpx.AsyncClient, path: str, content: bytes) -> None:
@@ -110,7 +112,7 @@ async def test_bodies_that_nearly_fit(attacked: Target, rng: random.Random, coun
         seen[f"{path} {answer.json().get('code', answer.status_code)}"] += 1
 
     cases = []
-    for path, body in good.items():
+    for path, body in good:
         for _ in range(count if path != "/v1/peers" else count // 10):
             said = json.dumps(making.json(body)).encode()
             cases.append((path, making.garbled(said) if rng.random() < 0.1 else said))

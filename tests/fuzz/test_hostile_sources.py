@@ -62,7 +62,7 @@ class Impostor(peer_pb2_grpc.PeerServicer):
     ) -> AsyncIterator[peer_pb2.ReadReply]:
         blocks = self._target.friend.take(20)
         update = peer_pb2.LeaseUpdate(
-            tables=tables_to_proto(blocks.tables()), num_tokens=20, word=1, version=1,
+            tables=tables_to_proto(blocks.tables()), num_tokens=20, word=1, version=1, lease=1,
             word_address=self.said.regions[0].address,
         )  # fmt: skip
         async for request in requests:
@@ -85,7 +85,7 @@ async def test_answers_of_a_source(attacked: Target, rng: random.Random, count: 
         making.known = {
             "address": [*attacked.forbidden.addresses, attacked.silent, address],
             "engine_id": [attacked.friend.engine_id, attacked.engine.engine_id],
-            "reading": [0, 1, 2], "word": [1], "block_ids": [0, 1, 2, 31, 32, 33],
+            "reading": [0, 1, 2], "word": [1], "block_ids": [0, 1, 2, 31, 32, 33], "lease": [0, 1, 2],
         }  # fmt: skip
         await attacked.router.forget_peer(attacked.friend.engine_id)
         for n in range(count):

@@ -152,6 +152,10 @@ class TestEngine:
     ranks: list[Rank]
     _ring: itertools.cycle[int] = field(repr=False)
     _states: itertools.cycle[int] = field(repr=False)
+    _leases: itertools.count[int] = field(default_factory=lambda: itertools.count(1), repr=False)
+    _attempts: itertools.count[int] = field(default_factory=lambda: itertools.count(1), repr=False)
+    _published: dict[str, list[Lease]] = field(default_factory=dict, repr=False)
+    """By request: its last lease, as each rank knows it."""
 
     @classmethod
     async def start(
@@ -231,14 +235,30 @@ class TestEngine:
         return "; ".join(said)
 
     async def publish(self, request_id: str, blocks: Blocks, num_tokens: int, **more: Any) -> list[Lease]:
-        return await asyncio.gather(
-            *(rank.client.publish(request_id, blocks.tables(), num_tokens, **more) for rank in self.ranks)
-        )
+        """In the lease that goes on, or in another. On all ranks."""
+        leases = self._published.get(request_id, [])
+        if len(self.ranks) > 1:  # an engine of one rank leaves it to its client
+            more = {"lease": leases[0].number if any(not lease.over for lease in leases) else self.next_lease()} | more
+        publishes = (rank.client.publish(request_id, blocks.tables(), num_tokens, **more) for rank in self.ranks)
+        self._published[request_id] = leases = await asyncio.gather(*publishes)
+        return leases
+
+    def next_lease(self) -> int:
+        """The number of another lease, for all ranks."""
+        return next(self._leases)
+
+    def next_attempt(self) -> int:
+        """The number of another attempt at any request, for all ranks."""
+        return next(self._attempts)
+
+    def lease(self, request_id: str) -> int:
+        """The number of the request's last lease."""
+        return self._published[request_id][0].number
 
     async def receive(
         self, request_id: str, blocks: Blocks, tokens: tuple[int, int] | None = None, **more: Any
     ) -> list[Received]:
-        """On every rank; raises the first failure when all have ended."""
+        """On every rank, in another attempt; raises the first failure when all have ended."""
         outcomes = await self.outcomes(request_id, blocks, tokens, **more)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -248,8 +268,9 @@ class TestEngine:
     async def outcomes(
         self, request_id: str, blocks: Blocks, tokens: tuple[int, int] | None = None, **more: Any
     ) -> list[Received | BaseException]:
+        numbered = {"attempt": self.next_attempt()} | more if len(self.ranks) > 1 else more
         return await asyncio.gather(
-            *(rank.client.receive(request_id, blocks.tables(), tokens, **more) for rank in self.ranks),
+            *(rank.client.receive(request_id, blocks.tables(), tokens, **numbered) for rank in self.ranks),
             return_exceptions=True,
         )
 

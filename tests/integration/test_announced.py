@@ -110,7 +110,7 @@ async def test_a_lease_that_is_opened_and_closed_in_one_breath_has_been_read(
         opens = peer_pb2.LeaseOpen(
             reading=2, request_id=request_id, known_word=update.word, known_version=update.version
         )
-        closes = peer_pb2.LeaseClose(reading=2, request_id=request_id, complete=True, nbytes=7)
+        closes = peer_pb2.LeaseClose(reading=2, request_id=request_id, complete=True, nbytes=7, lease=update.lease)
         await hand.say(
             several=peer_pb2.ReadRequests(
                 requests=[peer_pb2.ReadRequest(open=opens), peer_pb2.ReadRequest(close=closes)]

@@ -162,12 +162,27 @@ async def test_an_order_between_ranks_is_checked_like_any_other(daemons: Daemons
             ({"source": engine_pb2.Source()}, "malformed_address"),
             ({"tables": tables}, "block_id_out_of_range"),
             ({"deadline_s": math.nan}, "malformed_seconds"),
+            ({"attempt": None}, "number_required"),
         ):
-            told: dict[str, Any] = {"engine_id": "of-two", "request_id": "bad", "source": good, "key": played.key}
+            told: dict[str, Any] = {
+                "engine_id": "of-two", "request_id": "bad", "source": good, "key": played.key,
+                "attempt": peer_pb2.Attempt(number=1),
+            }  # fmt: skip
             assert (await refusal(stub.Order(peer_pb2.OrderRequest(**told | change)).read())).code == code
         assert (await refusal(stub.Abort(peer_pb2.AbortRequest(engine_id="nobody", request_id="r")))).code == (
             "unknown_engine"
         )
+        for order, field in ((b"", "order"), (b"{}", "order.request_id"), (b'{"request_id": "r"}', "order.source")):
+            asked = peer_pb2.LeadRequest(engine_id="of-two", order=order, key=played.key)
+            error = await refusal(stub.Lead(asked))
+            assert (error.code, error.field) == ("malformed_order", field)
+        numbered = {"engine_id": "of-two", "key": played.key}
+        for call, request, code in (
+            (stub.Record, peer_pb2.RecordRequest(**numbered, transfer_id="x"), "unknown_transfer"),
+            (stub.Record, peer_pb2.RecordRequest(**numbered, transfer_id="x", wait_s=math.inf), "malformed_seconds"),
+            (stub.Bound, peer_pb2.BoundRequest(**numbered, request_id="r"), "number_required"),
+        ):
+            assert (await refusal(call(request))).code == code  # type: ignore[operator]
         held.cancel()
     await real.client.close()
 

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")
 
 
 PUBLISHES: dict[str, tuple[dict[str, Any], str]] = {
+    "no number of the lease": ({"lease": 0}, "number_required"),
+    "a number beyond counting": ({"lease": 1 << 53}, "number_required"),
     "no request id": ({"request_id": ""}, "malformed_request_id"),
     "an endless request id": ({"request_id": "x" * 257}, "malformed_request_id"),
     "fewer than no tokens": ({"num_tokens": -1}, "malformed_tables"),
@@ -61,7 +63,7 @@ def publishing(
     }
     if group:
         tables[group] = layout_pb2.BlockTable()
-    told = {"request_id": "bad", "num_tokens": 20} | more
+    told = {"request_id": "bad", "num_tokens": 20, "lease": 1} | more
     return engine_pb2.PublishRequest(tables=layout_pb2.Tables(groups=tables), **told)
 
 
@@ -111,13 +113,14 @@ async def test_a_reservation_that_makes_no_sense_is_refused(victim: Victim, chan
 
 async def test_a_request_reserves_one_set_of_blocks(victim: Victim, request_id: str) -> None:
     engine = victim.engine
-    first = asyncio.create_task(engine.outcomes(request_id, engine.take(20)))
+    first = asyncio.create_task(engine.outcomes(request_id, engine.take(20), attempt=1))
 
     async def reserved() -> object:
         return await victim.router.transfers(request_id)
 
     await until(reserved, "the reservation arrives")
-    request = engine_pb2.ReceiveRequest(request_id=request_id, tables=tables_to_proto(engine.take(20).tables()))
+    tables = tables_to_proto(engine.take(20).tables())
+    request = engine_pb2.ReceiveRequest(request_id=request_id, tables=tables, attempt=1)
     assert (await refused_command(victim, receive=request)).code == "receive_conflict"
     with pytest.raises(KvferryError) as refused:
         await engine.receive(request_id, engine.take(20))

@@ -102,12 +102,12 @@ async def test_source_ranks_that_disagree_fail_the_transfer_and_nothing_else(
     reader, router = await engine_on(stack, "torn-reader", near)
     blocks = torn.take(48)
     torn.write(Kv.random(48), blocks)
-    await torn.ranks[0].client.publish("r", blocks.tables(), ALL)
-    await torn.ranks[1].client.publish("r", blocks.tables(), 48, more=True)
+    await torn.ranks[0].client.publish("r", blocks.tables(), ALL, lease=1)
+    await torn.ranks[1].client.publish("r", blocks.tables(), 48, more=True, lease=1)
     receiving = asyncio.create_task(reader.receive("r", reader.take(48), source=torn.source()))
     await until(lambda: is_in(router, "r", TransferState.READING), "it reads")
     assert await router.healthy()
-    await torn.ranks[1].client.publish("r", blocks.tables(), 48)
+    await torn.ranks[1].client.publish("r", blocks.tables(), 48, lease=1)
     with pytest.raises(TransferFailed) as failed:
         await receiving
     assert failed.value.code == "ranks_disagree"

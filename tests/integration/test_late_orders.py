@@ -1,13 +1,12 @@
 """Messages about an attempt that is over arrive when the request is tried again: the new attempt goes on.
 
-The rank that is late is played here, against rank 0 of the decode engine, with the key that the real one was given.
+The rank 0 that is late is played here, against rank 1 of the decode engine, with the key that the real one has given.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import pytest
 from fleet import Daemons, Tap, peer_stub, refusal, tap, until
@@ -15,14 +14,15 @@ from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, pre
 from ranks import HND, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
-from kvferry.schemas import TransferState
+from kvferry.schemas import Awaited, SourceBody, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 
 pytestmark = pytest.mark.anyio
 KEY: list[bytes] = []
-STALE = ("stale_attempt", "aborted")
-"""`aborted` where rank 0 knows by then that the attempt has ended on another rank."""
+OVER = ("stale_attempt", "aborted")
+"""`aborted` where rank 1 knows by then that the attempt has ended on another rank."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ async def pair(shared_daemons: Daemons, tapped: tuple[Tap, str]) -> AsyncIterato
 
 
 @pytest.fixture
-async def rank_0(pair: Pair) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
-    async with peer_stub(pair.decode.daemons[0]) as stub:
+async def rank_1(pair: Pair) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
+    async with peer_stub(pair.decode.daemons[1]) as stub:
         yield stub
 
 
@@ -64,116 +64,118 @@ def key(pair: Pair, tapped: tuple[Tap, str]) -> Iterator[None]:
 
 
 def ordered(pair: Pair, request_id: str, attempt: int) -> peer_pb2.OrderRequest:
-    """As rank 1 would hand it on."""
+    """As rank 0 would hand it on."""
     source = pair.prefill.source()
     return peer_pb2.OrderRequest(
-        engine_id="decode",
-        request_id=request_id,
+        engine_id="decode", request_id=request_id, attempt=peer_pb2.Attempt(number=attempt), key=KEY[0],
         source=engine_pb2.Source(engine_id=source.engine_id, address=source.address),
-        rank=1,
-        attempt=attempt,
-        counted=True,
-        key=KEY[0],
-    )
+    )  # fmt: skip
 
 
 def ended(request_id: str, attempt: int) -> peer_pb2.AbortRequest:
-    return peer_pb2.AbortRequest(
-        engine_id="decode", request_id=request_id, rank=1, attempt=attempt, reason="late", key=KEY[0]
-    )
+    numbered = peer_pb2.Attempt(number=attempt)
+    return peer_pb2.AbortRequest(engine_id="decode", request_id=request_id, attempt=numbered, reason="late", key=KEY[0])
 
 
-async def first_attempt(pair: Pair, request_id: str, **more: Any) -> None:
-    """It ends on all ranks before it is ordered, or before anything is published."""
-    receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(TOKENS), **more))
-    state = TransferState.CONNECTING if more else TransferState.WAITING
+async def given_up(pair: Pair, request_id: str, source: SourceBody | None = None) -> int:
+    """An attempt that ends on all ranks before it is ordered, or before anything is published; its number."""
+    attempt, state = pair.decode.next_attempt(), TransferState.CONNECTING if source else TransferState.WAITING
+    blocks = pair.decode.take(TOKENS)
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=source, attempt=attempt))
     for router in pair.routers:
         await until(lambda router=router: is_in(router, request_id, state), "it waits")
     await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.decode.ranks))
     await receiving
+    return attempt
 
 
 async def test_an_order_and_an_abort_of_the_attempt_before_leave_the_next_alone(
-    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
+    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str
 ) -> None:
-    await first_attempt(pair, request_id, source=pair.prefill.source())
+    before = await given_up(pair, request_id, pair.prefill.source())
     theirs = await half_published(pair, request_id)
     receiving = asyncio.create_task(
         pair.decode.receive(request_id, pair.decode.take(MANY), source=pair.prefill.source())
     )
     for router in pair.routers:
         await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it reads")
-    late = rank_0.Order(ordered(pair, request_id, 1))
-    assert (await refusal(late.read())).code in STALE
-    await rank_0.Abort(ended(request_id, 1))
+    assert (await refusal(rank_1.Order(ordered(pair, request_id, before)).read())).code in OVER
+    assert (await rank_1.Abort(ended(request_id, before))).transfers_ended == 0
     await pair.prefill.publish(request_id, theirs, MANY)
     assert [received.tokens for received in await receiving] == [(0, MANY)] * 2
 
 
 @pytest.mark.parametrize("abort_first", [False, True])
 async def test_a_reservation_made_anew_does_not_take_the_order_of_the_attempt_before(
-    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str, abort_first: bool
+    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str, abort_first: bool
 ) -> None:
-    await first_attempt(pair, request_id)
+    before = await given_up(pair, request_id)
     receiving = asyncio.create_task(pair.decode.receive(request_id, pair.decode.take(TOKENS)))
     await all_wait(pair, request_id)
     if abort_first:
-        await rank_0.Abort(ended(request_id, 1))
-    late = rank_0.Order(ordered(pair, request_id, 1))
-    assert (await refusal(late.read())).code in STALE
-    await rank_0.Abort(ended(request_id, 1))
+        await rank_1.Abort(ended(request_id, before))
+    assert (await refusal(rank_1.Order(ordered(pair, request_id, before)).read())).code in OVER
+    assert (await rank_1.Abort(ended(request_id, before))).transfers_ended == 0
     await prefilled(pair, request_id)
     await order(pair, request_id)
     assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 2
 
 
-async def test_a_rank_that_does_not_know_that_it_tries_again_is_heard_all_the_same(pair: Pair, request_id: str) -> None:
-    """As one whose daemon has forgotten the first attempt, or was started anew."""
-    tables, ranks = pair.decode.take(TOKENS).tables(), pair.decode.ranks
-    first = asyncio.create_task(ranks[0].client.receive(request_id, tables))
-    await until(lambda: is_in(pair.routers[0], request_id, TransferState.WAITING), "it waits")
-    await ranks[0].client.abort(request_id)
-    with pytest.raises(TransferFailed):
-        await first
-    receiving = [asyncio.create_task(rank.client.receive(request_id, tables)) for rank in ranks]
-    await all_wait(pair, request_id)
-    await prefilled(pair, request_id)
-    await order(pair, request_id, rank=1)
-    assert [received.tokens for received in await asyncio.gather(*receiving)] == [(0, TOKENS)] * 2
-
-
-async def test_a_rank_that_tries_again_is_not_answered_with_an_attempt_it_had_no_part_in(
-    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
+async def test_an_order_that_comes_before_its_reservation_waits_for_that_attempt(
+    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str
 ) -> None:
-    """Its first order never came here."""
-    await aborted_at_rank_0(pair, request_id)
-    following = rank_0.Order(ordered(pair, request_id, 2))
-    assert not TransferState((await following.read()).state).ended
-    tables, source = pair.decode.take(TOKENS), pair.prefill.source()
-    receiving = asyncio.create_task(pair.decode.receive(request_id, tables, source=source))
+    """It is not answered with the attempt that has ended here."""
+    before = await given_up(pair, request_id)
+    attempt = pair.decode.next_attempt()
+    assert attempt > before
+    following = rank_1.Order(ordered(pair, request_id, attempt))
+    assert (await following.read()).waits_for == Awaited.RESERVATION
     await prefilled(pair, request_id)
-    assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 2
+    tables, source = pair.decode.take(TOKENS), pair.prefill.source()
+    received = await pair.decode.receive(request_id, tables, source=source, attempt=attempt)
+    assert [each.tokens for each in received] == [(0, TOKENS)] * 2
     following.cancel()
 
 
-async def test_a_rank_whose_first_order_comes_after_the_end_hears_of_it(
-    pair: Pair, rank_0: peer_pb2_grpc.PeerAsyncStub, request_id: str
-) -> None:
-    await aborted_at_rank_0(pair, request_id)
-    share = await rank_0.Order(ordered(pair, request_id, 1)).read()
-    assert (share.state, share.transfer_state) == ("aborted", layout_pb2.TRANSFER_STATE_ABORTED)
-
-
-async def aborted_at_rank_0(pair: Pair, request_id: str) -> None:
-    """An attempt that only rank 0 handed on."""
-    client, tables = pair.decode.ranks[0].client, pair.decode.take(TOKENS).tables()
-    receiving = asyncio.create_task(client.receive(request_id, tables, source=pair.prefill.source()))
-    for router in pair.routers:
-        await until(
-            lambda router=router: is_in(router, request_id, TransferState.WAITING, TransferState.CONNECTING), "it waits"
-        )
+async def test_a_rank_that_missed_an_attempt_takes_part_in_the_next(pair: Pair, request_id: str) -> None:
+    """Rank 1 has not heard of the first one."""
+    client, blocks = pair.decode.ranks[0].client, pair.decode.take(TOKENS)
+    attempt = pair.decode.next_attempt()
+    first = asyncio.create_task(client.receive(request_id, blocks.tables(), attempt=attempt))
+    await until(lambda: is_in(pair.routers[0], request_id, TransferState.WAITING), "it waits")
     await client.abort(request_id)
     with pytest.raises(TransferFailed):
-        await receiving
-    for router in pair.routers:
-        await until(lambda router=router: is_in(router, request_id, TransferState.ABORTED), "all ranks know of it")
+        await first
+    receiving = asyncio.create_task(pair.decode.receive(request_id, blocks))
+    await until(lambda: is_in(pair.routers[1], request_id, TransferState.WAITING), "the other rank has reserved")
+    await prefilled(pair, request_id)
+    await order(pair, request_id, rank=1)
+    assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 2
+
+
+async def test_an_attempt_that_has_ended_elsewhere_does_not_begin_here_and_the_next_one_does(
+    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str
+) -> None:
+    """Rank 0's end of it comes before rank 1's reservation and its order, which are told why."""
+    attempt, blocks, source = pair.decode.next_attempt(), pair.decode.take(TOKENS), pair.prefill.source()
+    assert (await rank_1.Abort(ended(request_id, attempt))).transfers_ended == 0
+    with pytest.raises(KvferryError, match="has ended on another rank") as refused:
+        await pair.decode.ranks[1].client.receive(request_id, blocks.tables(), source=source, attempt=attempt)
+    assert refused.value.code == "aborted"
+    assert (await refusal(rank_1.Order(ordered(pair, request_id, attempt)).read())).code == "aborted"
+    await prefilled(pair, request_id)
+    received = await pair.decode.receive(request_id, blocks, source=source)
+    assert [each.tokens for each in received] == [(0, TOKENS)] * 2
+
+
+async def test_an_order_that_comes_again_after_the_end_moves_nothing(
+    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str
+) -> None:
+    """It is answered with how its attempt has ended."""
+    await prefilled(pair, request_id)
+    attempt, blocks = pair.decode.next_attempt(), pair.decode.take(TOKENS)
+    await pair.decode.receive(request_id, blocks, source=pair.prefill.source(), attempt=attempt)
+    share = await rank_1.Order(ordered(pair, request_id, attempt)).read()
+    assert (share.rank, share.transfer_state) == (1, layout_pb2.TRANSFER_STATE_DONE)
+    (record,) = await pair.routers[1].transfers(request_id)
+    assert record.attempt == attempt

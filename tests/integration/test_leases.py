@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
 from fleet import TIMEOUT_S, ByHand, peer_stub
+from lives import engine_on
 from pair import MANY, TOKENS, Pair, all_read, half_published, order, prefilled, prewarmed
-from ranks import Kv
+from ranks import Kv, Shape, TestEngine
 
 from kvferry.engine import Received, TransferFailed
+from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
+ONE = Shape.tp(1, num_blocks=64)
 
 
 # deadlines, time to live
@@ -54,20 +59,48 @@ async def test_a_lease_that_nobody_reads_expires_and_its_engine_is_told(pair: Pa
         assert [await lease.ended() for lease in leases] == [LeaseState.EXPIRED] * 2
 
 
-async def test_a_publish_that_crosses_the_end_of_its_lease_begins_another(pair: Pair, request_id: str) -> None:
+def revoked_unheard(engine: TestEngine, request_id: str) -> None:
+    """The lease ends on every rank. While this blocks the engine hears nothing."""
+    for daemon in engine.daemons:
+        httpx.delete(f"{daemon.url}/v1/leases/{request_id}", trust_env=False).raise_for_status()
+
+
+async def test_a_publish_that_crosses_the_end_of_its_lease_is_refused_and_the_next_number_is_another_lease(
+    pair: Pair, request_id: str
+) -> None:
     """Else its engine would take the new lease for over, and reuse blocks that are served."""
     kv, blocks = Kv.random(TOKENS), pair.prefill.take(TOKENS)
     pair.prefill.write(kv, blocks)
     before = await pair.prefill.publish(request_id, blocks, 10, more=True)
-    for daemon in pair.prefill.daemons:
-        # While this blocks its engine hears nothing.
-        httpx.delete(f"{daemon.url}/v1/leases/{request_id}", trust_env=False).raise_for_status()  # noqa: ASYNC210
-    after = await pair.prefill.publish(request_id, blocks, TOKENS)
+    revoked_unheard(pair.prefill, request_id)
+    number = pair.prefill.lease(request_id)
+    crossing = [rank.client.publish(request_id, blocks.tables(), TOKENS, lease=number) for rank in pair.prefill.ranks]
+    for refused in await asyncio.gather(*crossing, return_exceptions=True):
+        assert isinstance(refused, KvferryError) and refused.code == "lease_ended", refused
     assert [await lease.ended() for lease in before] == [LeaseState.REVOKED] * 2
-    assert not any(lease.over for lease in after)
-    await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
+    after = await pair.prefill.publish(request_id, blocks, TOKENS)
+    assert not any(lease.over for lease in after) and all(lease.number > number for lease in after)
+    received = await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
+    assert {each.lease for each in received} == {pair.prefill.lease(request_id)}
     async with asyncio.timeout(TIMEOUT_S):
         assert [await lease.ended() for lease in after] == [LeaseState.RELEASED] * 2
+
+
+async def test_an_engine_of_one_rank_may_leave_that_to_its_client(
+    pair: Pair, near: DaemonService, stack: AsyncExitStack, request_id: str
+) -> None:
+    engine, _ = await engine_on(stack, "counted", near, ONE)
+    client, blocks = engine.ranks[0].client, engine.take(TOKENS)
+    engine.write(Kv.random(TOKENS), blocks)
+    before = await client.publish(request_id, blocks.tables(), 10, more=True)
+    revoked_unheard(engine, request_id)
+    after = await client.publish(request_id, blocks.tables(), TOKENS)
+    assert await before.ended() is LeaseState.REVOKED
+    assert not after.over and after.number > before.number
+    received = await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=engine.source())
+    assert {each.lease for each in received} == {after.number}
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await after.ended() is LeaseState.RELEASED
 
 
 async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 from fleet import TIMEOUT_S
 from pair import TOKENS, Pair, prefilled
 
-from kvferry.schemas import LeaseState
+from kvferry.engine import TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.schemas import LeaseState, OrderBody
 
 pytestmark = pytest.mark.anyio
 
@@ -16,7 +18,8 @@ pytestmark = pytest.mark.anyio
 async def test_ranks_that_have_read_in_two_attempts_have_not_read_a_lease_together(pair: Pair, request_id: str) -> None:
     """The lease is there until all ranks have read it in one attempt: else the first would find it released."""
     kv, leases = await prefilled(pair, request_id)
-    blocks, source = pair.decode.take(TOKENS), pair.prefill.source()
+    blocks, source = pair.decode.take(TOKENS), pair.prefill.source(epoch=pair.prefill.epoch)
+    source = source.model_copy(update={"lease": pair.prefill.lease(request_id)})  # so that no rank asks another
     first, *others = (rank.client for rank in pair.decode.ranks)
     await first.receive(request_id, blocks.tables(), source=source, attempt=1)
     (record,) = await pair.routers[0].transfers(request_id)
@@ -29,3 +32,57 @@ async def test_ranks_that_have_read_in_two_attempts_have_not_read_a_lease_togeth
     assert pair.decode.differences(expected) == ""
     async with asyncio.timeout(TIMEOUT_S):
         assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+
+
+async def test_ranks_that_read_two_publishes_of_a_request_are_not_done(pair: Pair, request_id: str) -> None:
+    """Rank 0 has read the request when the prefill takes it back and publishes it anew: the others' heads would be of
+    another computation."""
+    await prefilled(pair, request_id)
+    blocks, source = pair.decode.take(TOKENS), pair.prefill.source()
+    first, *others = (rank.client for rank in pair.decode.ranks)
+    await first.receive(request_id, blocks.tables(), source=source, attempt=1)
+    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
+    kv, _ = await prefilled(pair, request_id)
+    late = [each.receive(request_id, blocks.tables(), source=source, attempt=1) for each in others]
+    ends = await asyncio.gather(*late, return_exceptions=True)
+    assert all(isinstance(end, TransferFailed) for end in ends), ends
+    assert "lease_changed" in [end.code for end in ends if isinstance(end, KvferryError)]
+    for end in ends:
+        assert isinstance(end, TransferFailed)
+        await end.quiesced()
+    expected = pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    received = await pair.decode.receive(request_id, blocks, source=source, attempt=2)
+    assert {each.lease for each in received} == {pair.prefill.lease(request_id)}
+    assert pair.decode.differences(expected) == ""
+
+
+async def test_a_request_that_names_its_lease_reads_no_other(pair: Pair, request_id: str) -> None:
+    """A rank that comes late is told so at once, and a source that has not got it yet is waited for."""
+    await prefilled(pair, request_id)
+    named = pair.prefill.source(epoch=pair.prefill.epoch).model_copy(update={"lease": pair.prefill.lease(request_id)})
+    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
+    blocks = pair.decode.take(TOKENS)
+    following = named.model_copy(update={"lease": pair.prefill.lease(request_id) + 1})
+    waiting = asyncio.create_task(pair.decode.receive(request_id, blocks, source=following, attempt=1))
+    kv, _ = await prefilled(pair, request_id)
+    expected = pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    assert {each.lease for each in await waiting} == {following.lease}
+    assert pair.decode.differences(expected) == ""
+    late = await pair.decode.outcomes(request_id, blocks, source=named, attempt=2)
+    assert all(isinstance(end, KvferryError) for end in late), late
+    assert {end.code for end in late if isinstance(end, KvferryError)} <= {"lease_ended", "rank_failed", "aborted"}
+
+
+async def test_a_router_may_name_the_lease_and_the_record_says_which_was_read(pair: Pair, request_id: str) -> None:
+    _, leases = await prefilled(pair, request_id)
+    number = pair.prefill.lease(request_id)
+    assert {lease.number for lease in leases} == {number}
+    (held,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
+    assert held.lease == number
+    source = pair.prefill.source().model_copy(update={"lease": number})
+    ordered = await pair.routers[1].order(OrderBody(request_id=request_id, source=source))
+    await pair.decode.receive(request_id, pair.decode.take(TOKENS))
+    record = await pair.routers[1].wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
+    assert (record.lease, record.source.lease if record.source else None) == (number, number)

@@ -39,7 +39,7 @@ async def test_all_lines_of_a_request_have_the_routers_ids(pair: Pair, request_i
         await pair.decode.receive(request_id, blocks)
 
     async def waits() -> bool:
-        return await is_in(pair.routers[rank], request_id, TransferState.WAITING)
+        return await is_in(pair.routers[0], request_id, TransferState.WAITING)  # which leads
 
     halves: list[Callable[[], Awaitable[None]]] = [order, reserve] if first == "the order" else [reserve, order]
     begun = asyncio.ensure_future(halves[0]())

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from fleet import TIMEOUT_S, until
-from pair import MANY, TOKENS, Pair, all_read, all_wait, half_published, is_in, order, prefilled
+from pair import MANY, TOKENS, Pair, all_read, all_wait, half_published, is_in, order, prefilled, waits_for
 from victim import Victim
 
 from kvferry.engine import Received, TransferFailed
 from kvferry.router import DaemonError
-from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferRecord, TransferState
+from kvferry.schemas import Awaited, DestinationBody, LeaseState, OrderBody, TransferRecord, TransferState
 
 pytestmark = pytest.mark.anyio
 FEW = 60
@@ -28,21 +28,66 @@ async def test_the_same_order_again_is_the_same_transfer(pair: Pair, request_id:
     assert await order(pair, request_id) == first
     await pair.decode.receive(request_id, pair.decode.take(TOKENS))
     assert (await pair.routers[0].wait(first)).state is TransferState.DONE
-    assert await order(pair, request_id) == first
 
 
-async def test_the_same_order_at_another_rank_is_the_same_request(pair: Pair, request_id: str) -> None:
-    """Though the first one came there with less of its deadline."""
+async def test_the_same_order_after_the_end_is_of_the_next_attempt(pair: Pair, request_id: str) -> None:
+    """It is not told `done` of bytes that moved for another attempt."""
+    first = await moved_by_order(pair, request_id)
+    second = await moved_by_order(pair, request_id)
+    assert first != second
+
+
+async def test_the_same_order_with_its_id_gets_the_same_answer_after_the_end(pair: Pair, request_id: str) -> None:
+    """At every rank, and though the request has another attempt by then."""
+    named = {"order_id": f"{request_id}-order"}
+    first = await moved_by_order(pair, request_id, **named)
+    await moved_by_order(pair, request_id)
+    for rank in range(3):
+        assert await order(pair, request_id, rank, **named) == first
+        assert (await pair.routers[rank].transfer(first)).state is TransferState.DONE
+    with pytest.raises(DaemonError) as refused:
+        await order(pair, request_id, priority=7, **named)
+    assert (refused.value.code, refused.value.status, refused.value.field) == ("order_conflict", 409, "order_id")
+
+
+async def moved_by_order(pair: Pair, request_id: str, **more: Any) -> str:
+    """The request is published, ordered and received: what was moved is right, and of which transfer."""
+    kv, _ = await prefilled(pair, request_id)
+    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    transfer_id = await order(pair, request_id, **more)
+    await pair.decode.receive(request_id, blocks)
+    assert (await pair.routers[0].wait(transfer_id)).state is TransferState.DONE
+    assert not pair.decode.differences(expected)
+    return transfer_id
+
+
+async def test_the_same_order_at_another_rank_is_the_same_transfer(pair: Pair, request_id: str) -> None:
     await prefilled(pair, request_id)
     body = OrderBody(request_id=request_id, source=pair.prefill.source(), deadline_ms=60_000)
     first = await pair.routers[0].order(body)
-    await until(lambda: is_in(pair.routers[1], request_id, TransferState.WAITING), "it is handed on")
-    await pair.routers[1].order(body)
+    assert (await pair.routers[1].order(body)).transfer_id == first.transfer_id
     with pytest.raises(DaemonError) as refused:
         await pair.routers[1].order(body.model_copy(update={"priority": 7}))
-    assert refused.value.code == "order_conflict"
+    assert (refused.value.code, refused.value.status) == ("order_conflict", 409)
     await pair.decode.receive(request_id, pair.decode.take(TOKENS))
-    assert (await pair.routers[0].wait(first.transfer_id)).state is TransferState.DONE
+    assert (await pair.routers[2].wait(first.transfer_id)).state is TransferState.DONE
+
+
+async def test_a_transfer_that_was_ordered_at_another_rank_is_deleted_there(pair: Pair, request_id: str) -> None:
+    """Before any reservation, and when all ranks have theirs."""
+    transfer_id = await order(pair, request_id, 1)
+    assert (await pair.routers[2].transfer(transfer_id)).waits_for is Awaited.RESERVATION
+    assert (await pair.routers[2].abort_transfer(transfer_id)).state is TransferState.ABORTED
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(TOKENS)))
+    await all_wait(pair, request_id)
+    transfer_id = await order(pair, request_id, 1)
+    await until(lambda: waits_for(pair.routers[1], request_id, Awaited.PUBLISH), "the order is handed on")
+    assert (await pair.routers[1].abort_transfer(transfer_id)).state is TransferState.ABORTED
+    await all_told(await receiving)
+    with pytest.raises(DaemonError) as refused:
+        await pair.routers[1].transfer("nothing of that name")
+    assert (refused.value.code, refused.value.status) == ("unknown_transfer", 404)
 
 
 DIFFERENT: dict[str, dict[str, Any]] = {
@@ -168,8 +213,8 @@ async def all_told(outcomes: list[Received | BaseException]) -> None:
 
 
 async def test_cancelling_a_receive_aborts_the_transfer(pair: Pair, request_id: str) -> None:
-    client = pair.decode.ranks[0].client
-    receiving = asyncio.create_task(client.receive(request_id, pair.decode.take(TOKENS).tables()))
+    client, attempt = pair.decode.ranks[0].client, pair.decode.next_attempt()
+    receiving = asyncio.create_task(client.receive(request_id, pair.decode.take(TOKENS).tables(), attempt=attempt))
     await until(lambda: is_in(pair.routers[0], request_id, TransferState.WAITING), "the reservation arrives")
     receiving.cancel()
     await asyncio.wait([receiving])
@@ -199,8 +244,6 @@ async def test_a_request_that_was_cancelled_may_be_received_again_at_once(
 async def test_an_aborted_request_ends_on_both_sides(pair: Pair, request_id: str) -> None:
     _, leases = await prefilled(pair, request_id)
     await order(pair, request_id)
-    for router in pair.routers:
-        await until(lambda router=router: is_in(router, request_id, TransferState.WAITING), "the order arrives")
     ended = await pair.routers[2].abort_request(request_id)
     assert [await lease.ended() for lease in leases] == [LeaseState.REVOKED] * 2
     assert ended.leases_ended + ended.transfers_ended > 0
@@ -218,7 +261,7 @@ async def test_an_aborted_request_may_come_again_with_other_blocks(pair: Pair, r
     for _ in range(3):
         blocks = pair.decode.take(TOKENS)
         receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=pair.prefill.source()))
-        for router in pair.routers:  # every rank's order has reached the others: none of this attempt comes late
+        for router in pair.routers:
             await until(
                 lambda router=router: is_in(router, request_id, TransferState.CONNECTING), "it waits for the publish"
             )

@@ -90,25 +90,34 @@ async def test_a_roster_that_is_missing_or_forbidden_is_told_by_readyz_and_the_l
 async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_ranks(
     pair: Pair, two: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
-    await retired(two[0])
-    rank = await rank_of(stack, "half-decode", two[1], 1)
-    receiving = asyncio.create_task(rank.client.receive(request_id, Blocks((), None).tables()))
-    async with RouterClient(two[1].url) as router:
-
-        async def reserved() -> object:
-            return await router.transfers(request_id)
-
-        await until(reserved, "the reservation arrives")
+    await retired(*two)
+    rank = await rank_of(stack, "half-decode", two[0], 0)
+    receiving = asyncio.create_task(rank.client.receive(request_id, Blocks((), None).tables(), attempt=1))
+    async with RouterClient(two[0].url) as router:
         ordered = await router.order(OrderBody(request_id=request_id, source=pair.prefill.source()))
         record = await router.wait(ordered.transfer_id)
     assert record.state is TransferState.FAILED
-    (missing,) = [share for share in record.ranks if share.rank == 0]
+    (missing,) = [share for share in record.ranks if share.rank == 1]
     assert missing.error
     assert missing.error.code == "roster_incomplete"
-    assert "ranks [0]" in missing.error.message
+    assert "ranks [1]" in missing.error.message
     with pytest.raises(TransferFailed) as failed:
         await receiving
-    assert failed.value.code == "rank_failed"
+    # By its own part, which needs all ranks to shake hands, or by the other's: whichever gives up first.
+    assert failed.value.code in ("roster_incomplete", "rank_failed")
+
+
+async def test_an_order_at_a_rank_that_has_no_rank_0_is_refused_and_names_it(
+    pair: Pair, two: list[DaemonService], stack: AsyncExitStack, request_id: str
+) -> None:
+    await retired(*two)
+    await rank_of(stack, "half-decode", two[1], 1)
+    async with RouterClient(two[1].url) as router:
+        with pytest.raises(DaemonError) as refused:
+            await router.order(OrderBody(request_id=request_id, source=pair.prefill.source()))
+        assert await router.transfers(request_id) == []
+    assert refused.value.code == "roster_incomplete"
+    assert "ranks [0]" in refused.value.message
 
 
 async def test_two_engines_may_share_daemons_and_read_from_each_other(

@@ -71,15 +71,15 @@ async def test_an_engine_may_order_for_itself(pair: Pair, request_id: str, publi
     assert not pair.decode.differences(expected)
 
 
-async def test_one_ranks_order_is_enough_for_all_ranks(pair: Pair, request_id: str) -> None:
+async def test_the_source_that_rank_0_names_is_enough_for_all_ranks(pair: Pair, request_id: str) -> None:
     kv, _ = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS)
     expected = pair.decode.snapshot()
     pair.decode.write_into(expected, kv, blocks)
-    first, *others = (rank.client for rank in pair.decode.ranks)
+    (first, *others), attempt = (rank.client for rank in pair.decode.ranks), pair.decode.next_attempt()
     await asyncio.gather(
-        first.receive(request_id, blocks.tables(), source=pair.prefill.source()),
-        *(other.receive(request_id, blocks.tables()) for other in others),
+        first.receive(request_id, blocks.tables(), source=pair.prefill.source(), attempt=attempt),
+        *(other.receive(request_id, blocks.tables(), attempt=attempt) for other in others),
     )
     assert not pair.decode.differences(expected)
 
@@ -89,10 +89,10 @@ async def test_ranks_may_name_different_daemons_of_the_same_source(pair: Pair, r
     blocks = pair.decode.take(TOKENS)
     expected = pair.decode.snapshot()
     pair.decode.write_into(expected, kv, blocks)
-    sources = [pair.prefill.source(rank % 2) for rank in range(3)]
+    sources, attempt = [pair.prefill.source(rank % 2) for rank in range(3)], pair.decode.next_attempt()
     await asyncio.gather(
         *(
-            rank.client.receive(request_id, blocks.tables(), source=source)
+            rank.client.receive(request_id, blocks.tables(), source=source, attempt=attempt)
             for rank, source in zip(pair.decode.ranks, sources, strict=True)
         )
     )

@@ -100,10 +100,9 @@ async def test_an_order_may_force_its_own_way(daemons: Daemons, stack: AsyncExit
 
 
 async def test_there_is_no_other_way(pair: Pair, request_id: str) -> None:
+    blocks, said = pair.decode.take(10), {"attempt": pair.decode.next_attempt(), "way": "teleport"}
     with pytest.raises(KvferryError) as refused:
-        await pair.decode.ranks[0].client.receive(
-            request_id, pair.decode.take(10).tables(), source=pair.prefill.source(), way="teleport"
-        )
+        await pair.decode.ranks[0].client.receive(request_id, blocks.tables(), source=pair.prefill.source(), **said)
     assert (refused.value.code, refused.value.value) == ("malformed_way", "teleport")
     body = OrderBody(request_id=request_id, source=pair.prefill.source()).model_dump() | {"way": "teleport"}
     async with httpx.AsyncClient(base_url=pair.decode.daemons[0].url, trust_env=False) as http:

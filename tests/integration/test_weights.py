@@ -37,7 +37,7 @@ async def engines(pair: Pair) -> AsyncIterator[Pair]:
 async def failed_with(pair: Pair, request_id: str, code: str) -> None:
     """The receive fails on every rank, on the first by this name, and no block is touched."""
     before, blocks, source = pair.decode.snapshot(), pair.decode.take(TOKENS), pair.prefill.source()
-    outcomes = await pair.decode.outcomes(request_id, blocks, source=source, attempt=1)
+    outcomes = await pair.decode.outcomes(request_id, blocks, source=source)
     assert all(isinstance(outcome, KvferryError) for outcome in outcomes), outcomes
     assert code in {outcome.code for outcome in outcomes if isinstance(outcome, KvferryError)}
     assert not pair.decode.differences(before)
@@ -113,7 +113,7 @@ async def test_source_ranks_that_name_different_weights_are_not_read(engines: Pa
     await engines.prefill.ranks[1].client.replace_weights("B")
     await prefilled(engines, request_id)
     source, blocks = engines.prefill.source(), engines.decode.take(TOKENS)
-    _, *others = await engines.decode.outcomes(request_id, blocks, source=source, attempt=1)
+    _, *others = await engines.decode.outcomes(request_id, blocks, source=source)
     assert all(isinstance(outcome, KvferryError) for outcome in others), others
     assert "other_weights" in {outcome.code for outcome in others if isinstance(outcome, KvferryError)}
 
@@ -129,7 +129,7 @@ async def test_a_request_that_a_change_has_found_under_way_is_not_published_as_t
         await engines.prefill.publish(request_id, blocks, TOKENS)
     assert refused.value.code == "mixed_weights"
     with pytest.raises(KvferryError) as refused:
-        await client.publish(request_id, blocks.tables(), TOKENS, weights="")
+        await client.publish(request_id, blocks.tables(), TOKENS, weights="", lease=engines.prefill.lease(request_id))
     assert (refused.value.code, refused.value.field) == ("mixed_weights", "weights")
     await asyncio.gather(*(rank.client.abort(request_id) for rank in engines.prefill.ranks))
     engines.prefill.write(kv, blocks)  # computed again
@@ -226,15 +226,16 @@ async def test_an_adapter_that_is_loaded_again_with_other_content_is_a_change(
 async def test_a_reader_of_what_is_refused_does_not_wait(engines: Pair, request_id: str) -> None:
     """Neither one that is there before, nor one that comes later."""
     source, blocks = engines.prefill.source(), engines.decode.take(TOKENS)
-    receiving = asyncio.create_task(engines.decode.outcomes(request_id, blocks, source=source, attempt=1))
+    receiving = asyncio.create_task(engines.decode.outcomes(request_id, blocks, source=source))
     await until(lambda: waits_for(engines.routers[0], request_id, Awaited.PUBLISH), "its publish is awaited")
     await replace(engines.prefill, "B")
     await replace(engines.prefill, "")
     pages = engines.prefill.take(TOKENS)
     for name in (request_id, f"{request_id}-later"):
+        number = engines.prefill.next_lease()
         for each in engines.prefill.ranks:
             with pytest.raises(KvferryError, match="computed"):
-                await each.client.publish(name, pages.tables(), TOKENS, weights="B")
+                await each.client.publish(name, pages.tables(), TOKENS, weights="B", lease=number)
     assert {getattr(outcome, "code", "") for outcome in await receiving} & {"mixed_weights"}
-    later = await engines.decode.outcomes(f"{request_id}-later", blocks, source=source, attempt=1)
+    later = await engines.decode.outcomes(f"{request_id}-later", blocks, source=source)
     assert "mixed_weights" in {getattr(outcome, "code", "") for outcome in later}

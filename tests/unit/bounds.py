@@ -94,8 +94,8 @@ Row = Callable[[Kept], int]
 UNDER_WAY: dict[str, Row] = {
     # the reading side
     "Transfers._under_way": lambda kept: kept.going_on,
+    "Transfers._waiting": lambda kept: kept.going_on,
     "Transfers._after": lambda kept: 2 * kept("Transfers._by_id"),
-    "Transfers._awaited": lambda kept: 0,
     "transfers over that hold more than a record": lambda kept: 0,
     "users of peers": lambda kept: kept.going_on,
     "Ranks._tasks": lambda kept: kept.ranks * kept("Transfers._by_id"),
@@ -152,20 +152,17 @@ UNDER_WAY: dict[str, Row] = {
 """Collections of what is under way: nothing is left in them when nothing is."""
 TASKS = ("._after", "._tasks", "._preparing", "._unloading", "._freeing")
 REMEMBERED: dict[str, Row] = {
+    # Who asks rank 0 which lease it reads waits there by the deadline of the call.
+    "Transfers._awaited": lambda kept: kept.ranks * kept.config.max_transfers,
     # the reading side
     "Transfers._by_id": lambda kept: kept.config.max_transfers + kept.config.history,
     "Transfers._by_request": lambda kept: kept("Transfers._by_id"),
     "Transfers._current": lambda kept: kept("Transfers._by_id"),
+    "Transfers._over": lambda kept: transfers.ATTEMPTS,
+    "Transfers._by_order": lambda kept: transfers.ATTEMPTS,
     "Transfers._finished": lambda kept: kept("Transfers._by_id"),
-    "Transfers._attempts": lambda kept: transfers.ATTEMPTS,
-    "Transfers._given": lambda kept: transfers.ATTEMPTS,
-    "Transfers._dead": lambda kept: transfers.ATTEMPTS,
     "Transfer.brought": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Transfer.ranks": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Transfer.told": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Transfer.parts": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Transfer.earlier": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Transfer._followers": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Phases.ms": lambda kept: 16 * kept("Transfers._by_id"),
     "Transfers._claims": lambda kept: 1,  # there is one engine
     "Claims._groups": lambda kept: len(kept.engine.manifest.groups),

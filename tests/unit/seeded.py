@@ -33,7 +33,8 @@ from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
-from kvferry.schemas import LeaseState, TransferState
+from kvferry.schemas import LeaseState, OrderBody, SourceBody, TransferState
+from kvferry.schemas import Ordered as Said
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import NOTED_S
@@ -41,6 +42,7 @@ from kvferryd.leases.gather import KEPT_S
 from kvferryd.leases.lease import Lease, Publication
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import GRACE_S
+from kvferryd.transfers.record import OF_ANOTHER
 from kvferryd.transfers.transfer import Transfer
 
 HEADS = 2
@@ -52,20 +54,16 @@ UNSEEN = 1 << 48
 """Tags from here on are an engine's other use of a block."""
 REQUESTS = ("r", "s")
 SEEDS = 1 << 48
+HIGHEST = (1 << 31) - 1
+"""Of the attempts that an order may name: the reservation that it waits for never comes."""
 BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "stream", "restart source",
-         "restart reader", "time", "time", "order again")  # fmt: skip
+         "restart reader", "time", "time", "order again", "late")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
 KNOWN = {
-    "ranks of one request read two publishes": "ranks do not tell each other which lease they read",
-    f"{NOT_DONE}: order first, deadline": "an order has no id: one that is as before is taken for the one before",
     f"{NOT_DONE}: other_prompt": "announcements are kept by request and not by lease",
     f"{NOT_DONE}: lease_ended": "an announcement is out of date at one rank, and all ranks begin again",
-    f"{NOT_DONE}: own, deadline": "a daemon has counted an attempt by the number that the engine gives the next one",
-    f"{NOT_DONE}: order_conflict": "a daemon has counted an attempt by the number that the engine gives the next one",
-    f"{NOT_DONE}: aborted": "an abort that a rank hears of without its attempt may be of the next one",
     f"{NOT_DONE}: peer_lost": "a stream does not say which start of a daemon it is for",
     "between daemons of ours: protocol": "a stream does not say which start of a daemon it is for",
-    "needless lease_ended: direct": "ranks are counted across attempts that have no number of their engine",
     "needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails",
 }
 """Kinds of violations that are known, and why they are there. The protocol without I/O ends them. A night reports all
@@ -112,9 +110,20 @@ class Part:
     """Its daemon has died: nobody is told how it ended."""
 
 
+@dataclass
+class Ordered:
+    """A router's order. leader: rank 0's daemon when it was given."""
+
+    body: OrderBody
+    leader: Daemon
+    answer: asyncio.Task[tuple[Said, bool]]
+    known: str | None = None
+    """The transfer that its id, if it has one, was answered with before."""
+
+
 @dataclass(eq=False)
 class Receive:
-    """One reservation of the reading engine for a request, on all of its ranks. number: as the engine gave it, or 0."""
+    """One reservation of the reading engine for a request, on all of its ranks. number: of its attempt."""
 
     request_id: str
     digest: bytes
@@ -159,8 +168,18 @@ class Run:
         }
         self.published: list[Published] = []
         self.receives: list[Receive] = []
+        self.ordered: list[Ordered] = []
+        """Orders of routers that are not answered."""
+        self.answered: dict[str, tuple[Daemon, str]] = {}
+        """By order id: rank 0's daemon, and the transfer that it has named."""
         self.others = 0
         self.numbers = dict.fromkeys(REQUESTS, 0)
+        """Of each request's last attempt, as the reading engine counts."""
+        self.newest: dict[tuple[int, str], tuple[Daemon, int]] = {}
+        """By rank and request: the daemon that has begun an attempt last, and its number."""
+        self.bodies: list[OrderBody] = []
+        self.attempt_ordered = 0
+        """What routers name in orders that name an attempt; 0 for the next one."""
         self.prompts = dict.fromkeys(REQUESTS, b"one")
         self.signed = {request_id: self.rng.random() < 0.7 for request_id in REQUESTS}
         self.stopping: list[asyncio.Task[None]] = []
@@ -187,8 +206,7 @@ class Run:
         tell = daemon.engine.leases.on_end
 
         def on_end(lease: Lease) -> None:
-            live = self._live(lease.request_id)
-            self.ended[rank, lease.request_id] = lease.state, live.number if live else 0
+            self.ended[rank, lease.request_id] = lease.state, lease.number
             tell(lease)
 
         daemon.engine.leases.on_end = on_end
@@ -217,20 +235,21 @@ class Run:
         for rank, daemon in self.sources.items():
             while (event := daemon.engine.session.events.pop()) is not None:
                 if event.WhichOneof("kind") == "lease_ended":
-                    self._lease_over(rank, event.lease_ended.request_id)
+                    self._lease_over(rank, event.lease_ended.lease)
         for rank, daemon in self.readers.items():
             while (event := daemon.engine.session.events.pop()) is not None:
                 self._on_event(rank, event)
+        self._check_answers()
 
     # ---- the source's engine ----
 
     def _live(self, request_id: str) -> Published | None:
         return next((each for each in self.published if each.request_id == request_id and each.held), None)
 
-    def _lease_over(self, rank: int, request_id: str) -> None:
+    def _lease_over(self, rank: int, number: int) -> None:
         """This rank's daemon says so: the engine uses the blocks otherwise, at once."""
-        published = self._live(request_id)
-        if published is not None and rank in published.held:
+        published = self.published[number - 1]
+        if rank in published.held:
             published.held.discard(rank)
             self._use_otherwise(self.sources[rank], published.blocks)
 
@@ -258,43 +277,55 @@ class Run:
         daemon, tables = self.sources[rank], {"full": BlockTable.of(published.blocks)}
         said = Publication(tables, SLOTS * len(published.blocks), b"", more=False, digest=published.digest)
         try:
-            self._call(daemon, daemon.engine.leases.publish, published.request_id, said, ttl_s=TTL_S, readers=1)
+            self._call(
+                daemon, daemon.engine.leases.publish, published.request_id, published.number, said, ttl_s=TTL_S,
+                readers=1,
+            )  # fmt: skip
         except KvferryError as error:
             raise Violation(f"publish refused: {error.code}", str(error)) from error
 
     def revoke(self, request_id: str) -> None:
         """The engine takes it back, on all ranks."""
         self.log.append(f"revoke {request_id}")
+        published = self._live(request_id)
         for rank, daemon in self.sources.items():
             self._call(daemon, daemon.ferry.abort_here, daemon.engine, request_id, "by the engine")
-            self._lease_over(rank, request_id)
+            if published is not None:
+                self._lease_over(rank, published.number)
 
     # ---- the reading engine, and its router ----
 
-    def _order(self) -> Order:
-        return Order("prefill", self.addresses["prefill"][0], way="" if self.way == "auto" else self.way)
+    def _order(self, request_id: str) -> Order:
+        """Of the engine itself, which may have been told the lease's number by the prefill."""
+        source, way = self.addresses["prefill"][0], "" if self.way == "auto" else self.way
+        published = self._live(request_id)
+        if published is None or len(published.held) < len(self.sources) or self.rng.random() < 0.5:
+            return Order("prefill", source, way=way)
+        return Order("prefill", source, self.sources[0].engine.epoch, published.number, way=way)
 
     def receive(self, request_id: str, *, own: bool) -> Receive:
-        """Reserve blocks on all ranks, with steps in between. own: the engine names the source and the number; else no
-        attempt of the request may be under way, for an engine has one at a time."""
-        if not own and any(self._goes_on(request_id, rank) for rank in self.readers):
-            self.abort(request_id)
+        """Reserve blocks on all ranks, with steps in between, for a new attempt. own: the engine names the source."""
         self.numbers[request_id] += 1
         digest = self.prompts[request_id] if self.signed[request_id] else b""
-        receive = Receive(request_id, digest, self.numbers[request_id] if own else 0)
+        receive, order = Receive(request_id, digest, self.numbers[request_id]), None
+        if own:
+            order = self._order(request_id)
         self.receives.append(receive)
-        self.log.append(f"receive {request_id} {receive.number or 'for a router'}")
+        of_lease = f", lease {order.lease or 'any'}" if order else " for a router"
+        self.log.append(f"receive {request_id} {receive.number}{of_lease}")
         for rank in self.rng.sample(sorted(self.readers), len(self.readers)):
             if receive.aborted:
                 break
-            self._receive_at(receive, rank, own=own)
+            self._receive_at(receive, rank, order)
             self.go(self.rng.choice((0, 0, 3, 10, 40)))
         return receive
 
-    def _receive_at(self, receive: Receive, rank: int, *, own: bool) -> None:
-        daemon = self.readers[rank]
+    def _free_blocks(self, rank: int) -> list[int]:
         taken = {block for part in self._parts(rank) for block in part.blocks}
-        blocks = [block for block in range(BLOCKS) if block not in taken][:2]
+        return [block for block in range(BLOCKS) if block not in taken][:2]
+
+    def _receive_at(self, receive: Receive, rank: int, order: Order | None) -> None:
+        daemon, blocks = self.readers[rank], self._free_blocks(rank)
         if len(blocks) < 2:
             receive.refused[rank] = Conflict("no_blocks", "all are taken")
             return
@@ -302,25 +333,78 @@ class Run:
         def begin() -> None:
             reservation = Reservation({"full": BlockTable.of(blocks)}, (0, 2 * SLOTS), receive.digest)
             transfer = daemon.ferry.jobs.receive(
-                daemon.engine, receive.request_id, reservation, self._order() if own else None, None,
-                attempt=receive.number,
-            )  # fmt: skip
+                daemon.engine, receive.request_id, receive.number, reservation, order, None
+            )
             receive.parts[rank] = Part(receive, rank, blocks, transfer)
 
         try:
             self._call(daemon, begin)
+            self.newest[rank, receive.request_id] = daemon, receive.number
         except KvferryError as error:
             self.log.append(f"  rank {rank} refuses: {error.code}")
             self.ends[f"refused: {error.code}"] += 1
             receive.refused[rank] = error
 
-    def order(self, request_id: str) -> None:
-        """By a router, at any rank."""
+    def _receive_late(self, request_id: str) -> None:
+        """A reservation of an attempt that this rank's daemon has seen passed comes once more."""
         rank = self.rng.choice(sorted(self.readers))
-        daemon = self.readers[rank]
-        self.log.append(f"order {request_id} at rank {rank}")
+        of, newest = self.newest.get((rank, request_id), (None, 1))
+        daemon, blocks = self.readers[rank], self._free_blocks(rank)
+        if of is not daemon or newest < 2 or len(blocks) < 2:
+            return
+        number = self.rng.randrange(1, newest)
+        reservation = Reservation({"full": BlockTable.of(blocks)}, (0, 2 * SLOTS))
         with contextlib.suppress(KvferryError):
-            self._call(daemon, daemon.ferry.jobs.order, daemon.engine, request_id, self._order(), {})
+            self._call(
+                daemon, daemon.ferry.jobs.receive, daemon.engine, request_id, number, reservation,
+                self._order(request_id), None,
+            )  # fmt: skip
+            raise Violation("an attempt that was passed begins", f"{number} of {request_id} after {newest}")
+
+    def order(self, request_id: str, body: OrderBody | None = None) -> None:
+        """By a router, at any rank. body: that of an order given before."""
+        rank = self.rng.choice(sorted(self.readers))
+        daemon, leader = self.readers[rank], self.readers[0]
+        if body is None:
+            next_one = self.numbers[request_id] + 1
+            body = OrderBody(
+                request_id=request_id,
+                source=SourceBody(engine_id="prefill", address=self.addresses["prefill"][0]),
+                way=None if self.way == "auto" else self.way,
+                attempt=self.rng.choice((None, None, self.attempt_ordered or next_one)),
+                order_id=self.rng.choice((None, f"order {self.rng.randrange(SEEDS)}")),
+            )
+            self.bodies.append(body)
+        self.log.append(f"order {request_id} at rank {rank}, attempt {body.attempt}, {body.order_id or 'without id'}")
+        known = self.answered.get(body.order_id or "")
+        with self.world.within(daemon.process):
+            answer = self.world.loop.create_task(daemon.ferry.order(body))
+        named = known[1] if known is not None and known[0] is leader and leader.ferry.jobs.find(known[1]) else None
+        self.ordered.append(Ordered(body, leader, answer, named))
+        self.world.loop.settle()
+        self._told()
+
+    def _check_answers(self) -> None:
+        """No order is told of what has ended before it, unless it has been given before, or names that attempt."""
+        for order in [each for each in self.ordered if each.answer.done()]:
+            self.ordered.remove(order)
+            if order.answer.cancelled() or isinstance(error := order.answer.exception(), KvferryError):
+                continue
+            if error is not None:
+                raise error
+            (said, new), body, leader = order.answer.result(), order.body, self.readers[0]
+            self.ends[f"ordered: {said.state.value}"] += 1
+            if order.leader is not leader:
+                continue
+            transfer = leader.ferry.jobs.find(said.transfer_id)
+            before = order.known
+            if before is not None and (said.transfer_id != before or new):
+                raise Violation("an order that comes again with its id is another", body.order_id or "")
+            named = transfer is not None and transfer.attempt.number == body.attempt
+            if said.state.ended and not named and (body.order_id or "") not in self.answered:
+                raise Violation("an order is told of what has ended before it", str(body))
+            if body.order_id:
+                self.answered[body.order_id] = leader, said.transfer_id
 
     def abort(self, request_id: str) -> None:
         """By the engine, on all ranks."""
@@ -332,9 +416,6 @@ class Run:
     def _parts(self, rank: int) -> list[Part]:
         """Those of this rank whose blocks are not free."""
         return [part for receive in self.receives if (part := receive.parts.get(rank)) is not None and part.blocks]
-
-    def _goes_on(self, request_id: str, rank: int) -> bool:
-        return any(part.receive.request_id == request_id and not part.ended for part in self._parts(rank))
 
     def _on_event(self, rank: int, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):
@@ -470,11 +551,14 @@ class Run:
     def receive_somehow(self, request_id: str) -> None:
         how = self.rng.choice(("own", "own", "order first", "reservation first"))
         if how == "order first":
+            self.attempt_ordered = self.rng.choice((0, 0, self.numbers[request_id] + 2, HIGHEST))
             self.order(request_id)
             self.go(self.rng.randrange(20))
         self.receive(request_id, own=how == "own")
         if how == "reservation first":
+            self.attempt_ordered = self.numbers[request_id]
             self.order(request_id)
+        self.attempt_ordered = 0
 
     def _strike(self, blow: str, request_id: str) -> None:
         self.log.append(f"{blow} ({request_id})")
@@ -507,7 +591,10 @@ class Run:
             case "time":
                 self.pass_time(self.rng.choice((0.01, 0.6, 6.0, TTL_S + 1)))
             case "order again":
-                self.order(request_id)
+                given = [body for body in self.bodies if body.request_id == request_id]
+                self.order(request_id, self.rng.choice(given) if given else None)
+            case "late":
+                self._receive_late(request_id)
 
     def _restart(self, daemons: dict[int, Daemon], engine: str) -> None:
         """The daemon of one rank dies. Its engine's rank attaches to the next one, in the same epoch."""
@@ -518,7 +605,7 @@ class Run:
             self.stopping.append(self.world.loop.create_task(before.ferry.close()))
         daemons[rank] = after = self._daemon(engine, rank)
         if engine == "prefill":
-            lost = [each.request_id for each in self.published if rank in each.held]
+            lost = [(each.request_id, each.number) for each in self.published if rank in each.held]
             self._call(after, after.engine.leases.lost, lost)
             for published in self.published:
                 published.held.discard(rank)
@@ -556,7 +643,7 @@ class Run:
 
     def _over(self) -> bool:
         jobs = [transfer for daemon in self.readers.values() for transfer in daemon.ferry.jobs]
-        return all(transfer.over and transfer.quiet.is_set() for transfer in jobs)
+        return not self.ordered and all(transfer.over and transfer.quiet.is_set() for transfer in jobs)
 
     def _come_to_rest(self) -> None:
         """All that was begun ends within its bounds; leases by their ttl, counted from their last read."""
@@ -591,7 +678,9 @@ class Run:
                 self.go(self.rng.randrange(30))
             receive = self.receive(request_id, own=how == "own")
             if how == "reservation first":
+                self.attempt_ordered = receive.number
                 self.order(request_id)
+                self.attempt_ordered = 0
             if receives_first:
                 self.go(self.rng.randrange(60))
                 self.publish(request_id)
@@ -607,7 +696,8 @@ class Run:
                 whys[rank] = "not told", ""
             elif not part.publish:
                 whys[rank] = part.ended.problem.code, part.ended.problem.message
-        code = next((code for code, _ in sorted(whys.values()) if code != "rank_failed"), "rank_failed")
+        codes = [code for code, _ in sorted(whys.values())]
+        code = next((code for code in codes if code not in OF_ANOTHER), codes[0])
         of_order = f"{how}, " if code == "deadline" else ""
         return f"{NOT_DONE}: {of_order}{code}", str(whys)
 

@@ -70,7 +70,9 @@ class Daemon:
 
     def publish(self, request_id: str, blocks: range, digest: bytes = b"") -> None:
         said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False, digest=digest)
-        self.world.loop.call(self.engine.leases.publish, request_id, said, ttl_s=20.0, readers=1)
+        leases = self.engine.leases
+        number = leases._newest(request_id) + 1
+        self.world.loop.call(leases.publish, request_id, number, said, ttl_s=20.0, readers=1)
 
     def forget_pairings(self) -> None:
         self.engine.pairings._known.clear()

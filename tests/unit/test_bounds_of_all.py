@@ -11,7 +11,7 @@ from kvferryd.aio import NOTED_S
 from kvferryd.leases import leases
 from kvferryd.leases.lease import ReaderId
 from kvferryd.transfers import transfers
-from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.order import Attempt, Order, Reservation
 
 SOURCE, READER = "127.0.0.1:7001", "127.0.0.1:7002"
 REMEMBER = 4
@@ -50,32 +50,36 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
             with world.within(reader.process):
                 world.loop.call(function, reader.engine, *args, **more)  # type: ignore[arg-type]
 
+        abort_attempt = reader.ferry.jobs.abort_attempt
         for number in range((REMEMBER + 2) * len(ENDS)):
             request_id, end, held = f"r-{number}", ENDS[number % len(ENDS)], source.engine.leases
             reservation, order = Reservation({"full": BlockTable.of([0, 1])}, None), Order("prefill", SOURCE)
+            late = Order("prefill", SOURCE, deadline_s=TTL_S)
             match end:
                 case "own" | "ordered" | "expired" | "revoked":
                     source.publish(request_id, range(2))
                 case "lost":
-                    world.loop.call(held.lost, [request_id, f"{request_id} too"])
+                    world.loop.call(held.lost, [(request_id, 1), (f"{request_id} too", 1)])
                 case "early":
                     stranger = ReaderId("decode", "1", 0, 2)
-                    world.loop.call(held.finished, request_id, stranger)
+                    world.loop.call(held.finished, request_id, 1, stranger)
             match end:
                 case "own" | "lost":
-                    at_reader(reader.ferry.jobs.receive, request_id, reservation, order, None)
+                    at_reader(reader.ferry.jobs.receive, request_id, 1, reservation, order, None)
                 case "ordered":
-                    at_reader(reader.ferry.jobs.order, request_id, order, {0: reservation}, attempt=1 + number)
+                    at_reader(reader.ferry.jobs.order, request_id, order, {0: reservation}, order_id=request_id)
+                    at_reader(reader.ferry.jobs.order, f"{request_id} waits", late, number=1 + number)
                 case "aborted" | "early":
-                    at_reader(reader.ferry.jobs.receive, request_id, reservation, order, None)
+                    at_reader(reader.ferry.jobs.receive, request_id, 1, reservation, order, None)
                     run()
-                    at_reader(reader.ferry.jobs.abort, request_id, "a test", attempt=number)
+                    at_reader(reader.ferry.jobs.abort, request_id, "a test")
+                    at_reader(abort_attempt, f"{request_id} too", Attempt(1 + number), "a test", failed=False)
                 case "expired":
                     world.loop.pass_time(TTL_S + 1.0)
                 case "revoked":
                     world.loop.call(held.revoke, request_id, "preempted")
             run()
-        world.loop.pass_time(2 * NOTED_S)
+        world.loop.pass_time(TTL_S + 2 * NOTED_S)
         run()
         world.loop.pass_time(TTL_S)
         check(at_rest=True)

@@ -68,10 +68,11 @@ class Pair:
     """Names of pairings that are made anew."""
 
     def publish(self, request_id: str) -> Lease:
-        return self.source.leases.publish(request_id, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
+        leases, said = self.source.leases, Publication(TABLES, 16, b"", more=False)
+        return leases.publish(request_id, leases._newest(request_id) + 1, said, ttl_s=60, readers=1)
 
     async def view(self, request_id: str) -> SourceReader:
-        view = SourceReader(self.rank, request_id, 0, Computed(), tell_lost=lambda _: None)
+        view = SourceReader(self.rank, request_id, 0, 0, Computed(), tell_lost=lambda _: None)
         async with asyncio.timeout(60):
             await view.advance()
         return view
@@ -256,7 +257,7 @@ async def test_a_reading_closes_its_own_lease_when_the_request_has_been_publishe
 
 async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish(pair: Pair) -> None:
     leases = pair.source.leases
-    leases.publish("first", Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
+    leases.publish("first", 1, Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
     view = await pair.view("first")
     leases.revoke("first", "for a test")
     async with asyncio.timeout(60):
@@ -271,7 +272,7 @@ async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish
 async def test_a_reading_that_the_source_has_ended_is_packed_no_more(pair: Pair) -> None:
     """The source would not answer: it knows nothing of it any more."""
     leases = pair.source.leases
-    leases.publish("first", Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
+    leases.publish("first", 1, Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
     view = await pair.view("first")
     leases.revoke("first", "for a test")
     await pair.opened("other")  # told later on the same stream

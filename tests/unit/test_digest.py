@@ -9,8 +9,7 @@ import pytest
 
 from kvferry.digest import prompt_digest
 from kvferry.errors import KvferryError
-from kvferry.handoff import REMEMBERED, Attempts, Handoff, Origin
-from kvferry.schemas import SourceBody
+from kvferry.handoff import REMEMBERED, Counted, Handoff
 
 
 def test_the_digest_is_the_documented_bytes() -> None:
@@ -52,19 +51,10 @@ def test_the_digest_is_of_the_tokens_that_are_named() -> None:
     assert origin.digest == prompt_digest([5, 6, 7])
 
 
-def test_attempts_are_counted_by_request_and_forgotten_in_order() -> None:
-    attempts, source = Attempts(), SourceBody(engine_id="p", address="127.0.0.1:1")
-
-    def attempt(request_id: str) -> int:
-        return attempts.next(Origin(request_id, 1, source))
-
-    assert [attempt("a"), attempt("b"), attempt("a")] == [1, 1, 2]
+def test_what_comes_is_counted_by_name_and_the_oldest_name_is_forgotten() -> None:
+    counted = Counted()
+    assert [counted.next(name) for name in ("a", "b", "a")] == [1, 1, 2]
     for i in range(REMEMBERED - 1):
-        attempt(f"other-{i}")
-    assert attempt("a") == 3
-    assert attempt("b") == 1
-
-
-def test_attempts_that_a_router_orders_are_counted_by_the_daemons() -> None:
-    attempts = Attempts()
-    assert [attempts.next(Origin("a", 1, None)) for _ in range(2)] == [0, 0]
+        counted.next(f"other-{i}")
+    assert counted.next("a") == 3
+    assert counted.next("b") == 1

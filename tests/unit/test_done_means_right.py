@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -57,7 +55,7 @@ from kvferryd.leases.lease import Lease, Publication
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Files
 from kvferryd.observe.metrics import Metrics
-from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.order import Attempt, Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
 BLOCKS, SLOTS, PIECE = 8, 2, 1024
@@ -72,6 +70,8 @@ UNSEEN = 1 << 48
 NEVER = ("internal", "not_opened", "protocol", "malformed_read", "malformed_pack", "malformed_stream", "cut_differs")
 """Codes by which a daemon of ours says that another broke the protocol."""
 SELDOM = st.sampled_from((False, False, False, True))
+NUMBERS = st.sampled_from((1, 1, 1, 1, 2, 0, -1))
+"""Of an attempt, after the request's last: the next, mostly."""
 BLOWS = ("", "", "revoke", "revoke", "abort", "read", "stream", "session", "restart", "time", "late", "again")
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 SETTINGS = settings(
@@ -129,7 +129,7 @@ class Published:
 
 
 @dataclass(eq=False)
-class Attempt:
+class Held:
     """Blocks that the reader's engine reserved, until it was told that they are safe and has used them."""
 
     request_id: str
@@ -197,9 +197,19 @@ class Done(RuleBasedStateMachine):
         self.published: list[Published] = []
         self.live: dict[str, Published] = {}
         """Leases that the source's engine must keep, by request."""
-        self.attempts: list[Attempt] = []
+        self.attempts: list[Held] = []
         """Whose blocks the reader's engine must not use otherwise."""
-        self.eager = True
+        self.eager = self.leads = True
+        self.last: dict[str, int] = {}
+        """The number of the last attempt of each request that the reader's engine has begun."""
+        self.begun: dict[tuple[str, str], int] = {}
+        """By epoch and request: of the last attempt that the daemon has begun."""
+        self.said: dict[tuple[str, str], int] = {}
+        """By epoch and request: the highest number of an attempt of which the daemon has heard."""
+        self.unquiet: set[tuple[tuple[str, str], int]] = set()
+        """Attempts that are over since their blocks were not quiet, by epoch, request and number."""
+        self.ordered: dict[str, Transfer] = {}
+        """By order id."""
         for side in (self.source, self.reader):
             self._start(side)
         for side in (self.source, self.reader):
@@ -332,7 +342,7 @@ class Done(RuleBasedStateMachine):
                 for attempt in self._of(event.blocks_safe.transfer_id):
                     self._safe(attempt)
 
-    def _of(self, transfer_id: str) -> list[Attempt]:
+    def _of(self, transfer_id: str) -> list[Held]:
         return [attempt for attempt in self.attempts if attempt.transfer.transfer_id == transfer_id]
 
     def _over(self, published: Published) -> None:
@@ -342,7 +352,7 @@ class Done(RuleBasedStateMachine):
         if self.eager:
             self._use_otherwise(self.source, published.blocks)
 
-    def _ended(self, attempt: Attempt, ended: engine_pb2.TransferEnded) -> None:
+    def _ended(self, attempt: Held, ended: engine_pb2.TransferEnded) -> None:
         if ended.state == TransferState.DONE:
             assert not attempt.doomed, "an aborted attempt is done"
             self._check_bytes(attempt, (ended.tokens.start, ended.tokens.stop), ended.nbytes)
@@ -352,16 +362,16 @@ class Done(RuleBasedStateMachine):
         if ended.blocks_safe:
             self._safe(attempt)
 
-    def _safe(self, attempt: Attempt) -> None:
+    def _safe(self, attempt: Held) -> None:
         attempt.safe = True
         if attempt.holds is None:
             self._free(attempt)
 
-    def _free(self, attempt: Attempt) -> None:
+    def _free(self, attempt: Held) -> None:
         self.attempts.remove(attempt)
         self._use_otherwise(self.reader, attempt.blocks)
 
-    def _check_bytes(self, attempt: Attempt, tokens: tuple[int, int], nbytes: int) -> None:
+    def _check_bytes(self, attempt: Held, tokens: tuple[int, int], nbytes: int) -> None:
         """Those of one publish that was meant, of all tokens that were wanted."""
         attempt.holds = self.reader.tags[:, attempt.blocks].copy()
         first, last = tokens
@@ -377,11 +387,13 @@ class Done(RuleBasedStateMachine):
         meant = np.array([[published.tag(component, token) for token in range(first, last)] for component in (0, 1)])
         assert np.array_equal(held, np.broadcast_to(meant[:, :, None], held.shape)), "done with torn bytes"
         assert published.request_id == attempt.request_id, "done with another request's bytes"
+        assert published.number == attempt.transfer.lease, "done with another lease's bytes"
         assert published.ended is None or published.ended > attempt.begun, "done with a publish of the past"
         digest = attempt.reservation.digest
         assert not digest or digest == published.digest == published.prompt, "done with another prompt's bytes"
         order = attempt.transfer.order
         assert order is not None and order.epoch in ("", published.epoch), "done with another epoch's bytes"
+        assert order.lease in (0, published.number), "done with another lease than was ordered"
         if attempt.reservation.tokens is None:
             assert not published.more and last == published.tokens, "done with part of a publish"
 
@@ -440,10 +452,11 @@ class Done(RuleBasedStateMachine):
         taken = {block for published in self.live.values() for block in published.blocks}
         return [block for block in range(BLOCKS) if block not in taken]
 
-    @initialize(eager=st.booleans(), met=st.sampled_from((True, True, False)))
-    def begin(self, eager: bool, met: bool) -> None:
-        """eager: the source's engine uses blocks again as soon as it may. met: the daemons have shaken hands."""
-        self.eager = eager
+    @initialize(eager=st.booleans(), met=st.sampled_from((True, True, False)), leads=st.booleans())
+    def begin(self, eager: bool, met: bool, leads: bool = True) -> None:
+        """eager: the source's engine uses blocks again as soon as it may. met: the daemons have shaken hands. leads:
+        the reader takes orders as rank 0 does, from routers; otherwise as another rank, from rank 0."""
+        self.eager, self.leads = eager, leads
         if met:
             assert self.reader.engine is not None
             peers = self.reader.ferry.peers_known
@@ -501,7 +514,7 @@ class Done(RuleBasedStateMachine):
         tables = {"full": BlockTable.of(published.blocks)}
         said = Publication(tables, published.tokens, b"", published.more, published.digest)
         self._call(
-            self.source, leases.publish, published.request_id, said,
+            self.source, leases.publish, published.request_id, published.number, said,
             ttl_s=TTL_S, readers=published.readers, after=published.fence,
         )  # fmt: skip
 
@@ -543,32 +556,56 @@ class Done(RuleBasedStateMachine):
 
     # ---- the reader's engine and router ----
 
-    def _order(self, fresh: bool, way: str, deadline_s: float | None) -> Order:
+    def _order(self, fresh: bool, way: str, deadline_s: float | None, request_id: str = "") -> Order:
+        """fresh: it names the source's epoch, and the lease of this request that is there."""
         epoch = f"{self.source.name}-{self.source.epochs}" if fresh else ""
-        return Order(self.source.name, self.source.address, epoch, deadline_s=deadline_s, way=way)
+        lease = self.live[request_id].number if fresh and request_id in self.live else 0
+        return Order(self.source.name, self.source.address, epoch, lease, deadline_s=deadline_s, way=way)
+
+    def _next(self, request_id: str, after: int = 1) -> int:
+        return max(1, self.last.get(request_id, 0) + after)
+
+    def _heard(self, request_id: str, number: int) -> tuple[str, str]:
+        """The daemon hears of this attempt. The key of all that is known of the request."""
+        assert self.reader.engine is not None
+        key = self.reader.engine.epoch, request_id
+        self.said[key] = max(number, self.said.get(key, 0))
+        return key
 
     @precondition(lambda self: self.reader.engine is not None)
     @rule(
-        request_id=st.sampled_from(REQUESTS), attempt=st.sampled_from((0, 0, 0, 1, 2, 3)), fresh=st.booleans(),
-        way=st.sampled_from(("", "direct", "staged")), counted=st.booleans(), deadline_s=st.sampled_from((None, 10.0)),
-        handed_on=st.sampled_from(("", "", "by a rank", "by a new rank")),
+        request_id=st.sampled_from(REQUESTS), after=st.sampled_from((None, None, 0, 1, 1, 2, -1)), fresh=st.booleans(),
+        way=st.sampled_from(("", "direct", "staged")), deadline_s=st.sampled_from((None, 10.0)),
+        order_id=st.sampled_from(("", "", "one", "another")),
     )  # fmt: skip
     def order(
-        self, request_id: str, attempt: int, fresh: bool, way: str, handed_on: str, counted: bool,
-        deadline_s: float | None,
-    ) -> None:  # fmt: skip
-        """By the router, or handed on from another rank."""
-        if handed_on and not attempt:
-            attempt = 1
-        since = {"": None, "by a rank": -math.inf, "by a new rank": time.monotonic()}[handed_on]
+        self, request_id: str, after: int | None, fresh: bool, way: str, deadline_s: float | None, order_id: str
+    ) -> None:
+        """By the router, or handed on by rank 0. after: the attempt that it is for, after the last; None for any."""
+        if self.reader.engine is None:
+            return
+        order = self._order(fresh, way, deadline_s, request_id)
+        jobs, number = self.reader.ferry.jobs, 0 if after is None else self._next(request_id, after)
+        known = self.ordered.get(order_id)
+
+        def take() -> None:
+            transfer, _ = jobs.order(self.reader.engine, request_id, order, number=number, order_id=order_id)  # type: ignore[arg-type]
+            assert known in (None, transfer), "an order that comes again with its id is another"
+            if transfer.ended.is_set():
+                assert known or transfer.attempt.number == number, "an order is told of what has ended before it"
+            if order_id:
+                self.ordered[order_id] = transfer
+
+        def take_handed() -> None:
+            attempt = Attempt(number or self._next(request_id))
+            self._heard(request_id, attempt.number)
+            assert jobs.handed(self.reader.engine, request_id, attempt, order, None).attempt == attempt  # type: ignore[arg-type]
+
         try:
-            self._call(
-                self.reader, self.reader.ferry.jobs.order, self.reader.engine, request_id,
-                self._order(fresh, way, deadline_s), {}, attempt=attempt,
-                counted=counted and bool(handed_on), since=since,
-            )  # fmt: skip
+            self._call(self.reader, take if self.leads else take_handed)
         except KvferryError as error:
-            if error.code in ("internal", "blocks_not_quiet"):
+            heard = (self.reader.engine.epoch, request_id), number or self._next(request_id)
+            if error.code == "internal" or (error.code == "blocks_not_quiet" and heard not in self.unquiet):
                 raise
 
     @precondition(lambda self: self.reader.engine is not None)
@@ -576,25 +613,27 @@ class Done(RuleBasedStateMachine):
         request_id=st.sampled_from(REQUESTS), blocks=st.integers(1, 4), skip=st.sampled_from((None, 0, 0, 1, 2)),
         until=st.integers(0, 1), digest=st.sampled_from((b"", *PROMPTS)), ordered=st.sampled_from((True, True, False)),
         fresh=st.booleans(), way=st.sampled_from(("", "direct", "direct", "staged")),
-        attempt=st.sampled_from((0, 0, 0, 1, 2, 3)), deadline_s=st.sampled_from((None, None, 5.0)),
+        after=NUMBERS, deadline_s=st.sampled_from((None, None, 5.0)),
     )  # fmt: skip
     def receive(
         self, request_id: str, blocks: int, skip: int | None, until: int, digest: bytes, ordered: bool, fresh: bool,
-        way: str, attempt: int, deadline_s: float | None,
+        way: str, after: int, deadline_s: float | None,
     ) -> None:  # fmt: skip
-        """Into free blocks. skip: tokens that the engine has already; None for all that is published."""
+        """Into free blocks. skip: tokens that the engine has already; None for all that is published. after: the
+        number of its attempt, after the last."""
         taken = {block for held in self.attempts for block in held.blocks}
         free = [block for block in range(BLOCKS) if block not in taken][:blocks]
         if len(free) < blocks:
             return
         tokens = None if skip is None else (min(skip, blocks * SLOTS - until), blocks * SLOTS - until)
         reservation = Reservation({"full": BlockTable.of(free)}, tokens, digest)
-        order = self._order(fresh, way, None) if ordered else None
-        self._receive(request_id, reservation, order, deadline_s, attempt)
+        order = self._order(fresh, way, None, request_id) if ordered else None
+        self._receive(request_id, reservation, order, deadline_s, after)
 
     def _receive(
-        self, request_id: str, reservation: Reservation, order: Order | None, deadline_s: float | None, attempt: int
-    ) -> None:
+        self, request_id: str, reservation: Reservation, order: Order | None, deadline_s: float | None = None,
+        after: int = 1,
+    ) -> None:  # fmt: skip
         if self.reader.engine is None:
             return
         blocks: list[int] = reservation.tables["full"].block_ids.tolist()
@@ -603,36 +642,36 @@ class Done(RuleBasedStateMachine):
         known = {held.transfer.transfer_id for held in self.attempts}
         taken = {block for held in self.attempts for block in held.blocks}
 
+        number = self._next(request_id, after)
+        self.last[request_id] = max(number, self.last.get(request_id, 0))
+        heard = self.said.get((self.reader.engine.epoch, request_id), 0)
+        key = self._heard(request_id, number)
+
         def receive() -> None:
-            transfer = jobs.receive(
-                self.reader.engine,
-                request_id,
-                reservation,
-                order,
-                deadline_s,
-                attempt=attempt,  # type: ignore[arg-type]
-            )
+            transfer = jobs.receive(self.reader.engine, request_id, number, reservation, order, deadline_s)  # type: ignore[arg-type]
+            assert transfer.attempt == Attempt(number) and not transfer.ended.is_set()
+            assert number >= self.begun.get(key, 0), "an attempt that was passed begins"
+            self.begun[key] = number
             if transfer.transfer_id in known:
                 assert any(held.transfer is transfer and held.reservation == reservation for held in self.attempts)
                 return
             assert not taken & set(blocks), "blocks that a transfer may still write are lent to another"
-            received = Attempt(request_id, blocks, reservation, order, transfer, begun)
-            self.attempts.append(received)
-            if transfer.state is TransferState.DONE:  # at once: as if it had been told so
-                assert transfer.tokens is not None
-                self._check_bytes(received, transfer.tokens, transfer.nbytes)
+            self.attempts.append(Held(request_id, blocks, reservation, order, transfer, begun))
 
         try:
             self._call(self.reader, receive)
         except KvferryError as error:
-            own_number_refused = error.code == "stale_attempt" and not attempt
-            safe_ones_refused = error.code == "blocks_not_quiet" and not taken & set(blocks)
-            if error.code == "internal" or own_number_refused or safe_ones_refused:
+            newest_refused = error.code == "stale_attempt" and number > heard
+            not_quiet, why_known = error.code == "blocks_not_quiet", (key, number) in self.unquiet
+            safe_ones_refused = not_quiet and not why_known and not taken & set(blocks)
+            if not_quiet:
+                self.unquiet.add((key, number))
+            if error.code == "internal" or newest_refused or safe_ones_refused:
                 raise
 
     @precondition(lambda self: self.reader.engine and self.attempts)
-    @rule(which=st.integers(0, 7), same=st.booleans(), request_id=st.sampled_from(REQUESTS), attempt=st.integers(0, 3))
-    def receive_into_blocks_not_safe(self, which: int, same: bool, request_id: str, attempt: int) -> None:
+    @rule(which=st.integers(0, 7), same=st.booleans(), request_id=st.sampled_from(REQUESTS), after=NUMBERS)
+    def receive_into_blocks_not_safe(self, which: int, same: bool, request_id: str, after: int) -> None:
         """A careless engine. same: the very reservation of the transfer under way."""
         unsafe = [held for held in self.attempts if not held.safe and held.claimed()]
         if unsafe:
@@ -644,7 +683,7 @@ class Done(RuleBasedStateMachine):
                 reservation = Reservation({"full": BlockTable.of(blocks)}, None)
             else:
                 return
-            self._receive(request_id, reservation, self._order(False, "", None), None, attempt)
+            self._receive(request_id, reservation, self._order(False, "", None), after=after)
 
     @precondition(lambda self: any(held.safe for held in self.attempts))
     @rule(which=st.integers(0, 7), again=st.booleans(), ordered=st.booleans())
@@ -655,21 +694,27 @@ class Done(RuleBasedStateMachine):
         self._free(attempt)
         if again and self.reader.engine is not None:
             order = self._order(False, "", None) if ordered else None
-            self._receive(attempt.request_id, attempt.reservation, order, None, 0)
+            self._receive(attempt.request_id, attempt.reservation, order)
 
     @precondition(lambda self: self.reader.engine is not None)
-    @rule(request_id=st.sampled_from(REQUESTS), attempt=st.sampled_from((0, 0, 1, 2, 3)), failed=st.booleans())
-    def abort(self, request_id: str, attempt: int, failed: bool) -> None:
-        """By the engine (attempt 0), or since another rank has ended this attempt."""
+    @rule(
+        request_id=st.sampled_from(REQUESTS), after=st.sampled_from((None, None, 0, 0, 1, -1)), failed=st.booleans()
+    )  # fmt: skip
+    def abort(self, request_id: str, after: int | None, failed: bool) -> None:
+        """By the engine; or since another rank has ended this attempt, after the last."""
+        jobs, number = self.reader.ferry.jobs, 0 if after is None else self._next(request_id, after)
 
         def abort() -> None:
-            for held in self.attempts:
-                newer = attempt and held.transfer.attempt > attempt
-                if held.request_id == request_id and not newer and not held.transfer.ended.is_set():
-                    held.doomed = True
-            jobs, engine = self.reader.ferry.jobs, self.reader.engine
+            engine = self.reader.engine
             assert engine is not None
-            jobs.abort(engine, request_id, "a test", attempt=attempt, failed=failed and bool(attempt))
+            for held in self.attempts:
+                if held.request_id == request_id and number in (0, held.transfer.attempt.number):
+                    held.doomed |= not held.transfer.ended.is_set()
+            if number:
+                self._heard(request_id, number)
+                jobs.abort_attempt(engine, request_id, Attempt(number), "a test", failed=failed)
+            else:
+                jobs.abort(engine, request_id, "a test")
 
         self._call(self.reader, abort)
 
@@ -803,9 +848,9 @@ class Done(RuleBasedStateMachine):
         def receive() -> None:
             if known is None or self.reader.engine is None:
                 digest = served.prompt if served.signed else b""
-                self.receive(request_id, blocks, skip, int(served.odd), digest, True, False, way, 0, None)
+                self.receive(request_id, blocks, skip, int(served.odd), digest, True, False, way, 1, None)
             else:
-                self._receive(request_id, known.reservation, self._order(False, way, None), None, 0)
+                self._receive(request_id, known.reservation, self._order(False, way, None))
 
         if served.receives_first:
             receive()
@@ -825,7 +870,7 @@ class Done(RuleBasedStateMachine):
         if blow == "revoke" and self.source.engine and request_id in self.live:
             self._revoke(request_id)
         elif blow == "abort" and self.reader.engine:
-            self.abort(request_id, 0, failed=False)
+            self.abort(request_id, None, failed=False)
         elif blow == "read" and self.world.flights():
             self.read_fails(which)
         elif blow == "stream" and self.world.streams():
@@ -842,7 +887,7 @@ class Done(RuleBasedStateMachine):
             again = [held for held in self.attempts if held.request_id == request_id and not held.safe]
             for attempt in again:
                 if attempt.claimed():
-                    self._receive(request_id, attempt.reservation, attempt.order, None, attempt.transfer.attempt + 1)
+                    self._receive(request_id, attempt.reservation, attempt.order)
 
     # ---- the end ----
 
@@ -931,15 +976,15 @@ def test_blocks_are_not_quiet_because_a_wait_for_them_was_cut_off(quiet: None) -
     model.teardown()
 
 
-def test_a_reservation_after_an_order_with_a_number_of_its_own_is_the_next_attempt(quiet: None) -> None:
+def test_an_order_that_names_an_attempt_to_come_leaves_those_before_it_alone(quiet: None) -> None:
     first = Served("r", b"hello", 1, False, False, None, False, False, "", 0, 40, 1)
     model = Done()
     model.begin(eager=False, met=True)
     model.receive(
-        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=False, fresh=False, way="", attempt=0,
+        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="", after=1,
         deadline_s=None,
     )  # fmt: skip
-    model.order(request_id="r", attempt=3, fresh=False, way="", handed_on="", counted=False, deadline_s=None)
+    model.order(request_id="r", after=2, fresh=False, way="", deadline_s=None, order_id="")
     model.publish(
         request_id="r", prompt=b"hello", blocks=1, odd=False, signed=False, more=False, fenced=False, readers=1
     )  # fmt: skip
@@ -948,7 +993,7 @@ def test_a_reservation_after_an_order_with_a_number_of_its_own_is_the_next_attem
     model.teardown()
 
 
-def scattering() -> tuple[Done, Attempt, Copies]:
+def scattering() -> tuple[Done, Held, Copies]:
     """A token has been packed and read, and waits to be scattered."""
     model = Done()
     model.begin(eager=False, met=True)
@@ -956,7 +1001,7 @@ def scattering() -> tuple[Done, Attempt, Copies]:
         request_id="r", prompt=b"hello", blocks=1, odd=True, signed=False, more=False, fenced=False, readers=1
     )  # fmt: skip
     model.receive(
-        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="staged", attempt=0,
+        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="staged", after=1,
         deadline_s=5.0,
     )  # fmt: skip
     _, scatters = model.world.copies  # the source's, and the reader's
@@ -999,7 +1044,7 @@ def test_a_deadline_that_passes_while_a_lost_source_is_looked_for_ends_the_trans
     model = Done()
     model.begin(eager=False, met=True)
     model.receive(
-        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="", attempt=0,
+        request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="", after=1,
         deadline_s=5.0,
     )  # fmt: skip
     model.run_dry()

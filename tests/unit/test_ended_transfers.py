@@ -29,13 +29,15 @@ class Between:
         self.source = Daemon(world, SOURCE, manifest_of("prefill", heads=2), {0: SOURCE})
         self.reader = Daemon(world, READER, manifest_of("decode", heads=2), {0: READER})
 
-    def order(self, request_id: str, blocks: list[int]) -> tuple[Transfer, weakref.ref[BlockTable]]:
+    def order(self, request_id: str, blocks: list[int], order_id: str = "") -> tuple[Transfer, weakref.ref[BlockTable]]:
         """A router orders it and names the blocks; the world runs until nothing goes on."""
         table = BlockTable.of(blocks)
         brought = {0: Reservation({"full": table}, None)}
         with self.world.within(self.reader.process):
             jobs, engine = self.reader.ferry.jobs, self.reader.engine
-            transfer, _ = self.world.loop.call(jobs.order, engine, request_id, Order("prefill", SOURCE), brought)
+            transfer, _ = self.world.loop.call(
+                jobs.order, engine, request_id, Order("prefill", SOURCE), brought, order_id=order_id
+            )
         self.world.run()
         return transfer, weakref.ref(table)
 
@@ -62,10 +64,21 @@ def test_the_blocks_of_a_transfer_that_is_over_are_not_kept(between: Between, en
     assert record_of(transfer) == told
 
 
-def test_an_order_that_comes_again_after_the_end_is_known_by_its_blocks(between: Between) -> None:
+def test_an_order_that_comes_again_after_the_end_is_known_by_its_id_and_its_blocks(between: Between) -> None:
     between.source.publish("r", range(2))
-    transfer, _ = between.order("r", BLOCKS)
+    transfer, _ = between.order("r", BLOCKS, "o")
     assert transfer.state is TransferState.DONE
-    assert between.order("r", BLOCKS)[0] is transfer
-    with pytest.raises(KvferryError, match="was ordered already, with other tables"):
-        between.order("r", BLOCKS[::-1])
+    assert between.order("r", BLOCKS, "o")[0] is transfer
+    with pytest.raises(KvferryError, match="order o was given already, otherwise") as refused:
+        between.order("r", BLOCKS[::-1], "o")
+    assert refused.value.code == "order_conflict"
+
+
+def test_an_order_without_an_id_that_comes_again_after_the_end_is_another(between: Between) -> None:
+    between.source.publish("r", range(2))
+    first, _ = between.order("r", BLOCKS)
+    assert first.state is TransferState.DONE
+    between.source.publish("r", range(2, 4))
+    second, _ = between.order("r", BLOCKS)
+    assert second is not first and second.state is TransferState.DONE
+    assert (first.attempt.number, second.attempt.number) == (1, 2) and first.attempt.by == second.attempt.by != ""

@@ -43,6 +43,8 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         """While it is not set no command is answered."""
         self.answers.set()
         self.refuses = False
+        self.lease = 0
+        """The number of the last that was published."""
 
     async def Attach(
         self, commands: AsyncIterator[engine_pb2.Command], context: Any
@@ -74,6 +76,7 @@ class Daemon(engine_pb2_grpc.EngineServicer):
                 answer.receive.transfer_id = f"t{number}"
                 self.heard.append(f"receive {list(command.receive.tables.groups['full'].block_ids)}")
             else:
+                self.lease = command.publish.lease or self.lease
                 self.heard.append(str(command.WhichOneof("kind")))
             self.more.set()
             await self.answers.wait()
@@ -88,7 +91,7 @@ class Daemon(engine_pb2_grpc.EngineServicer):
                 await self.more.wait()
 
     def end_lease(self, state: str) -> None:
-        ended = engine_pb2.LeaseEnded(request_id="R", state=state)
+        ended = engine_pb2.LeaseEnded(request_id="R", lease=self.lease, state=state)
         self.events.put_nowait(engine_pb2.Event(lease_ended=ended))
 
     def end(self, transfer_id: str, state: str = "done", *, safe: bool = True) -> None:
@@ -293,7 +296,7 @@ async def test_a_refused_publish_leaves_nothing(both: Both) -> None:
     daemon.refuses = True
     with pytest.raises(KvferryError):
         await client.publish("R", TABLES, 4)
-    assert client._leases == {"R": lease}, "what was published before is still held"
+    assert client._leases == {("R", lease.number): lease}, "what was published before is still held"
     daemon.end_lease("released")
     assert await lease.ended() is LeaseState.RELEASED
 

@@ -67,7 +67,10 @@ async def leases(ended: list[Lease]) -> Leases:
 def publish(leases: Leases, num_tokens: int = 8, request_id: str = "r", **more: Any) -> Lease:
     told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "after": None} | more
     ttl_s, after = told.pop("ttl_s"), told.pop("after")
-    return leases.publish(request_id, Publication(num_tokens=num_tokens, **told), ttl_s=ttl_s, readers=1, after=after)
+    lease = leases.get(request_id)
+    number = lease.number if lease is not None else leases._newest(request_id) + 1
+    said = Publication(num_tokens=num_tokens, **told)
+    return leases.publish(request_id, number, said, ttl_s=ttl_s, readers=1, after=after)
 
 
 async def lasting(wait: Any) -> Any:

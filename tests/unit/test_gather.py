@@ -58,7 +58,7 @@ async def leases() -> Leases:
 
 @pytest.fixture
 async def lease(leases: Leases) -> Lease:
-    return leases.publish("r", Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
+    return leases.publish("r", 1, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from test_channels_of_ranks import first_of_two
+from test_channels_of_ranks import first_of
 
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.config import Config
@@ -29,7 +29,7 @@ def anyio_backend() -> str:
 
 async def test_a_peer_that_has_not_answered_a_thousand_times_is_tried_no_more_often() -> None:
     config = Config(known_peers=(NOBODY,))
-    engine, peers = first_of_two(NOBODY), Peers(config, Metrics())
+    engine, peers = first_of(NOBODY), Peers(config, Metrics())
     known = KnownPeers(config, peers, lambda: [engine])
     known._failed[engine, NOBODY] = 1024, 0.0, "peer_unreachable"
     before = time.monotonic()
@@ -58,7 +58,7 @@ async def test_an_order_that_joins_a_known_peers_handshake_begins_its_own_where_
     peer_pb2_grpc.add_PeerServicer_to_server(answering, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    engine, peers = first_of_two(address), Peers(Config(), Metrics())
+    engine, peers = first_of(address), Peers(Config(), Metrics())
     async with asyncio.timeout(60):
         met = asyncio.create_task(peers.get(engine, "far", address, ordered=False))
         await answering.asked.wait()

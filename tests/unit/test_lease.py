@@ -44,12 +44,19 @@ async def leases(ended: list[Lease]) -> Leases:
 Publish = Callable[..., Lease]
 
 
+def number_of(leases: Leases, request_id: str) -> int:
+    """Of the lease that is there, or the next."""
+    return lease.number if (lease := leases.get(request_id)) is not None else leases._newest(request_id) + 1
+
+
 @pytest.fixture
 def publish(leases: Leases) -> Publish:
     def publish(request_id: str = "r", num_tokens: int = 8, **more: Any) -> Lease:
         told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "readers": 1} | more
-        ttl_s, readers = told.pop("ttl_s"), told.pop("readers")
-        return leases.publish(request_id, Publication(num_tokens=num_tokens, **told), ttl_s=ttl_s, readers=readers)
+        ttl_s, readers, number = told.pop("ttl_s"), told.pop("readers"), told.pop("number", 0)
+        said = Publication(num_tokens=num_tokens, **told)
+        number = number or number_of(leases, request_id)
+        return leases.publish(request_id, number, said, ttl_s=ttl_s, readers=readers)
 
     return publish
 
@@ -112,7 +119,7 @@ async def test_a_lease_is_over_exactly_when_all_have_read_whatever_its_readers_d
     rng = random.Random(1)
     for number in range(60):
         said = Publication(TABLES, 8, b"", more=False)
-        lease = leases.publish(f"r{number}", said, ttl_s=LONG_S, readers=rng.choice([1, 2, 50]))
+        lease = leases.publish(f"r{number}", 1, said, ttl_s=LONG_S, readers=rng.choice([1, 2, 50]))
         ranks = [
             ReaderId(f"d{each}", "1", rank, world) for each, world in enumerate((1, 2, 3)) for rank in range(world)
         ]
@@ -150,9 +157,9 @@ async def test_ranks_of_two_attempts_do_not_make_one_reader(leases: Leases, publ
     with lease.reading(second, 2) as opened:
         opened.close(complete=True)
     assert [(it.rank, it.state) for it in lease.readers()] == [(0, "left"), (1, "read")]
-    leases.finished("r", first, attempt=1)  # late
+    leases.finished("r", 1, first, attempt=1)  # late
     assert lease.state is LeaseState.PUBLISHED
-    leases.finished("r", first, attempt=2)
+    leases.finished("r", 1, first, attempt=2)
     assert lease.state is LeaseState.RELEASED
 
 
@@ -207,19 +214,19 @@ async def test_a_reader_that_gave_up_has_not_read(leases: Leases, publish: Publi
 
 async def test_a_rank_with_nothing_to_read_here_counts_without_opening(leases: Leases, publish: Publish) -> None:
     lease = publish()
-    leases.finished("r", READER)
+    leases.finished("r", 1, READER)
     assert lease.state is LeaseState.RELEASED
 
 
 async def test_a_rank_with_nothing_to_read_may_close_before_the_publish(leases: Leases, publish: Publish) -> None:
-    leases.finished("r", READER)
+    leases.finished("r", 1, READER)
     assert publish().state is LeaseState.RELEASED
 
 
 async def test_a_rank_that_closes_early_counts_for_a_name_that_comes_again(leases: Leases, publish: Publish) -> None:
     publish()
-    leases.finished("r", READER)
-    leases.finished("r", READER)
+    leases.finished("r", 1, READER)
+    leases.finished("r", 2, READER)
     assert publish().state is LeaseState.RELEASED
 
 
@@ -228,7 +235,7 @@ async def test_a_late_close_of_a_lease_that_was_withdrawn_does_not_count_for_the
 ) -> None:
     publish()
     leases.revoke("r", "by its engine")
-    leases.finished("r", READER)
+    leases.finished("r", 1, READER)
     assert publish().state is LeaseState.PUBLISHED
 
 
@@ -245,7 +252,7 @@ async def test_who_has_not_opened_a_lease_does_not_close_it_for_who_has(leases: 
     with lease.reading(READER):
         Opened(lease, READER).close(complete=True)
         with pytest.raises(KvferryError) as refused:
-            leases.finished("r", READER)
+            leases.finished("r", 1, READER)
         assert refused.value.code == "not_opened"
         assert lease.live_readers == 1
     assert lease.state is LeaseState.PUBLISHED
@@ -258,6 +265,54 @@ async def test_a_reader_opens_once_at_a_time(leases: Leases, publish: Publish) -
             pass
         assert refused.value.code == "already_reading"
         assert lease.live_readers == 1
+
+
+# numbers
+
+
+async def test_a_reader_of_a_later_lease_waits_for_it_whatever_has_ended(leases: Leases, publish: Publish) -> None:
+    publish(number=3)
+    leases.revoke("r", "for a test")
+    waiting = asyncio.create_task(leases.find("r", READER, 4))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    lease = publish(number=4)
+    assert await lasting(waiting) is lease
+
+
+async def test_a_reader_of_an_earlier_lease_is_told_the_newest(leases: Leases, publish: Publish) -> None:
+    waiting = asyncio.create_task(leases.find("r", READER, 3))
+    await asyncio.sleep(0)
+    publish(number=4)
+    for asked in (waiting, leases.find("r", READER, 3)):
+        with pytest.raises(KvferryError, match="its last is 4") as refused:
+            await lasting(asked)
+        assert refused.value.code == "lease_ended"
+
+
+async def test_a_publish_of_a_higher_number_ends_the_lease_before(leases: Leases, publish: Publish) -> None:
+    before = publish(number=3, more=True)
+    after = publish(number=4)
+    assert (before.state, after.state) == (LeaseState.REVOKED, LeaseState.PUBLISHED)
+    assert not word_stands(leases, before)
+    for number in (3, 2):
+        with pytest.raises(KvferryError) as refused:
+            publish(number=number)
+        assert refused.value.code == "lease_ended"
+    leases.revoke("r", "for a test")
+    with pytest.raises(KvferryError) as refused:
+        publish(number=4)
+    assert refused.value.code == "lease_ended"
+
+
+async def test_a_rank_closes_the_lease_that_it_means(leases: Leases, publish: Publish) -> None:
+    lease = publish(number=4)
+    leases.finished("r", 3, READER)
+    assert lease.state is LeaseState.PUBLISHED
+    leases.finished("r", 5, READER)
+    leases.finished("r", 4, READER)
+    assert lease.state is LeaseState.RELEASED
+    assert publish(number=5).state is LeaseState.RELEASED
 
 
 # time to live
@@ -384,7 +439,7 @@ async def test_a_lease_is_not_released_under_another_reader(publish: Publish, le
     with lease.reading(READER) as opened:
         for other in (ReaderId("other", "1", 0, 1), replace(READER, key=b"another")):
             read(leases, other, lease)
-            leases.finished("r", other)
+            leases.finished("r", 1, other)
             assert not leases.give_up("r", "aborted", other)
             assert lease.state is LeaseState.PUBLISHED
         assert word_stands(leases, lease)
@@ -445,7 +500,7 @@ async def test_a_lease_remembers_so_many_readers(
 
 async def test_of_leases_that_are_lost_so_many_are_remembered_however_often_they_are_told(leases: Leases) -> None:
     for time in range(3):
-        leases.lost(f"{time}-{number}" for number in range(TOMBSTONES))
+        leases.lost((f"{time}-{number}", 1) for number in range(TOMBSTONES))
     assert len(leases._lost) == TOMBSTONES
     with pytest.raises(KvferryError, match="lost"):
         await lasting(leases.find("2-0", READER))
@@ -476,10 +531,13 @@ async def test_a_reader_may_come_before_the_publish(publish: Publish, leases: Le
 async def test_what_is_lost_is_refused_however_few_leases_there_may_be(publish: Publish, leases: Leases) -> None:
     """To those of the session before come all that could not be published since."""
     names = [f"lost-{number}" for number in range(2 * leases.limit)]
-    leases.lost(names)
+    leases.lost((name, 7) for name in names)
     for name in names:
         with pytest.raises(KvferryError, match="lost"):
             await asyncio.wait_for(leases.find(name, READER), 10)
+        with pytest.raises(KvferryError, match="its last is 7"):
+            await asyncio.wait_for(leases.find(name, READER, 6), 10)
+        assert leases.held(name, 8) is None, "one that is published later is not lost"
     published = publish(names[0])
     assert await leases.find(names[0], READER) is published
 
@@ -574,7 +632,7 @@ async def test_why_a_lease_is_over_does_not_hold_on_to_whoever_was_told(leases: 
     """An error that is raised again and again gathers the frames that it is raised through, and what lies in them."""
     fence: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     fence.set_exception(Conflict("fence_timeout", "the GPU is slow"))
-    leases.publish("r", Publication(TABLES, 8, b"", more=False), ttl_s=LONG_S, readers=1, after=fence)
+    leases.publish("r", 1, Publication(TABLES, 8, b"", more=False), ttl_s=LONG_S, readers=1, after=fence)
     frames = []
     for _ in range(3):
         with pytest.raises(KvferryError, match="the GPU is slow") as caught:

@@ -29,7 +29,7 @@ def receive(reader: Daemon, request_id: str, source: str = SOURCE) -> Transfer:
     reservation = Reservation({"full": BlockTable.of([0, 1])}, None)
     order = Order("prefill", source, way="staged")
     with world.within(reader.process):
-        transfer: Transfer = world.loop.call(jobs.receive, reader.engine, request_id, reservation, order, None)
+        transfer: Transfer = world.loop.call(jobs.receive, reader.engine, request_id, 1, reservation, order, None)
     world.run()
     return transfer
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -15,13 +16,13 @@ from stepped import Daemon, manifest_of, stepping
 from stepwise import Step, Stream, World
 
 from kvferry.errors import Conflict, KvferryError
-from kvferry.schemas import TransferState
+from kvferry.schemas import OrderBody, SourceBody, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
 SOURCE, RANKS = "127.0.0.1:7001", ("127.0.0.1:7002", "127.0.0.1:7003", "127.0.0.1:7004")
-ORDER = Order("prefill", SOURCE, deadline_s=30.0)
+ORDER, SOURCE_BODY = Order("prefill", SOURCE, deadline_s=30.0), SourceBody(engine_id="prefill", address=SOURCE)
 
 
 class Ranks:
@@ -32,24 +33,52 @@ class Ranks:
         self.source = Daemon(world, SOURCE, manifest_of("prefill", heads=len(RANKS)), {0: SOURCE})
         self.daemons = [self._daemon(rank) for rank in range(len(RANKS))]
         self.stopping: list[asyncio.Task[None]] = []
+        self.asked: list[asyncio.Task[str]] = []
+        """Orders by REST."""
+        self.attempt = 1
+        """The number that the engine gives its reservations."""
 
     def _daemon(self, rank: int) -> Daemon:
         manifest = manifest_of("decode", heads=len(RANKS), rank=rank, of=len(RANKS))
         return Daemon(self.world, RANKS[rank], manifest, dict(enumerate(RANKS)))
 
-    def order(self, rank: int) -> Transfer:
-        """At one rank, as a router does; the others get it from there."""
+    def order(self, rank: int, **more: Any) -> asyncio.Task[str]:
+        """At one rank, as a router does: its transfer's id, from rank 0."""
         daemon = self.daemons[rank]
-        with self.world.within(daemon.process):
-            transfer, _ = self.world.loop.call(daemon.ferry.jobs.order, daemon.engine, "r", ORDER)
-        return transfer  # type: ignore[no-any-return]
+        body = OrderBody(request_id="r", source=SOURCE_BODY, deadline_ms=30_000, **more)
 
-    def reserve(self, rank: int, blocks: range = range(4)) -> Transfer:
+        async def ordered() -> str:
+            return (await daemon.ferry.order(body))[0].transfer_id
+
+        with self.world.within(daemon.process):
+            self.asked.append(self.world.loop.create_task(ordered()))
+        self.world.loop.settle()
+        return self.asked[-1]
+
+    def reserve(self, rank: int, blocks: range = range(4), *, order: Order | None = None) -> Transfer:
+        """For the engine's attempt. order: by the engine itself."""
+        return self.receive(rank, "r", self.attempt, blocks, order)
+
+    def receive(self, rank: int, request_id: str, attempt: int, blocks: range, order: Order | None = None) -> Transfer:
         daemon, reservation = self.daemons[rank], Reservation({"full": BlockTable.of(list(blocks))}, None)
         with self.world.within(daemon.process):
             return self.world.loop.call(  # type: ignore[no-any-return]
-                daemon.ferry.jobs.receive, daemon.engine, "r", reservation, None, 30.0
+                daemon.ferry.jobs.receive, daemon.engine, request_id, attempt, reservation, order, 30.0
             )
+
+    def own(self, rank: int) -> Transfer:
+        """The engine names the source itself."""
+        return self.reserve(rank, order=ORDER)
+
+    def anew(self, rank: int) -> Transfer:
+        """The engine's next attempt, which begins at this rank; into other blocks than the one before."""
+        self.attempt += 1
+        first = 4 * (self.attempt % 2)
+        return self.reserve(rank, range(first, first + 4))
+
+    def part(self, rank: int, attempt: int) -> Transfer | None:
+        found = [each for each in self.daemons[rank].ferry.jobs if each.attempt.number == attempt]
+        return found[-1] if found else None
 
     def restart(self, rank: int) -> None:
         """Its daemon stops, and another one starts in the same epoch."""
@@ -71,7 +100,7 @@ class Ranks:
         for _ in range(8):
             self.world.run(2000)
             self.world.loop.pass_time(5.0)
-        assert all(task.done() for task in self.stopping)
+        assert all(task.done() for task in (*self.stopping, *self.asked))
 
     def stop(self, transfer: Transfer) -> None:
         self.world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
@@ -95,20 +124,100 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def test_ranks_that_follow_each_other_come_to_rest_while_a_request_waits(ranks: Ranks) -> None:
-    """A router has ordered it at each of them."""
-    transfers = [ranks.order(rank) for rank in range(len(RANKS))]
+def test_what_is_ordered_at_each_rank_is_one_transfer_of_rank_0(ranks: Ranks) -> None:
+    asked = [ranks.order(rank) for rank in range(len(RANKS))]
     ranks.world.run(500)
-    for transfer in transfers:
-        assert {share.state for share in transfer.ranks.values()} == {TransferState.WAITING}
-        ranks.stop(transfer)
+    (transfer,) = ranks.daemons[0].ferry.jobs
+    assert {each.result() for each in asked} == {transfer.transfer_id}
+    assert not any(list(daemon.ferry.jobs) for daemon in ranks.daemons[1:]), "handed on before its attempt is known"
+    assert ranks.reserve(0) is transfer
     ranks.world.run(500)
-    assert all(transfer.over for transfer in transfers)
+    assert {share.state for share in transfer.ranks.values()} == {TransferState.WAITING}
+    ranks.stop(transfer)
+    ranks.world.run(500)
+    assert transfer.over
+    assert all(each.ended.is_set() for daemon in ranks.daemons for each in daemon.ferry.jobs)
+
+
+def test_an_order_with_an_id_gets_one_answer_at_every_rank_after_the_end(ranks: Ranks) -> None:
+    ranks.publish(0)
+    first = ranks.order(1, order_id="o")
+    ranks.world.run(500)
+    parts = [ranks.reserve(rank) for rank in range(len(RANKS))]
+    ranks.world.run(5000)
+    assert all(part.state is TransferState.DONE for part in parts)
+    again = [ranks.order(rank, order_id="o") for rank in range(len(RANKS))]
+    otherwise = ranks.order(2, order_id="o", priority=1)
+    ranks.world.run(500)
+    assert {each.result() for each in again} == {first.result()}
+    assert isinstance(why := otherwise.exception(), Conflict) and why.code == "order_conflict"
+
+
+def test_an_order_that_comes_again_is_not_told_that_it_is_done_though_nothing_moved(ranks: Ranks) -> None:
+    ranks.publish(0)
+    first = ranks.order(0)
+    for rank in range(len(RANKS)):
+        ranks.reserve(rank)
+    ranks.world.run(5000)
+    again = ranks.order(1)
+    ranks.world.run(500)
+    assert again.result() != first.result()
+    transfer = ranks.daemons[0].ferry.jobs.get(again.result())
+    assert transfer.state is TransferState.WAITING and not transfer.ranks
+    ranks.publish(0)
+    parts = [ranks.anew(0), *(ranks.reserve(rank, range(4)) for rank in range(1, len(RANKS)))]
+    assert parts[0] is transfer
+    ranks.world.run(5000)
+    assert {part.state for part in parts} == {TransferState.DONE} == {share.state for share in transfer.ranks.values()}
+
+
+@pytest.mark.parametrize("by_router", [False, True])
+@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all(
+    ranks: Ranks, by_router: bool, refusing: int, first: bool
+) -> None:
+    """At once, and also where another rank reserves later. Another attempt goes on."""
+    ranks.publish(0)
+    held = ranks.receive(refusing, "s", 1, range(4))
+    if by_router:
+        ranks.order(1)
+        ranks.world.run(500)
+    order = None if by_router else ORDER
+    others = [rank for rank in range(len(RANKS)) if rank != refusing]
+
+    def refuse() -> None:
+        with pytest.raises(Conflict) as refused:
+            ranks.reserve(refusing, order=order)
+        assert refused.value.code == "blocks_not_quiet"
+
+    if first:
+        refuse()
+        ranks.world.run(500)
+    ended: list[Transfer] = []
+    for rank in others:
+        with contextlib.suppress(KvferryError):  # it has heard of the refusal
+            ended.append(ranks.reserve(rank, order=order))
+    if not first:
+        assert len(ended) == len(others)
+        refuse()
+    ranks.world.run(500)
+    assert all(part.ended.is_set() and part.state is not TransferState.DONE for part in ended)
+    assert all(part.problem is not None and part.problem.code != "deadline" for part in ended)
+    assert not held.ended.is_set()
+    ranks.publish(0)
+    if by_router:
+        ranks.order(2)
+        ranks.world.run(500)
+    ranks.attempt += 1
+    parts = [ranks.reserve(rank, range(4, 8), order=order) for rank in range(len(RANKS))]
+    ranks.world.run(5000)
+    assert {part.state for part in parts} == {TransferState.DONE}
 
 
 def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ranks) -> None:
     """While neither has heard from the other's part that it has."""
-    first, second = (ranks.order(rank) for rank in (0, 1))
+    first, second = ranks.own(0), ranks.own(1)
     ranks.world.run(500)
     for transfer in (first, second):
         ranks.stop(transfer)
@@ -120,15 +229,14 @@ def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ran
         ranks.world.calls = [call for call in ranks.world.calls if not call.over]
     else:
         raise AssertionError("they abort each other for ever")
-    assert not first.over and not second.over
+    assert not first.over
     ranks.world.run(500)
     assert first.over and second.over
 
 
 def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Ranks) -> None:
-    ranks.source.publish("r", range(4))
-    transfer = ranks.order(0)
-    ranks.reserve(1)
+    ranks.publish(0)
+    transfer, _ = ranks.own(0), ranks.own(1)
     (orders,) = (call for call in ranks.world.calls if (call._method, call._address) == ("Order", RANKS[1]))
     for _ in range(500):
         if transfer.ranks[1].state is TransferState.DONE:
@@ -140,7 +248,8 @@ def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Rank
     assert transfer.ranks[1].state is TransferState.DONE and transfer.problem is None
 
 
-DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.publish, Ranks.abort, Ranks.restart)
+DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.own, Ranks.own, Ranks.anew, Ranks.publish,
+         Ranks.abort, Ranks.restart)  # fmt: skip
 DONE_AT = st.tuples(st.sampled_from(DEEDS), st.integers(0, len(RANKS) - 1), st.integers(0, 30), st.integers(0, 7))
 """What is done, at which rank, the steps before the next, and of which of those under way."""
 
@@ -160,9 +269,10 @@ def test_ranks_come_to_rest_whatever_happens_and_call_none_done_that_is_not(
         ranks.come_to_rest()
         every = [transfer for daemon in ranks.daemons for transfer in daemon.ferry.jobs]
         assert all(transfer.over and transfer.quiet.is_set() for transfer in every)
-        by_id = {transfer.transfer_id: transfer for transfer in every}
         for transfer in every:
             for share in transfer.ranks.values():
-                part = by_id.get(transfer.parts.get(share.rank, ""))
+                part = ranks.part(share.rank, transfer.attempt.number)
                 assert share.state is not TransferState.DONE or part is None or part.state is TransferState.DONE
+        for request in (*ranks.asked, *ranks.stopping):
+            assert request.exception() is None or isinstance(request.exception(), KvferryError)
         assert not ranks.world.loop.problems

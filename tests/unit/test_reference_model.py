@@ -420,13 +420,14 @@ def test_bytes_are_the_tokenizer_of_a_folder_without_one():
 
 def test_what_prefill_answers_is_what_decode_accepts():
     sent = answer(
-        engine_id="p", epoch="e1", address="[::1]:7411", request_id="r", block_ids=[[4, 7]], num_tokens=20, tp=2,
-        second_turn=False,
+        engine_id="p", epoch="e1", address="[::1]:7411", request_id="r", lease=3, block_ids=[[4, 7]], num_tokens=20,
+        tp=2, second_turn=False,
     )  # fmt: skip
     got = Handoff.parse(json.loads(sent.model_dump_json()) | {"x-router": "anything"})
     origin = got.origin("other-id", 20, bytes)
     assert (origin.request_id, origin.num_tokens) == ("r", 20)
-    assert (origin.source.engine_id, origin.source.address, origin.source.epoch) == ("p", "[::1]:7411", "e1")
+    assert (origin.source.engine_id, origin.source.address) == ("p", "[::1]:7411")
+    assert (origin.source.epoch, origin.source.lease) == ("e1", 3)
 
 
 def test_a_prefill_request_without_a_source_reads_nothing():

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from caches import attention, cache
-from test_channels_of_ranks import first_of_two
+from test_channels_of_ranks import first_of
 
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
@@ -56,7 +56,7 @@ async def test_streams_to_all_peers_end_together(monkeypatch: pytest.MonkeyPatch
     peer_pb2_grpc.add_PeerServicer_to_server(sources, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    peers, engine = Peers(Config(), Metrics()), first_of_two(address)
+    peers, engine = Peers(Config(), Metrics()), first_of(address)
     for name in map(str, range(PEERS)):
         manifest = cache(*attention(), engine=name)
         rank = PeerRank(peers.channels.open(address), manifest, 1, "", "a", b"", {}, peer_pb2.ReadOpening())

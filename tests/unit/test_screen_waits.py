@@ -100,7 +100,7 @@ def test_an_order_ends_at_its_own_deadline_while_its_peer_waits_for_a_place(worl
     reservation = Reservation({"full": BlockTable.of([0, 1])}, None)
     with world.within(reader.process):
         jobs, order = reader.ferry.jobs, Order("prefill", SOURCE, deadline_s=2.0)
-        transfer: Transfer = world.loop.call(jobs.receive, reader.engine, "r", reservation, order, None)
+        transfer: Transfer = world.loop.call(jobs.receive, reader.engine, "r", 1, reservation, order, None)
     world.run()
     world.loop.pass_time(1.9)
     assert transfer.problem is None

@@ -67,10 +67,10 @@ async def reader(leases: Leases) -> AsyncIterator[Reader]:
 
 async def test_who_waits_for_a_lease_that_is_over_when_it_is_published_is_told(leases: Leases, reader: Reader) -> None:
     """Another engine has read all of it from other ranks, and has said so here before this rank published."""
-    leases.finished("r", ANOTHER)
+    leases.finished("r", 1, ANOTHER)
     reader.opens("r")
     assert (await reader.hears()).unpublished
-    leases.publish("r", WHOLE, ttl_s=60, readers=1)
+    leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
     assert (await reader.hears()).problem.code == "lease_ended"
 
 
@@ -78,7 +78,7 @@ async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_on
     leases: Leases, reader: Reader
 ) -> None:
     for number in range(LIMIT):
-        leases.publish(f"r-{number}", WHOLE, ttl_s=60, readers=1)
+        leases.publish(f"r-{number}", 1, WHOLE, ttl_s=60, readers=1)
     reader.opens(*(f"r-{number}" for number in range(LIMIT)), *(f"later-{number}" for number in range(LIMIT + 1)))
     told = [await reader.hears() for _ in range(2 * LIMIT + 1)]
     assert {reply.reading for reply in told if reply.HasField("update")} == set(range(1, LIMIT + 1))
@@ -88,7 +88,7 @@ async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_on
 async def test_who_has_not_been_sent_a_lease_when_it_ends_is_told_of_the_end(leases: Leases, reader: Reader) -> None:
     """Its update waits behind another message."""
     for request_id in ("first", "second"):
-        leases.publish(request_id, WHOLE, ttl_s=60, readers=1)
+        leases.publish(request_id, 1, WHOLE, ttl_s=60, readers=1)
     reader.opens("first", "second")
     assert (await reader.hears()).HasField("update")
     leases.revoke("second", "for a test")

@@ -24,7 +24,7 @@ from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import LEASE, TRANSFER, IllegalMove, Machine
-from kvferryd.transfers.order import Order
+from kvferryd.transfers.order import Attempt, Order
 from kvferryd.transfers.record import json_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
 from kvferryd.transport.agent import Agent
@@ -97,14 +97,19 @@ def an_engine() -> Engine:
     )  # fmt: skip
 
 
+async def no_leader(transfer: Transfer, engine: Engine) -> tuple[str, int]:
+    raise AssertionError("an engine of one rank asks nobody")
+
+
 @pytest.mark.anyio
 async def test_the_deadline_counts_from_the_order_unless_the_engine_alone_gave_one() -> None:
     config, engine, loop = Config(), an_engine(), asyncio.get_running_loop()
     around = Surroundings(
-        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda: None, lambda work: work.close()
-    )
+        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda: None, no_leader,
+        lambda work: work.close(),
+    )  # fmt: skip
     for of_engine, of_order in ((None, None), (None, 5.0), (5.0, None), (5.0, 7.0)):
-        transfer = Transfer(engine, "r", 1, around, of_engine)
+        transfer = Transfer(engine, "r", Attempt(1), around, of_engine)
         reserved_until, ordered_at = transfer.deadline, loop.time()
         transfer.take_order(Order("source", "127.0.0.1:1", deadline_s=of_order), peer_pb2.Reader())
         if of_order is None and of_engine is not None:
@@ -126,9 +131,10 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
         lambda it, _: ended.append(it),
         ended.append,
         lambda: None,
+        no_leader,
         lambda work: work.close(),
     )
-    transfer = Transfer(engine, "r", 1, around)
+    transfer = Transfer(engine, "r", Attempt(1), around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
     async with asyncio.timeout(60):
         await transfer.ended.wait()

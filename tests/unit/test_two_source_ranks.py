@@ -33,6 +33,7 @@ class Two:
             for rank, address in members.items()
         ]
         self.reader = Daemon(world, READER, manifest_of("decode", heads=2), {0: READER}, way="staged")
+        self.attempt = 0
         peers = self.reader.ferry.peers_known
         with world.within(self.reader.process):
             meeting = world.loop.create_task(peers.get(self.reader.engine, "prefill", SOURCES[0]))
@@ -43,9 +44,10 @@ class Two:
     def receive(self, request_id: str, blocks: range, way: str, digest: bytes = b"") -> Transfer:
         reservation = Reservation({"full": BlockTable.of(list(blocks))}, None, digest)
         order = Order("prefill", SOURCES[0], way=way)
+        self.attempt += 1
         with self.world.within(self.reader.process):
             transfer: Transfer = self.world.loop.call(
-                self.reader.ferry.jobs.receive, self.reader.engine, request_id, reservation, order, None
+                self.reader.ferry.jobs.receive, self.reader.engine, request_id, self.attempt, reservation, order, None
             )
         return transfer
 

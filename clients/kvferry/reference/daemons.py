@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
 from kvferry.errors import Caused, Internal, KvferryError, Malformed, Unavailable
-from kvferry.handoff import Attempts, Origin
+from kvferry.handoff import Origin
 from kvferry.manifest import Manifest
 from kvferry.memory import SharedRegion
 from kvferry.reference.cache import CacheGeometry
@@ -43,7 +44,8 @@ class Daemons:
         self._engine = engine
         self._clients = clients
         self._owned = owned
-        self._attempts = Attempts()
+        self._attempts = itertools.count(1)
+        self._leases = itertools.count(1)
 
     @classmethod
     async def connect(cls, engine: EngineConfig, epoch: str) -> Daemons:
@@ -79,20 +81,27 @@ class Daemons:
     async def register(self, manifests: Iterable[Manifest]) -> None:
         await _all(client.register(manifest) for client, manifest in zip(self._clients, manifests, strict=True))
 
+    def next_lease(self) -> int:
+        """The number of another lease."""
+        return next(self._leases)
+
     async def publish(
-        self, request_id: str, tables: Tables, num_tokens: int, *, more: bool, metadata: bytes, digest: bytes
-    ) -> list[Lease]:
+        self, request_id: str, lease: int, tables: Tables, num_tokens: int, *, more: bool, metadata: bytes,
+        digest: bytes,
+    ) -> list[Lease]:  # fmt: skip
         ttl_s = self._engine.lease_ttl_s
         return await _all(
-            client.publish(request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, digest=digest)
+            client.publish(
+                request_id, tables, num_tokens, more=more, metadata=metadata, ttl_s=ttl_s, digest=digest, lease=lease
+            )
             for client in self._clients
-        )
+        )  # fmt: skip
 
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
         """Rank 0's result, when every rank has received. Raises LoadFailed with the reason of the first that failed by
         itself; of another rank's failure a rank may hear before the rank itself has said why."""
         in_doubt: list[Unsettled | ReceiveCancelled] = []
-        deadline_s, attempt = self._engine.load_timeout_s, self._attempts.next(origin)
+        deadline_s, attempt = self._engine.load_timeout_s, next(self._attempts)
 
         async def receive(client: EngineClient) -> Received | KvferryError:
             try:

@@ -220,7 +220,7 @@ class Engine:
     async def _share(self, request: Request, daemons: Daemons) -> None:
         """Publish while the request runs, always the newest state, and hold its blocks until the leases have ended."""
         leases: Sequence[Lease] = ()
-        last = False
+        number, last = daemons.next_lease(), False
         try:
             while not last:
                 await request.moved.wait()
@@ -229,14 +229,14 @@ class Engine:
                 if last := request.left.is_set():
                     self.scheduler.hold(request)
                 leases = await daemons.publish(
-                    request.request_id, self._held(request), request.computed, more=not last,
+                    request.request_id, number, self._held(request), request.computed, more=not last,
                     digest=prompt_digest(request.tokens[: request.computed] if last else request.prompt),
                     metadata=json.dumps({"first_token": request.generated[-1]}).encode() if last else b"",
                 )  # fmt: skip
             _check(request)
             handoff = answer(
                 engine_id=self.config.engine_id, epoch=self.epoch, address=daemons.address,
-                request_id=request.request_id, num_tokens=request.computed, tp=self.config.tp,
+                request_id=request.request_id, lease=number, num_tokens=request.computed, tp=self.config.tp,
                 block_ids=[table.block_ids.tolist() for table in self._held(request).values()],
                 second_turn=request.second_turn, first_token=request.generated[-1],
             )  # fmt: skip

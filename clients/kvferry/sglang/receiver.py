@@ -85,7 +85,7 @@ class Receiver(BaseKVReceiver):
             self._receipt = manager.rank.daemon.receive(
                 origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)},
                 (first, origin.num_tokens), source=origin.source, deadline_s=manager.timeout_s,
-                digest=origin.digest, attempt=manager.attempts.next(origin),
+                digest=origin.digest, attempt=manager.attempts.next(origin.request_id),
             )  # fmt: skip
             manager.rank.idle.wake_after(self._receipt)
         except KvferryError as error:  # the client is closed

@@ -60,9 +60,10 @@ class Sender(BaseKVSender):
         """Of the lease, once all of it has been sent."""
         self._state: int | None = None
         self._why = ""
-        self._name, self._aborted = "", False
+        self._name, self._number, self._aborted = "", 0, False
         try:
             self._name = lease_of(bootstrap_room)
+            self._number = mgr.leases.next(self._name)
             if mgr.senders.setdefault(bootstrap_room, self) is not self:
                 why, remedy = f"room {bootstrap_room} is that of another request", "give each request a room of its own"
                 raise Conflict("room_taken", why, field="bootstrap_room", value=bootstrap_room, remedy=remedy)
@@ -121,8 +122,8 @@ class Sender(BaseKVSender):
                 if not self._aborted and (self._lease is None or not self._lease.over):
                     self._lease = await self._daemon.client.publish(
                         self._name, {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
-                        digest=self._prompt.digest, ttl_s=self.kv_mgr.rank.options.lease_ttl_s, withdraw=last,
-                        weights=weights,
+                        digest=self._prompt.digest, lease=self._number,
+                        ttl_s=self.kv_mgr.rank.options.lease_ttl_s, withdraw=last, weights=weights,
                     )  # fmt: skip
             if self._lease is None:
                 return LeaseState.REVOKED

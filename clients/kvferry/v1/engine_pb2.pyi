@@ -552,31 +552,46 @@ class RegisterRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
-    LOST_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
     session: builtins.str
     weights: builtins.str
     """the name of those that the engine has now; empty: those that the manifest's fingerprint stands for"""
     @property
     def manifest(self) -> kvferry.v1.layout_pb2.Manifest: ...
     @property
-    def lost(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Requests whose leases ended with the session before, or that could not be published since: who comes for one is
-        refused, and does not wait for a publish.
-        """
-
+    def lost(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LostLease]: ...
     def __init__(
         self,
         *,
         session: builtins.str = ...,
         manifest: kvferry.v1.layout_pb2.Manifest | None = ...,
-        lost: collections.abc.Iterable[builtins.str] | None = ...,
         weights: builtins.str = ...,
+        lost: collections.abc.Iterable[Global___LostLease] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["lost", b"lost", "manifest", b"manifest", "session", b"session", "weights", b"weights"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
+
+@typing.final
+class LostLease(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    lease: builtins.int
+    """its number; lower ones are lost with it"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        lease: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease", b"lease", "request_id", b"request_id"]) -> None: ...
+
+Global___LostLease: typing_extensions.TypeAlias = LostLease
 
 @typing.final
 class RegisterReply(google.protobuf.message.Message):
@@ -609,8 +624,8 @@ class PublishRequest(google.protobuf.message.Message):
     READERS_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
-    CONTINUES_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     num_tokens: builtins.int
     """tokens [0, num_tokens) are in place"""
@@ -626,13 +641,14 @@ class PublishRequest(google.protobuf.message.Message):
     """Names what was computed, for example a digest of the prompt's token ids. At most 64 bytes; equal in every publish of
     one lease. A reader that expects another digest is refused (`other_prompt`).
     """
-    continues: builtins.bool
-    """It adds to a lease whose end this engine has not heard of. Where that has ended it is refused (`lease_ended`): taken
-    for a new lease, it would be held for over by an engine that hears of the end of the one before.
-    """
     weights: builtins.str
     """The name of the weights that computed all of it; empty: those that the manifest's fingerprint stands for. Refused
     (`mixed_weights`) where the engine has others by now. A reader whose engine has others is refused (`other_weights`).
+    """
+    lease: builtins.int
+    """The lease's number, from one counter of the engine's start: the same in every publish of one lease and on all ranks.
+    A higher number than before begins another lease and ends the one before; one that has ended is refused
+    (`lease_ended`), whatever has ended it.
     """
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables:
@@ -654,11 +670,11 @@ class PublishRequest(google.protobuf.message.Message):
         readers: builtins.int = ...,
         after: Global___Fence | None = ...,
         digest: builtins.bytes = ...,
-        continues: builtins.bool = ...,
         weights: builtins.str = ...,
+        lease: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "continues", b"continues", "digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "digest", b"digest", "lease", b"lease", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "readers", b"readers", "request_id", b"request_id", "tables", b"tables", "ttl_s", b"ttl_s", "weights", b"weights"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -684,19 +700,23 @@ class Source(google.protobuf.message.Message):
     ENGINE_ID_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     address: builtins.str
     """host:port of the peer service of any rank's daemon"""
     epoch: builtins.str
     """empty: whichever is current"""
+    lease: builtins.int
+    """the number of the lease that is meant; 0: whichever is there, the same for all ranks"""
     def __init__(
         self,
         *,
         engine_id: builtins.str = ...,
         address: builtins.str = ...,
         epoch: builtins.str = ...,
+        lease: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "engine_id", b"engine_id", "epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "engine_id", b"engine_id", "epoch", b"epoch", "lease", b"lease"]) -> None: ...
 
 Global___Source: typing_extensions.TypeAlias = Source
 
@@ -723,7 +743,7 @@ class ReceiveRequest(google.protobuf.message.Message):
     digest: builtins.bytes
     """what the lease must have been published with; empty: not checked"""
     attempt: builtins.int
-    """counts the attempts at this request from 1, equal on all ranks; 0: the daemon counts"""
+    """the number of this attempt at the request, from 1, the same on all ranks: a higher one ends those before"""
     weights: builtins.str
     """the name of the engine's weights, which the lease must have been published with"""
     @property
@@ -859,6 +879,7 @@ class TransferEnded(google.protobuf.message.Message):
     METADATA_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
     TRANSFER_STATE_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     BLOCKS_SAFE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     transfer_id: builtins.str
@@ -867,6 +888,8 @@ class TransferEnded(google.protobuf.message.Message):
     nbytes: builtins.int
     metadata: builtins.bytes
     transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType
+    lease: builtins.int
+    """the number of the lease that was read; 0 where none was found"""
     blocks_safe: builtins.bool
     """false: a read may still write; wait for blocks_safe before reusing the blocks"""
     @property
@@ -886,10 +909,11 @@ class TransferEnded(google.protobuf.message.Message):
         metadata: builtins.bytes = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
         transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
+        lease: builtins.int = ...,
         blocks_safe: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks_safe", b"blocks_safe", "metadata", b"metadata", "nbytes", b"nbytes", "problem", b"problem", "request_id", b"request_id", "state", b"state", "tokens", b"tokens", "transfer_id", b"transfer_id", "transfer_state", b"transfer_state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_safe", b"blocks_safe", "lease", b"lease", "metadata", b"metadata", "nbytes", b"nbytes", "problem", b"problem", "request_id", b"request_id", "state", b"state", "tokens", b"tokens", "transfer_id", b"transfer_id", "transfer_state", b"transfer_state"]) -> None: ...
 
 Global___TransferEnded: typing_extensions.TypeAlias = TransferEnded
 
@@ -919,10 +943,13 @@ class LeaseEnded(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     LEASE_STATE_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: builtins.str
     """released, expired or revoked"""
     lease_state: kvferry.v1.layout_pb2.LeaseState.ValueType
+    lease: builtins.int
+    """its number"""
     @property
     def problem(self) -> kvferry.v1.layout_pb2.Problem:
         """why the daemon revoked it, where it was not told to: fence_timeout"""
@@ -934,9 +961,10 @@ class LeaseEnded(google.protobuf.message.Message):
         state: builtins.str = ...,
         lease_state: kvferry.v1.layout_pb2.LeaseState.ValueType = ...,
         problem: kvferry.v1.layout_pb2.Problem | None = ...,
+        lease: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_state", b"lease_state", "problem", b"problem", "request_id", b"request_id", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease", b"lease", "lease_state", b"lease_state", "problem", b"problem", "request_id", b"request_id", "state", b"state"]) -> None: ...
 
 Global___LeaseEnded: typing_extensions.TypeAlias = LeaseEnded
 

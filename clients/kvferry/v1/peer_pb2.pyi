@@ -496,6 +496,7 @@ class LeaseOpen(google.protobuf.message.Message):
     KNOWN_WORD_FIELD_NUMBER: builtins.int
     KNOWN_VERSION_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
     """the reader's number for it, never used again on this stream"""
@@ -504,7 +505,9 @@ class LeaseOpen(google.protobuf.message.Message):
     """of an announcement that the reader goes by: the lease is not sent again if nothing changed"""
     known_version: builtins.int
     attempt: builtins.int
-    """of the reading engine at this request; 0: its daemons count, each apart"""
+    """of the reading engine at this request; 0: an order has brought its tables"""
+    lease: builtins.int
+    """the lease's number: waited for until it is published; 0: whichever there is"""
     @property
     def trace(self) -> Global___Trace: ...
     def __init__(
@@ -515,10 +518,11 @@ class LeaseOpen(google.protobuf.message.Message):
         known_word: builtins.int = ...,
         known_version: builtins.int = ...,
         attempt: builtins.int = ...,
+        lease: builtins.int = ...,
         trace: Global___Trace | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "known_version", b"known_version", "known_word", b"known_word", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "known_version", b"known_version", "known_word", b"known_word", "lease", b"lease", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
 
 Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
 
@@ -533,18 +537,18 @@ class LeaseClose(google.protobuf.message.Message):
     READING_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
-    WORD_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
     request_id: builtins.str
     complete: builtins.bool
     """false: the reader gave up, and does not count as one that has read"""
-    word: builtins.int
-    """of the announced lease that was read: no other is meant; 0: whichever there is"""
     nbytes: builtins.int
     """what was read of this lease: the source cannot see what is read directly"""
+    lease: builtins.int
+    """the lease's number"""
     attempt: builtins.int
     """of the reading engine: it has read the lease when all ranks of one attempt have closed it complete"""
     @property
@@ -557,13 +561,13 @@ class LeaseClose(google.protobuf.message.Message):
         reading: builtins.int = ...,
         request_id: builtins.str = ...,
         complete: builtins.bool = ...,
-        word: builtins.int = ...,
         nbytes: builtins.int = ...,
+        lease: builtins.int = ...,
         attempt: builtins.int = ...,
         trace: Global___Trace | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "complete", b"complete", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "trace", b"trace", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "complete", b"complete", "lease", b"lease", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
 
 Global___LeaseClose: typing_extensions.TypeAlias = LeaseClose
 
@@ -666,6 +670,7 @@ class LeaseUpdate(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
     more: builtins.bool
     metadata: builtins.bytes
@@ -679,6 +684,8 @@ class LeaseUpdate(google.protobuf.message.Message):
     """names what was computed, see PublishRequest; empty: the source did not say"""
     weights: builtins.str
     """the name of the weights that computed it, see PublishRequest"""
+    lease: builtins.int
+    """the lease's number, the same on all ranks of the source"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     def __init__(
@@ -693,9 +700,10 @@ class LeaseUpdate(google.protobuf.message.Message):
         version: builtins.int = ...,
         digest: builtins.bytes = ...,
         weights: builtins.str = ...,
+        lease: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "tables", b"tables", "version", b"version", "weights", b"weights", "word", b"word", "word_address", b"word_address"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "lease", b"lease", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "tables", b"tables", "version", b"version", "weights", b"weights", "word", b"word", "word_address", b"word_address"]) -> None: ...
 
 Global___LeaseUpdate: typing_extensions.TypeAlias = LeaseUpdate
 
@@ -843,6 +851,7 @@ class PackOpen(google.protobuf.message.Message):
     TRACE_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """opens the lease with the same message, as LeaseOpen does with this word and version"""
     word: builtins.int
@@ -858,6 +867,8 @@ class PackOpen(google.protobuf.message.Message):
     last: builtins.bool
     """the reader wants nothing of this lease later: once all is packed it counts as one that has read"""
     attempt: builtins.int
+    """with request_id"""
+    lease: builtins.int
     """with request_id"""
     @property
     def tokens(self) -> kvferry.v1.layout_pb2.TokenRange: ...
@@ -885,9 +896,10 @@ class PackOpen(google.protobuf.message.Message):
         trace: Global___Trace | None = ...,
         last: builtins.bool = ...,
         attempt: builtins.int = ...,
+        lease: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tokens", b"tokens", "trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "lease", b"lease", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 
@@ -998,24 +1010,32 @@ class SumReply(google.protobuf.message.Message):
 Global___SumReply: typing_extensions.TypeAlias = SumReply
 
 @typing.final
-class OrderRequest(google.protobuf.message.Message):
+class Attempt(google.protobuf.message.Message):
+    """One attempt at a request, the same on all ranks of the engine that reads. Attempts with the same `by` are ordered."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class PartsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    NUMBER_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """from 1"""
+    by: builtins.str
+    """Empty: the engine has numbered it, with its reservation. Otherwise an order that brought its tables: the instance of
+    rank 0's daemon that counts those.
+    """
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        by: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "number", b"number"]) -> None: ...
 
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.int
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.int = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+Global___Attempt: typing_extensions.TypeAlias = Attempt
+
+@typing.final
+class OrderRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
@@ -1025,15 +1045,10 @@ class OrderRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     DEADLINE_S_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
-    RANK_FIELD_NUMBER: builtins.int
-    WAY_FIELD_NUMBER: builtins.int
-    ATTEMPT_FIELD_NUMBER: builtins.int
-    COUNTED_FIELD_NUMBER: builtins.int
     X_REQUEST_ID_FIELD_NUMBER: builtins.int
+    WAY_FIELD_NUMBER: builtins.int
     ORDERED_S_FIELD_NUMBER: builtins.int
-    BEGAN_S_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
-    EARLIER_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
@@ -1042,21 +1057,13 @@ class OrderRequest(google.protobuf.message.Message):
     deadline_s: builtins.float
     """from now"""
     traceparent: builtins.str
-    rank: builtins.int
-    """the rank that hands the order on"""
+    x_request_id: builtins.str
     way: builtins.str
     """empty: as the daemon is configured"""
-    attempt: builtins.int
-    """counts the attempts at this request from 1; only the newest goes on"""
-    counted: builtins.bool
-    """the daemon of `rank` counted it: it may have seen fewer attempts than others"""
-    x_request_id: builtins.str
     ordered_s: builtins.float
     """what deadline_s was when the order came; 0: the same"""
-    began_s: builtins.float
-    """for how long that rank's part has been there: what was over before belongs to another attempt"""
     key: builtins.bytes
-    """of the roster: orders come from ranks of the same engine only"""
+    """of the roster: orders come from rank 0 of the same engine only"""
     @property
     def source(self) -> kvferry.v1.engine_pb2.Source: ...
     @property
@@ -1066,12 +1073,8 @@ class OrderRequest(google.protobuf.message.Message):
     @property
     def tokens(self) -> kvferry.v1.layout_pb2.TokenRange: ...
     @property
-    def parts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
-        """transfer_ids of this attempt by rank, as far as that rank knows them; its own, too"""
-
-    @property
-    def earlier(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """transfer_ids of the attempt that this one took the place of"""
+    def attempt(self) -> Global___Attempt:
+        """only the newest goes on"""
 
     def __init__(
         self,
@@ -1084,21 +1087,111 @@ class OrderRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         deadline_s: builtins.float = ...,
         traceparent: builtins.str = ...,
-        rank: builtins.int = ...,
-        way: builtins.str = ...,
-        attempt: builtins.int = ...,
-        counted: builtins.bool = ...,
         x_request_id: builtins.str = ...,
+        way: builtins.str = ...,
         ordered_s: builtins.float = ...,
-        began_s: builtins.float = ...,
-        parts: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
-        earlier: collections.abc.Iterable[builtins.str] | None = ...,
+        attempt: Global___Attempt | None = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "began_s", b"began_s", "counted", b"counted", "deadline_s", b"deadline_s", "earlier", b"earlier", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "parts", b"parts", "priority", b"priority", "rank", b"rank", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["attempt", b"attempt", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
+
+@typing.final
+class LeadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    X_REQUEST_ID_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    order: builtins.bytes
+    """the body of POST /v1/transfers, as it came"""
+    traceparent: builtins.str
+    x_request_id: builtins.str
+    key: builtins.bytes
+    """of the roster"""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        order: builtins.bytes = ...,
+        traceparent: builtins.str = ...,
+        x_request_id: builtins.str = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "key", b"key", "order", b"order", "traceparent", b"traceparent", "x_request_id", b"x_request_id"]) -> None: ...
+
+Global___LeadRequest: typing_extensions.TypeAlias = LeadRequest
+
+@typing.final
+class LeadReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDERED_FIELD_NUMBER: builtins.int
+    CREATED_FIELD_NUMBER: builtins.int
+    ordered: builtins.bytes
+    """the body of the answer"""
+    created: builtins.bool
+    """false: the order was there already"""
+    def __init__(
+        self,
+        *,
+        ordered: builtins.bytes = ...,
+        created: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "ordered", b"ordered"]) -> None: ...
+
+Global___LeadReply: typing_extensions.TypeAlias = LeadReply
+
+@typing.final
+class RecordRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    ABORT_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    transfer_id: builtins.str
+    wait_s: builtins.float
+    """for its end"""
+    abort: builtins.bool
+    """end it before"""
+    key: builtins.bytes
+    """of the roster"""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        transfer_id: builtins.str = ...,
+        wait_s: builtins.float = ...,
+        abort: builtins.bool = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "engine_id", b"engine_id", "key", b"key", "transfer_id", b"transfer_id", "wait_s", b"wait_s"]) -> None: ...
+
+Global___RecordRequest: typing_extensions.TypeAlias = RecordRequest
+
+@typing.final
+class RecordReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: builtins.int
+    record: builtins.bytes
+    """TransferRecord as JSON"""
+    def __init__(
+        self,
+        *,
+        record: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["record", b"record"]) -> None: ...
+
+Global___RecordReply: typing_extensions.TypeAlias = RecordReply
 
 @typing.final
 class RankTransfer(google.protobuf.message.Message):
@@ -1131,7 +1224,6 @@ class RankTransfer(google.protobuf.message.Message):
     TRANSFER_STATE_FIELD_NUMBER: builtins.int
     PATH_TAKEN_FIELD_NUMBER: builtins.int
     WAITS_FOR_FIELD_NUMBER: builtins.int
-    TRANSFER_ID_FIELD_NUMBER: builtins.int
     rank: builtins.int
     state: builtins.str
     nbytes: builtins.int
@@ -1142,7 +1234,6 @@ class RankTransfer(google.protobuf.message.Message):
     path_taken: kvferry.v1.layout_pb2.Path.ValueType
     waits_for: builtins.str
     """see Awaited in clients/kvferry/schemas.py; empty: for nothing"""
-    transfer_id: builtins.str
     @property
     def phases_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
@@ -1161,10 +1252,9 @@ class RankTransfer(google.protobuf.message.Message):
         transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
         path_taken: kvferry.v1.layout_pb2.Path.ValueType = ...,
         waits_for: builtins.str = ...,
-        transfer_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_id", b"transfer_id", "transfer_state", b"transfer_state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_state", b"transfer_state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
 
 Global___RankTransfer: typing_extensions.TypeAlias = RankTransfer
 
@@ -1176,26 +1266,22 @@ class AbortRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     FAN_OUT_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
-    RANK_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     READER_FIELD_NUMBER: builtins.int
-    TRANSFER_ID_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
     fan_out: builtins.bool
     reason: builtins.str
-    rank: builtins.int
-    """of the sender, with `attempt`"""
     failed: builtins.bool
-    """the rank did not abort but failed"""
-    attempt: builtins.int
-    """end this attempt only, also if its order comes later; 0: whatever is under way"""
+    """with `attempt`: the rank did not abort but failed"""
     key: builtins.bytes
     """of the roster; without it only the lease ends, and only if no other engine reads it"""
-    transfer_id: builtins.str
-    """of `rank`: what it has ordered is meant, whatever its number is here"""
+    @property
+    def attempt(self) -> Global___Attempt:
+        """end this attempt only, also if its order or reservation comes later; absent: what is under way"""
+
     @property
     def reader(self) -> Global___Reader:
         """as whom the sender reads the lease"""
@@ -1207,17 +1293,61 @@ class AbortRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         fan_out: builtins.bool = ...,
         reason: builtins.str = ...,
-        rank: builtins.int = ...,
         failed: builtins.bool = ...,
-        attempt: builtins.int = ...,
+        attempt: Global___Attempt | None = ...,
         key: builtins.bytes = ...,
         reader: Global___Reader | None = ...,
-        transfer_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "rank", b"rank", "reader", b"reader", "reason", b"reason", "request_id", b"request_id", "transfer_id", b"transfer_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["attempt", b"attempt", "reader", b"reader"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "reader", b"reader", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
+
+@typing.final
+class BoundRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    request_id: builtins.str
+    key: builtins.bytes
+    """of the roster"""
+    @property
+    def attempt(self) -> Global___Attempt: ...
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        request_id: builtins.str = ...,
+        attempt: Global___Attempt | None = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["attempt", b"attempt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "key", b"key", "request_id", b"request_id"]) -> None: ...
+
+Global___BoundRequest: typing_extensions.TypeAlias = BoundRequest
+
+@typing.final
+class BoundReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    epoch: builtins.str
+    """of the source engine"""
+    lease: builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: builtins.str = ...,
+        lease: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "lease", b"lease"]) -> None: ...
+
+Global___BoundReply: typing_extensions.TypeAlias = BoundReply
 
 @typing.final
 class AbortReply(google.protobuf.message.Message):

@@ -74,10 +74,25 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.OrderRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.RankTransfer.FromString,
                 _registered_method=True)
+        self.Lead = channel.unary_unary(
+                '/kvferry.v1.Peer/Lead',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.LeadRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.LeadReply.FromString,
+                _registered_method=True)
+        self.Record = channel.unary_unary(
+                '/kvferry.v1.Peer/Record',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.RecordReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kvferry.v1.Peer/Abort',
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.AbortRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.AbortReply.FromString,
+                _registered_method=True)
+        self.Bound = channel.unary_unary(
+                '/kvferry.v1.Peer/Bound',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.BoundRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.BoundReply.FromString,
                 _registered_method=True)
 
 
@@ -137,7 +152,21 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Order(self, request, context):
-        """Hands an order to another rank of the same engine; streams that rank's record until it has ended.
+        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lead(self, request, context):
+        """A router's order that has come to another rank of the same engine: rank 0 takes it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Record(self, request, context):
+        """The record of a transfer that rank 0 of the same engine keeps, for a router that asks another rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +175,14 @@ class PeerServicer(object):
     def Abort(self, request, context):
         """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
         rank if fan_out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Bound(self, request, context):
+        """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
+        rank 0 knows, which reads no other one in this attempt from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,10 +231,25 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.OrderRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.RankTransfer.SerializeToString,
             ),
+            'Lead': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lead,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.LeadRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.LeadReply.SerializeToString,
+            ),
+            'Record': grpc.unary_unary_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.RecordRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.RecordReply.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.AbortRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.AbortReply.SerializeToString,
+            ),
+            'Bound': grpc.unary_unary_rpc_method_handler(
+                    servicer.Bound,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.BoundRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.BoundReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -427,6 +479,60 @@ class Peer(object):
             _registered_method=True)
 
     @staticmethod
+    def Lead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Peer/Lead',
+            kvferry_dot_v1_dot_peer__pb2.LeadRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.LeadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Peer/Record',
+            kvferry_dot_v1_dot_peer__pb2.RecordRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.RecordReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Abort(request,
             target,
             options=(),
@@ -443,6 +549,33 @@ class Peer(object):
             '/kvferry.v1.Peer/Abort',
             kvferry_dot_v1_dot_peer__pb2.AbortRequest.SerializeToString,
             kvferry_dot_v1_dot_peer__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Bound(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Peer/Bound',
+            kvferry_dot_v1_dot_peer__pb2.BoundRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.BoundReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -153,6 +153,38 @@ _PeerOrderType = typing_extensions.TypeVar(
     ],
 )
 
+_PeerLeadType = typing_extensions.TypeVar(
+    '_PeerLeadType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.LeadRequest,
+        kvferry.v1.peer_pb2.LeadReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.LeadRequest,
+        kvferry.v1.peer_pb2.LeadReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.LeadRequest,
+        kvferry.v1.peer_pb2.LeadReply,
+    ],
+)
+
+_PeerRecordType = typing_extensions.TypeVar(
+    '_PeerRecordType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.RecordRequest,
+        kvferry.v1.peer_pb2.RecordReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.RecordRequest,
+        kvferry.v1.peer_pb2.RecordReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.RecordRequest,
+        kvferry.v1.peer_pb2.RecordReply,
+    ],
+)
+
 _PeerAbortType = typing_extensions.TypeVar(
     '_PeerAbortType',
     grpc.UnaryUnaryMultiCallable[
@@ -169,7 +201,23 @@ _PeerAbortType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerAbortType]):
+_PeerBoundType = typing_extensions.TypeVar(
+    '_PeerBoundType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.BoundRequest,
+        kvferry.v1.peer_pb2.BoundReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.BoundRequest,
+        kvferry.v1.peer_pb2.BoundReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.BoundRequest,
+        kvferry.v1.peer_pb2.BoundReply,
+    ],
+)
+
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerLeadType, _PeerRecordType, _PeerAbortType, _PeerBoundType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -205,8 +253,20 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
             kvferry.v1.peer_pb2.RankTransfer,
         ],
         grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.LeadRequest,
+            kvferry.v1.peer_pb2.LeadReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.RecordRequest,
+            kvferry.v1.peer_pb2.RecordReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.AbortRequest,
             kvferry.v1.peer_pb2.AbortReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.BoundRequest,
+            kvferry.v1.peer_pb2.BoundReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -245,8 +305,20 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
             kvferry.v1.peer_pb2.RankTransfer,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.LeadRequest,
+            kvferry.v1.peer_pb2.LeadReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.RecordRequest,
+            kvferry.v1.peer_pb2.RecordReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.AbortRequest,
             kvferry.v1.peer_pb2.AbortReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.BoundRequest,
+            kvferry.v1.peer_pb2.BoundReply,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -277,11 +349,22 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     """A checksum of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
 
     Order: _PeerOrderType
-    """Hands an order to another rank of the same engine; streams that rank's record until it has ended."""
+    """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended."""
+
+    Lead: _PeerLeadType
+    """A router's order that has come to another rank of the same engine: rank 0 takes it."""
+
+    Record: _PeerRecordType
+    """The record of a transfer that rank 0 of the same engine keeps, for a router that asks another rank."""
 
     Abort: _PeerAbortType
     """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
     rank if fan_out.
+    """
+
+    Bound: _PeerBoundType
+    """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
+    rank 0 knows, which reads no other one in this attempt from then on.
     """
 
 PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
@@ -318,8 +401,20 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
         kvferry.v1.peer_pb2.RankTransfer,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.LeadRequest,
+        kvferry.v1.peer_pb2.LeadReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.RecordRequest,
+        kvferry.v1.peer_pb2.RecordReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.AbortRequest,
         kvferry.v1.peer_pb2.AbortReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.BoundRequest,
+        kvferry.v1.peer_pb2.BoundReply,
     ],
 ]
 
@@ -391,7 +486,23 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.peer_pb2.OrderRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.RankTransfer], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.RankTransfer]]:
-        """Hands an order to another rank of the same engine; streams that rank's record until it has ended."""
+        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended."""
+
+    @abc.abstractmethod
+    def Lead(
+        self,
+        request: kvferry.v1.peer_pb2.LeadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.peer_pb2.LeadReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.LeadReply]]:
+        """A router's order that has come to another rank of the same engine: rank 0 takes it."""
+
+    @abc.abstractmethod
+    def Record(
+        self,
+        request: kvferry.v1.peer_pb2.RecordRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.peer_pb2.RecordReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.RecordReply]]:
+        """The record of a transfer that rank 0 of the same engine keeps, for a router that asks another rank."""
 
     @abc.abstractmethod
     def Abort(
@@ -401,6 +512,16 @@ class PeerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvferry.v1.peer_pb2.AbortReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.AbortReply]]:
         """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
         rank if fan_out.
+        """
+
+    @abc.abstractmethod
+    def Bound(
+        self,
+        request: kvferry.v1.peer_pb2.BoundRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.peer_pb2.BoundReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.BoundReply]]:
+        """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
+        rank 0 knows, which reads no other one in this attempt from then on.
         """
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -13,7 +14,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_l
 from vllm.v1.request import RequestStatus
 
 from kvferry.errors import KvferryError
-from kvferry.handoff import Attempts, Handoff, Origin, Remembered, answer, lease_name
+from kvferry.handoff import Handoff, Origin, Remembered, answer, lease_name
 from kvferry.tables import BlockTable
 from kvferry.vllm.identity import digest_of
 from kvferry.vllm.missed import Missed
@@ -50,7 +51,8 @@ class Exchange:
     """How many of its first tokens the engine has already: the load begins after them."""
     waits: bool = False
     """It has waited for another request, which reads the lease that it came with."""
-    published: bool = False
+    lease: int = 0
+    """The number of what is published of it; 0 where nothing is."""
     complete: bool = False
     """All that will ever be published has been."""
     digest: bytes = b""
@@ -100,7 +102,8 @@ class SchedulerSide:
         """No older step has computed what the prefix cache has, or what another connector may have beside it."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
-        self._attempts = Attempts()
+        self._attempts = itertools.count(1)
+        self._leases = itertools.count(1)
         self._expected: Remembered[bytes] = Remembered()
         """By remote request id: the digest of the last prompt that came with it."""
         self._answered: Remembered[str] = Remembered()
@@ -168,7 +171,7 @@ class SchedulerSide:
                 return None, False
             if reading.digest == origin.digest:
                 self._release(exchange)
-        if exchange.published:  # vLLM has taken its blocks back to reset the prefix cache
+        if exchange.lease:  # vLLM has taken its blocks back to reset the prefix cache
             self._revoke(exchange)
         exchange.begun, exchange.loaded, exchange.since = self._number, 0, 0
         exchange.computed = computed
@@ -273,10 +276,11 @@ class SchedulerSide:
         tables = self._tables(block_ids(request.request_id), 0, end)
         exchange.digest = exchange.digest or digest_of(request, prompt)
         num_tokens = self._room(end) if last else end
+        exchange.lease = exchange.lease or next(self._leases)
         self._step.computed.append(
-            Publish(request.request_id, tables, num_tokens, last, exchange.digest, exchange.since)
+            Publish(request.request_id, exchange.lease, tables, num_tokens, last, exchange.digest, exchange.since)
         )
-        exchange.published, exchange.complete = True, last
+        exchange.complete = last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """(whether its blocks wait for readers, the answer's kv_transfer_params). vLLM waits for loads under way."""
@@ -301,8 +305,9 @@ class SchedulerSide:
             metadata = json.dumps({"first_token": first}).encode() if first is not None else b""
             tables = self._tables(block_ids, 0, num_tokens)
             digest = digest_of(request, num_tokens)
+            exchange.lease = exchange.lease or next(self._leases)
             self._step.finished.append(
-                Publish(request.request_id, tables, room, True, digest, exchange.since, metadata)
+                Publish(request.request_id, exchange.lease, tables, room, True, digest, exchange.since, metadata)
             )
         self._step.hold.append(request.request_id)
         if (prompt := _prompt_of(request.request_id)) != request.request_id:
@@ -312,15 +317,15 @@ class SchedulerSide:
             self._answered[prompt] = request.request_id
         return True, answer(
             engine_id=self._engine_id, epoch=self._epoch, address=self._address, request_id=request.request_id,
-            block_ids=[block_ids[group_id] for group_id, _ in self._groups], num_tokens=num_tokens,
-            room=room, tp=self._parallel.tensor_parallel_size, second_turn=not handoff.do_remote_decode,
-            first_token=first,
+            lease=exchange.lease, block_ids=[block_ids[group_id] for group_id, _ in self._groups],
+            num_tokens=num_tokens, room=room, tp=self._parallel.tensor_parallel_size,
+            second_turn=not handoff.do_remote_decode, first_token=first,
         ).model_dump()  # fmt: skip
 
     def _revoke(self, exchange: Exchange) -> None:
-        if exchange.published:
+        if exchange.lease:
             self._step.revoke.append(exchange.request.request_id)
-            exchange.published = exchange.complete = False
+            exchange.lease, exchange.complete = 0, False
 
     def _release(self, exchange: Exchange) -> None:
         """Nothing will be read: let the source end the lease, which may be a new one of a name that was read before.
@@ -339,7 +344,7 @@ class SchedulerSide:
             self._step.release.append(self._load(exchange.request, origin, nothing, tokens))
 
     def _load(self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int]) -> Load:
-        return Load(request.request_id, origin, tables, tokens, self._attempts.next(origin))
+        return Load(request.request_id, origin, tables, tokens, next(self._attempts))
 
     def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
         """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a

@@ -177,7 +177,7 @@ class Session:
                 lease = await self._daemon.client.publish(
                     lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
                     metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
-                    withdraw=publish.last, weights=weights,
+                    lease=publish.lease, withdraw=publish.last, weights=weights,
                 )  # fmt: skip
             if publish.last:
                 await lease.ended()

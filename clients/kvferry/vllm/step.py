@@ -14,11 +14,12 @@ from kvferry.tables import BlockTable
 class Publish:
     """The KV of tokens [0, num_tokens) is in these blocks; `last` when no more follows.
 
-    num_tokens may count the room after the request's last token. digest: of the tokens of the whole publish.
-    since: the number of the oldest step that may have computed, loaded or cached any of it.
+    lease: its number. num_tokens may count the room after the request's last token. digest: of the tokens of the whole
+    publish. since: the number of the oldest step that may have computed, loaded or cached any of it.
     """
 
     request_id: str
+    lease: int
     tables: dict[str, BlockTable]
     num_tokens: int
     last: bool

@@ -16,14 +16,14 @@ from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
-from kvferryd.check import check_digest, check_request_id, check_seconds, check_source, check_way
+from kvferryd.check import check_digest, check_number, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
 from kvferryd.observe import logs
-from kvferryd.transfers.order import order_from_proto, replaced, reservation_from_proto
+from kvferryd.transfers.order import Attempt, Order, Reservation, order_from_proto, replaced, reservation_from_proto
 
 log = logs.get(__name__)
 ANSWERS = 1024
@@ -167,7 +167,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session = self._session(request.session)  # which may have ended meanwhile
         engine = await self._ferry.registry.register(session, manifest)
         engine.weights = request.weights
-        engine.leases.lost(request.lost)
+        engine.leases.lost((each.request_id, each.lease) for each in request.lost)
         self._ferry.roster.follow(engine)
         self._ferry.peers_known.expect()
         self._ferry.known_peers.look()
@@ -180,6 +180,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         tables = tables_from_proto(request.tables)
         check_source(engine.manifest, tables, request.num_tokens, request.metadata)
         check_digest(request.digest)
+        check_number("lease", request.lease)
         check_weights(request.weights)
         if request.weights != engine.weights:
             why = (
@@ -188,37 +189,46 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             )
             remedy = "compute the request again; publish no request that an update of the weights has found under way"
             mixed = Conflict("mixed_weights", why, field="weights", value=request.weights, remedy=remedy)
-            engine.leases.refuse(request.request_id, mixed)
+            engine.leases.refuse(request.request_id, request.lease, mixed)
             raise mixed
         check_seconds("ttl_s", request.ttl_s)
         fence = self._fence(engine, request.after) if request.HasField("after") else None
         lease = engine.leases.publish(
             request.request_id,
+            request.lease,
             Publication(tables, request.num_tokens, request.metadata, request.more, request.digest, request.weights),
             ttl_s=request.ttl_s or self._ferry.config.lease_ttl_s,
             readers=request.readers or 1,
             after=fence,
-            continues=request.continues,
         )
         return engine_pb2.PublishReply(state=lease.state.value)
 
     def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:
         check_request_id(request.request_id)
-        check_digest(request.digest)
-        check_weights(request.weights)
-        if request.weights != engine.weights:
-            raise replaced(request.request_id, request.weights, engine.weights)
-        reserved = reservation_from_proto(request, engine.manifest, request.digest)
-        named = request.HasField("source")
-        order = order_from_proto(request, self._ferry.config.allow_peers) if named else None
-        check_seconds("deadline_s", request.deadline_s)
-        check_way(request.way)
-        deadline_s, attempt = request.deadline_s or None, request.attempt
-        transfer = self._ferry.jobs.receive(engine, request.request_id, reserved, order, deadline_s, attempt=attempt)
+        check_number("attempt", request.attempt)
+        deadline_s, name, number = request.deadline_s or None, request.request_id, request.attempt
+        try:
+            reserved, order = self._halves(engine, request)
+        except KvferryError as why:  # the other ranks need not wait for this one
+            self._ferry.jobs.refuse(engine, name, Attempt(number), why)
+            raise
+        transfer = self._ferry.jobs.receive(engine, name, number, reserved, order, deadline_s)
         state = TRANSFER_STATES[transfer.state]
         return engine_pb2.ReceiveReply(
             transfer_id=transfer.transfer_id, state=transfer.state.value, transfer_state=state
         )
+
+    def _halves(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> tuple[Reservation, Order | None]:
+        """The reservation, and the order if the engine names the source; checked. Raises KvferryError."""
+        check_digest(request.digest)
+        check_weights(request.weights)
+        if request.weights != engine.weights:
+            raise replaced(request.request_id, request.weights, engine.weights)
+        check_seconds("deadline_s", request.deadline_s)
+        check_way(request.way)
+        reserved = reservation_from_proto(request, engine.manifest, request.digest)
+        named = request.HasField("source")
+        return reserved, order_from_proto(request, self._ferry.config.allow_peers) if named else None
 
     def _abort(self, session: Session, request: engine_pb2.EngineAbortRequest) -> engine_pb2.EngineAbortReply:
         if session.engine is None:

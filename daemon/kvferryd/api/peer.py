@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
+from pydantic import ValidationError
+
 from kvferry import __version__
-from kvferry.errors import LONGEST, Conflict, Forbidden, KvferryError, Malformed, NotFound, shorten
+from kvferry.errors import (
+    LONGEST,
+    Conflict,
+    Deadline,
+    Forbidden,
+    KvferryError,
+    Malformed,
+    NotFound,
+    first_breach,
+    shorten,
+)
 from kvferry.manifest import Manifest
+from kvferry.schemas import OrderBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, manifest_to_proto, problem_to_proto
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.api.callers import Callers, host_of
-from kvferryd.check import check_request_id
+from kvferryd.check import check_request_id, check_seconds
 from kvferryd.copy.sums import MOST_NBYTES
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
@@ -29,8 +40,8 @@ from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import pairing_of, prepare_gather
-from kvferryd.transfers.order import order_from_proto, parts_from_proto, reservation_from_proto
-from kvferryd.transfers.record import share_of
+from kvferryd.transfers.order import attempt_from_proto, order_from_proto, reservation_from_proto
+from kvferryd.transfers.record import json_of, share_of
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
@@ -162,22 +173,14 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @stream
     async def Order(self, request: peer_pb2.OrderRequest, context: Context) -> AsyncIterator[peer_pb2.RankTransfer]:
         ferry = self._ferry
-        engine = ferry.registry.get(request.engine_id)
-        if not engine.has_rank_with(request.key):
-            why, remedy = f"only ranks of engine {engine.engine_id} hand on its orders", "POST /v1/transfers"
-            raise Forbidden("not_a_rank", why, field="key", remedy=remedy)
+        engine = self._rank_of(request.engine_id, request.key)
         check_request_id(request.request_id)
         order = order_from_proto(request, ferry.config.allow_peers, logs.Trace.of(request))
         logs.begin(request_id=request.request_id, **order.trace.about)
+        attempt = attempt_from_proto(request.attempt)
         own = reservation_from_proto(request, engine.manifest) if request.HasField("tables") else None
-        brought = {engine.rank: own} if own is not None else {}
-        transfer, _ = ferry.jobs.order(
-            engine, request.request_id, order, brought,
-            attempt=request.attempt, counted=request.counted,
-            since=time.monotonic() - (request.began_s or math.inf),
-            parts=parts_from_proto(request, engine.world_size), earlier=request.earlier,
-        )  # fmt: skip
-        with transfer.followed(request.rank):
+        transfer = ferry.jobs.handed(engine, request.request_id, attempt, order, own)
+        with transfer.followed():
             await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
             while not transfer.ended.is_set():
                 changed = transfer.changed
@@ -186,28 +189,68 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             yield _share(transfer)
 
     @unary
+    async def Lead(self, request: peer_pb2.LeadRequest, context: Context) -> peer_pb2.LeadReply:
+        engine = self._rank_of(request.engine_id, request.key)
+        try:
+            body = OrderBody.model_validate_json(request.order)
+        except ValidationError as error:
+            raise first_breach(error, "order", "malformed_order", "see POST /v1/transfers") from None
+        ordered, created = self._ferry.lead(engine, body, logs.Trace.of(request))
+        return peer_pb2.LeadReply(ordered=ordered.model_dump_json().encode(), created=created)
+
+    @unary
+    async def Record(self, request: peer_pb2.RecordRequest, context: Context) -> peer_pb2.RecordReply:
+        self._rank_of(request.engine_id, request.key)
+        check_seconds("wait_s", request.wait_s)
+        transfer = self._ferry.jobs.get(request.transfer_id)
+        if request.abort:
+            await self._ferry.end_transfer(transfer)
+        else:
+            await self._ferry.until_over(transfer, request.wait_s)
+        return peer_pb2.RecordReply(record=json_of(transfer))
+
+    @unary
     async def Abort(self, request: peer_pb2.AbortRequest, context: Context) -> peer_pb2.AbortReply:
         check_request_id(request.request_id)
         engine = self._ferry.registry.get(request.engine_id)
         why = shorten(request.reason, LONGEST) or "by a peer"
         from_rank = engine.has_rank_with(request.key)
-        if request.attempt:
-            attempt, failed = request.attempt, request.failed
-            ended = from_rank and self._ferry.jobs.abort(
-                engine,
-                request.request_id,
-                why,
-                attempt=attempt,
-                failed=failed,
-                parts={request.rank: request.transfer_id},
-            )
+        if request.HasField("attempt"):
+            attempt, name = attempt_from_proto(request.attempt), request.request_id
+            ended = from_rank and self._ferry.jobs.abort_attempt(engine, name, attempt, why, failed=request.failed)
             return peer_pb2.AbortReply(transfers_ended=int(ended))
         reader = None if from_rank else request.reader
         transfers, leases = self._ferry.abort_here(engine, request.request_id, why, reader=reader)
         if request.fan_out:
             more = await self._ferry.fan_out_abort(engine, request.request_id, reader=reader)
             transfers, leases = transfers + more[0], leases + more[1]
+        if from_rank and not engine.rank:  # it alone knows the orders that it has not handed on
+            known = self._ferry.jobs.of_request(request.request_id)
+            more = await self._ferry.abort_at_sources(each for each in known if not each.ranks)
+            transfers, leases = transfers + more[0], leases + more[1]
         return peer_pb2.AbortReply(transfers_ended=transfers, leases_ended=leases)
+
+    @unary
+    async def Bound(self, request: peer_pb2.BoundRequest, context: Context) -> peer_pb2.BoundReply:
+        check_request_id(request.request_id)
+        engine = self._rank_of(request.engine_id, request.key)
+        attempt, left_s = attempt_from_proto(request.attempt), _left(context, self._ferry.config.deadline_s)
+        try:
+            async with asyncio.timeout(left_s):
+                epoch, lease = await self._ferry.jobs.bound(engine, request.request_id, attempt)
+        except TimeoutError:
+            why = f"rank 0 of engine {engine.engine_id} did not find a lease of request {request.request_id} in time"
+            remedy = "see why in that rank's record of the transfer, or raise deadline_ms"
+            raise Deadline("deadline", why, field="request_id", value=request.request_id, remedy=remedy) from None
+        return peer_pb2.BoundReply(epoch=epoch, lease=lease)
+
+    def _rank_of(self, engine_id: str, key: bytes) -> Engine:
+        """The engine, for the daemon of another of its ranks. Raises KvferryError (`not_a_rank`)."""
+        engine = self._ferry.registry.get(engine_id)
+        if not engine.has_rank_with(key):
+            why, remedy = f"only ranks of engine {engine.engine_id} hand on its orders", "POST /v1/transfers"
+            raise Forbidden("not_a_rank", why, field="key", remedy=remedy)
+        return engine
 
     def _of_epoch(self, engine_id: str, epoch: str) -> Engine:
         engine = self._ferry.registry.get(engine_id)
@@ -271,5 +314,5 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
         transport=share.transport, phases_ms=share.phases_ms, waits_for=share.waits_for or "",
         transfer_state=TRANSFER_STATES[share.state], path_taken=PATHS[share.path or "unspecified"],
-        problem=problem_to_proto(transfer.problem) if transfer.problem else None, transfer_id=transfer.transfer_id,
+        problem=problem_to_proto(transfer.problem) if transfer.problem else None,
     )  # fmt: skip

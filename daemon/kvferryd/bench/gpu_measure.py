@@ -19,6 +19,8 @@ from kvferryd.bench.gpu_engines import Engine, cpu_s
 from kvferryd.bench.gpu_table import Row
 
 AUTO = "auto"
+ONCE = 1
+"""The number of the only lease of a request, and of the only attempt."""
 
 
 @dataclass(slots=True)
@@ -75,7 +77,7 @@ async def publish(case: Case, source: Engine, tables: list[dict[str, BlockTable]
     requests = [uuid.uuid4().hex for _ in range(case.requests)]
 
     async def one(client: EngineClient, request_id: str, given: Mapping[str, BlockTable]) -> None:
-        await client.publish(request_id, given, case.tokens)
+        await client.publish(request_id, given, case.tokens, lease=ONCE)
 
     each = list(zip(requests, tables, strict=True))
     await together(one(rank.client, *request) for rank in source.ranks for request in each)
@@ -90,7 +92,7 @@ async def receive(
 
     async def one(rank: int, request_id: str, taken: Mapping[str, BlockTable]) -> None:
         client = reader.ranks[rank].client
-        received = await client.receive(request_id, taken, (0, case.tokens), source=source.source)
+        received = await client.receive(request_id, taken, (0, case.tokens), source=source.source, attempt=ONCE)
         result.transfers[request_id].append((rank, received.transfer_id))
 
     each = list(zip(requests, tables, strict=True))

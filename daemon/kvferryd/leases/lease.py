@@ -106,18 +106,20 @@ class Lease:
         self,
         owner: tuple[str, str],
         request_id: str,
+        number: int,
         ttl_s: float,
         readers: int,
         word: Word,
         settle: Callable[[Lease], None],
         on_served: OnServed,
     ) -> None:
-        """owner: engine and epoch. settle: ends it if it is time to; called when a reader or its time to live ends."""
+        """owner: engine and epoch. number: of the owner's counter, the same on all its ranks. settle: ends it if it is
+        time to; called when a reader or its time to live ends."""
         self.on_served = on_served
         self.created_at = time.time()
         self.ended_at: float | None = None
         self.engine_id, self.epoch = owner
-        self.request_id, self.ttl_s, self.word = request_id, ttl_s, word
+        self.request_id, self.number, self.ttl_s, self.word = request_id, number, ttl_s, word
         self.published: Publication | None = None
         """The last that was published. Readers see it when its fence, and those before it, are reached."""
         self.tables: Tables = {}
@@ -164,7 +166,8 @@ class Lease:
         """Why a reader cannot read it any more."""
         if self.problem is not None:
             return self.problem.kept()
-        return lease_ended(self.request_id, f"{self.state.value}{f': {self.reason}' if self.reason else ''}")
+        why = f"{self.state.value}{f': {self.reason}' if self.reason else ''}"
+        return lease_ended(self.request_id, why, self.number)
 
     async def follow(self) -> AsyncIterator[int]:
         """Its version now and after every publish. Ends after the last; raises when the lease ends before."""
@@ -371,6 +374,7 @@ class Lease:
         readers = self.readers()
         return LeaseRecord(
             request_id=self.request_id,
+            lease=self.number,
             engine_id=self.engine_id,
             epoch=self.epoch,
             state=self.state,
@@ -394,7 +398,8 @@ def announced_as(request_id: str) -> str:
     return hashlib.sha256(request_id.encode()).hexdigest()
 
 
-def lease_ended(request_id: str, why: str) -> KvferryError:
-    """The error for a lease that cannot be read any more, or never could."""
-    why, remedy = f"the lease of request {request_id} is {why}", "prefill the request again"
+def lease_ended(request_id: str, why: str, number: int = 0) -> KvferryError:
+    """The error for a lease that cannot be read any more, or never could. number: its own; 0 where none is known."""
+    which = f"lease {number}" if number else "the lease"
+    why, remedy = f"{which} of request {request_id} is {why}", "prefill the request again"
     return Conflict("lease_ended", why, field="request_id", value=request_id, remedy=remedy)

@@ -17,6 +17,8 @@ from kvferryd.leases.words import Words
 
 ANNOUNCED_TO = 4
 """A source with more readers announces nothing: most announcements would concern another reader."""
+ANY = 1 << 64
+"""Above every lease's number."""
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader fails at once instead of waiting for a publish."""
 
@@ -38,16 +40,16 @@ class Leases:
         self._live: dict[str, Lease] = {}
         self._ended: dict[str, Lease] = {}
         """The last to end comes last."""
-        self._awaited: dict[str, dict[asyncio.Future[Lease], ReaderId]] = {}
-        """Readers that wait for a publish."""
+        self._awaited: dict[str, dict[asyncio.Future[Lease], tuple[ReaderId, int]]] = {}
+        """Readers that wait for a publish, each with the number of its lease; 0 for whichever comes."""
         self._waiting_at: Counter[str] = Counter()
         """How many of them, by where they call from: no place takes all the waits."""
-        self._early: LRUCache[str, dict[ReaderId, int]] = LRUCache(TOMBSTONES, getsizeof=len)
-        """Ranks with nothing to read here, which finished before this rank published, each with its attempt."""
-        self._refused: LRUCache[str, KvferryError] = LRUCache(TOMBSTONES)
-        """Requests whose publish was refused, and why: their readers need not wait."""
-        self._lost: LRUCache[str, None] = LRUCache(TOMBSTONES)
-        """Requests whose readers need not wait."""
+        self._early: LRUCache[str, dict[ReaderId, tuple[int, int]]] = LRUCache(TOMBSTONES, getsizeof=len)
+        """Ranks with nothing to read here, which finished before this rank published, each with lease and attempt."""
+        self._refused: LRUCache[str, tuple[int, KvferryError]] = LRUCache(TOMBSTONES)
+        """Leases whose publish was refused, and why: their readers need not wait."""
+        self._lost: LRUCache[str, int] = LRUCache(TOMBSTONES)
+        """The last lease of requests whose readers need not wait."""
         self._closed = ""
 
     def __iter__(self) -> Iterator[Lease]:
@@ -67,24 +69,29 @@ class Leases:
     def publish(
         self,
         request_id: str,
+        number: int,
         said: Publication,
         *,
         ttl_s: float,
         readers: int,
         after: asyncio.Future[None] | None = None,
-        continues: bool = False,
     ) -> Lease:
-        """A new lease, or more tokens of one that is being published. Idempotent for an equal publish.
+        """A new lease, or more tokens of the one of this number. Idempotent for an equal publish.
 
-        continues: no new lease (`lease_ended`): its engine takes the one that was there to be there still.
+        A higher number than that of the lease that is there ends that one. Raises KvferryError: `lease_ended` for a
+        number that has ended or been passed, `full`, and as `Lease.publish`.
         after: readers see it when this is done; when it fails the lease ends with its error. Cancelled with the lease.
         """
         lease = self._live.get(request_id)
         if self._closed:
             raise Unavailable("session_closed", self._closed, remedy="attach again with a new epoch")
+        newest = self._newest(request_id)
+        if number < newest or (number == newest and lease is None):
+            raise lease_ended(request_id, f"over: its last is {newest}", number)
+        if lease is not None and number > newest:
+            self._end(lease, LeaseState.REVOKED, f"published anew, as lease {number}")
+            lease = None
         if lease is None:
-            if continues:
-                raise lease_ended(request_id, "over, and this publish continues it")
             if len(self._live) >= self.limit:
                 remedy = "wait for readers, shorten lease_ttl_s, or raise max_leases"
                 why = f"{self.limit} leases are held already"
@@ -92,6 +99,7 @@ class Leases:
             lease = Lease(
                 (self.engine_id, self.epoch),
                 request_id,
+                number,
                 ttl_s,
                 readers,
                 self.words.set(),
@@ -99,32 +107,41 @@ class Leases:
                 self._on_served,
             )
             self._live[request_id] = lease
-            for who, attempt in self._early.pop(request_id, {}).items():
-                lease.finished(who, attempt=attempt)
+            for who, (closed, attempt) in self._early.pop(request_id, {}).items():
+                if closed == number:
+                    lease.finished(who, attempt=attempt)
             self._ended.pop(request_id, None)  # else its end would keep the place of the one before
             self._lost.pop(request_id, None)
             self._refused.pop(request_id, None)
         if not lease.publish(said, after):
             return lease
         lease.restart_ttl()
-        for waiting in self._no_longer_awaited(request_id):
-            lease.awaited = True
-            waiting.set_result(lease)
+        for waiting, wanted in self._no_longer_awaited(request_id, number).items():
+            if wanted in (0, number):
+                lease.awaited = True
+                waiting.set_result(lease)
+            else:
+                waiting.set_exception(lease_ended(request_id, f"over: its last is {number}", wanted))
         if after is not None:
             after.add_done_callback(lambda _: self._show(lease))
         self._show(lease)
         return lease
 
-    def refuse(self, request_id: str, why: KvferryError) -> None:
+    def refuse(self, request_id: str, number: int, why: KvferryError) -> None:
         """It is not published: who waits for it, or comes for it, is told why. Not of one that is: that holds."""
         if request_id not in self._live:
-            self._refused[request_id] = why
-            for waiting in self._no_longer_awaited(request_id):
+            self._refused[request_id] = number, why
+            for waiting in self._no_longer_awaited(request_id, number):
                 waiting.set_exception(why.kept())
 
-    def lost(self, request_ids: Iterable[str]) -> None:
-        """They had leases in the session before this one, or could not be published since."""
-        self._lost.update(dict.fromkeys(itertools.islice(request_ids, TOMBSTONES)))
+    def lost(self, leases: Iterable[tuple[str, int]]) -> None:
+        """(request, number) of leases of the session before this one, or that could not be published since."""
+        self._lost.update(itertools.islice(leases, TOMBSTONES))
+
+    def _newest(self, request_id: str) -> int:
+        """The number of the request's last lease, as far as it is remembered; 0 where none is."""
+        lease = self._live.get(request_id) or self._ended.get(request_id)
+        return lease.number if lease is not None else self._lost.get(request_id, 0)
 
     def _show(self, lease: Lease) -> None:
         """Let readers see what is published, as far as fences are reached."""
@@ -147,19 +164,32 @@ class Leases:
                     announce(lease)
             self._settle(lease)
 
-    async def find(self, request_id: str, who: ReaderId) -> Lease:
-        """The lease, waiting for its publish if that is still to come. The caller bounds the wait."""
-        lease = self._live.get(request_id)
-        if lease is not None:
+    def held(self, request_id: str, number: int) -> Lease | None:
+        """The lease of this number, 0 for whichever there is; None where it is still to come.
+
+        Raises KvferryError (`lease_ended`) where it will not: it has ended, or another is there.
+        """
+        lease, newest = self._live.get(request_id), self._newest(request_id)
+        if lease is not None and number in (0, newest):
             return lease
         if self._closed:
-            raise lease_ended(request_id, self._closed)
-        if request_id in self._refused:
-            raise self._refused[request_id].kept()
-        if request_id in self._ended:
-            raise self._ended[request_id].over()
-        if request_id in self._lost:
-            raise lease_ended(request_id, "lost: its daemon has died, or its engine has lost its session")
+            raise lease_ended(request_id, self._closed, number)
+        refused, why = self._refused.get(request_id, (0, None))
+        if why is not None and number <= refused:
+            raise why.kept()
+        if number > newest or not newest:
+            return None
+        if lease is None and number in (0, newest):
+            if request_id in self._ended:
+                raise self._ended[request_id].over()
+            raise lease_ended(request_id, "lost: its daemon has died, or its engine has lost its session", newest)
+        raise lease_ended(request_id, f"over: its last is {newest}", number)
+
+    async def find(self, request_id: str, who: ReaderId, number: int = 0) -> Lease:
+        """As `held`, waiting for the publish if that is still to come. The caller bounds the wait."""
+        lease = self.held(request_id, number)
+        if lease is not None:
+            return lease
         if request_id not in self._awaited and len(self._awaited) >= self.limit:
             raise Full("full", f"readers wait for {self.limit} publishes already", value=self.limit)
         if who.host and self._waiting_at[who.host] >= self.limit // 2:
@@ -167,7 +197,7 @@ class Leases:
             raise Full("full", why, field="address", value=who.host, remedy="order a request when it is prefilled")
         published: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         others = self._awaited.setdefault(request_id, {})
-        others[published] = who
+        others[published] = who, number
         self._waiting_at[who.host] += 1
         try:
             return await published
@@ -179,31 +209,30 @@ class Leases:
             if not others and self._awaited.get(request_id) is others:
                 del self._awaited[request_id]
 
-    def _no_longer_awaited(self, request_id: str) -> list[asyncio.Future[Lease]]:
-        """The readers that waited for this publish, to be answered now."""
-        return [published for published in self._awaited.pop(request_id, ()) if not published.done()]
+    def _no_longer_awaited(self, request_id: str, number: int) -> dict[asyncio.Future[Lease], int]:
+        """The readers that wait for a lease of the request up to this number, to be answered now, each with its own."""
+        waiting = self._awaited.get(request_id, {})
+        up_to = {each: wanted for each, (_, wanted) in waiting.items() if wanted <= number and not each.done()}
+        if len(up_to) == len(waiting):
+            self._awaited.pop(request_id, None)
+        return up_to
 
-    def finished(self, request_id: str, who: ReaderId, nbytes: int = 0, attempt: int = 0) -> None:
-        """A rank has finished without opening the lease, perhaps before its publish. Raises as `Lease.finished`."""
-        lease = self._live.get(request_id)
-        if lease is not None:
+    def finished(self, request_id: str, number: int, who: ReaderId, nbytes: int = 0, attempt: int = 0) -> None:
+        """A rank has finished without opening the lease of this number, perhaps before its publish. Ignored where that
+        lease has ended. Raises as `Lease.finished`."""
+        lease, newest = self._live.get(request_id), self._newest(request_id)
+        if lease is not None and number == newest:
             lease.finished(who, nbytes, attempt)
-        elif not self._closed and self._nobody_is_late(request_id):
-            early = self._early.get(request_id, {}) | {who: attempt}
+        elif number > newest and not self._closed:
+            early = self._early.get(request_id, {}) | {who: (number, attempt)}
             if len(early) <= TOMBSTONES:
                 self._early[request_id] = early
-
-    def _nobody_is_late(self, request_id: str) -> bool:
-        """Whether every reader of the lease that ended last has finished, or there was none. Those of a lease that
-        expired or was revoked may still say so, and do not count for the next one."""
-        before = self._ended.get(request_id)
-        return before is None or before.state is LeaseState.RELEASED
 
     def give_up(self, request_id: str, reason: str, who: ReaderId) -> bool:
         """End a lease for one that was to read it: not while another engine reads it, or waits for its publish."""
         lease = self._live.get(request_id)
         waiting = self._awaited.get(request_id, {}).values()
-        if (lease is not None and lease.read_by_others(who)) or any(each.engine != who.engine for each in waiting):
+        if (lease is not None and lease.read_by_others(who)) or any(each.engine != who.engine for each, _ in waiting):
             return False
         return self.revoke(request_id, reason)
 
@@ -214,8 +243,8 @@ class Leases:
         if lease is not None:
             self._end(lease, LeaseState.REVOKED, reason)
             return True
-        for waiting in self._no_longer_awaited(request_id):
-            waiting.set_exception(lease_ended(request_id, reason))
+        for waiting, wanted in self._no_longer_awaited(request_id, ANY).items():
+            waiting.set_exception(lease_ended(request_id, reason, wanted))
         return False
 
     def revoke_others(self, weights: str, reason: str) -> int:

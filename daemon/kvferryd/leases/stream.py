@@ -38,11 +38,14 @@ class _Reading:
     """One lease as this reader follows it, until it is closed."""
 
     def __init__(
-        self, stream: ServedStream, number: int, request_id: str, known: tuple[int, int], attempt: int, trace: Trace
-    ) -> None:
-        """known: word and version of an announcement that the reader goes by. attempt: of its engine."""
+        self, stream: ServedStream, number: int, request_id: str, known: tuple[int, int], which: tuple[int, int],
+        trace: Trace,
+    ) -> None:  # fmt: skip
+        """known: word and version of an announcement that the reader goes by. which: the lease's number (0: whichever
+        there is), and the attempt of the reader's engine."""
         self._stream, self._number, self.request_id, self.known = stream, number, request_id, known
-        self._attempt, self.trace = attempt, trace
+        self._lease_number, self._attempt = which
+        self.trace = trace
         self.opened: Opened | None = None
         self._lease: Lease | None = None
         """Set once the reader has its present version, from an update or an announcement."""
@@ -57,11 +60,11 @@ class _Reading:
         """Send what the lease holds, now and after every publish. It is open for this reader until the task ends."""
         try:
             check_request_id(self.request_id)
-            lease = self._stream.leases.get(self.request_id)
+            lease = self._stream.leases.held(self.request_id, self._lease_number)
             if lease is None:
                 self._unpublished = True
                 self._queue()
-                lease = await self._stream.leases.find(self.request_id, self._stream.who)
+                lease = await self._stream.leases.find(self.request_id, self._stream.who, self._lease_number)
                 self._unpublished = False
             with lease.reading(self._stream.who, self._attempt) as self.opened:
                 lease.trace = self.trace
@@ -217,24 +220,27 @@ class ServedStream:
             case "pack":
                 said, also = request.pack, request.pack.open
                 if also.request_id:
-                    self._open(said.reading, also.request_id, (also.word, also.version), also.attempt, also.trace)
+                    known, which = (also.word, also.version), (also.lease, also.attempt)
+                    self._open(said.reading, also.request_id, known, which, also.trace)
                 if (reading := self.readings.get(said.reading)) is not None:
                     reading.pack(said)
             case "open":
                 asked = request.open
-                known = asked.known_word, asked.known_version
-                self._open(asked.reading, asked.request_id, known, asked.attempt, asked.trace)
+                known, which = (asked.known_word, asked.known_version), (asked.lease, asked.attempt)
+                self._open(asked.reading, asked.request_id, known, which, asked.trace)
             case "close":
                 self._close(request.close)
             case kind:
                 raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
-    def _open(self, number: int, request_id: str, known: tuple[int, int], attempt: int, trace: peer_pb2.Trace) -> None:
+    def _open(
+        self, number: int, request_id: str, known: tuple[int, int], which: tuple[int, int], trace: peer_pb2.Trace
+    ) -> None:
         if number in self.readings or len(self.readings) >= max(READINGS, 2 * self.leases.limit):
             why = f"it is open already, or {len(self.readings)} readings are too many"
             remedy = "number readings from 1, and close those that are over"
             raise Malformed("malformed_read", why, field="open.reading", value=number, remedy=remedy)
-        self.readings[number] = _Reading(self, number, request_id, known, attempt, Trace.of(trace))
+        self.readings[number] = _Reading(self, number, request_id, known, which, Trace.of(trace))
 
     def _close(self, asked: peer_pb2.LeaseClose) -> None:
         """Not answered. A reading that is over, or was refused, needs no closing."""
@@ -243,25 +249,22 @@ class ServedStream:
         reading = self.readings.pop(asked.reading, None)
         if reading is None:
             if asked.complete and not asked.reading:
-                self._finished(asked, asked.request_id, asked.word, Trace.of(asked.trace))
+                self._finished(asked, asked.request_id, Trace.of(asked.trace))
             return
         if reading.opened is not None:
             reading.opened.close(complete=asked.complete, nbytes=asked.nbytes, attempt=asked.attempt)
         elif asked.complete:  # the message came with the one that opens it: its task has had no turn
-            word, _ = reading.known
-            self._finished(asked, reading.request_id, word, reading.trace)
+            self._finished(asked, reading.request_id, reading.trace)
         reading.close()
 
-    def _finished(self, asked: peer_pb2.LeaseClose, request_id: str, word: int, trace: Trace) -> None:
-        """This rank has all that it wants of a lease that it has not opened. word: of the lease that is meant, or 0."""
+    def _finished(self, asked: peer_pb2.LeaseClose, request_id: str, trace: Trace) -> None:
+        """This rank has all that it wants of a lease that it has not opened."""
         check_request_id(request_id)
         lease = self.leases.get(request_id)
-        if word and (lease is None or lease.word.value != word):
-            return
-        if lease is not None and not lease.state.ended:
+        if lease is not None and lease.number == asked.lease:
             lease.trace = trace
         with suppress(Conflict, Full):  # another reading of this rank has it open, and closes it
-            self.leases.finished(request_id, self.who, asked.nbytes, asked.attempt)
+            self.leases.finished(request_id, asked.lease, self.who, asked.nbytes, asked.attempt)
 
     def _announce(self, lease: Lease) -> None:
         if len(self._announced) < ANNOUNCEMENTS:
@@ -291,6 +294,7 @@ def _update_of(lease: Lease) -> peer_pb2.LeaseUpdate:
         word_address=lease.word.address,
         word=lease.word.value,
         version=lease.version,
+        lease=lease.number,
         digest=lease.digest,
         weights=lease.weights,
     )

@@ -49,12 +49,14 @@ class SourceReader:
     """
 
     def __init__(
-        self, source: PeerRank, request_id: str, attempt: int, wanted: Computed, trace: Trace = UNTRACED,
+        self, source: PeerRank, request_id: str, named: int, attempt: int, wanted: Computed, trace: Trace = UNTRACED,
         on_unpublished: Callable[[], None] = lambda: None, tell_lost: Callable[[KvferryError], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """attempt: of this engine at the request; 0 where its daemons count. on_unpublished: called when the source
-        answers that the lease is still to come. tell_lost: called when the stream is over while the lease is open."""
-        self.source, self.request_id, self.attempt, self._wanted = source, request_id, attempt, wanted
+        """named: the lease's number; 0 for whichever the source has. attempt: of this engine at the request; 0 where
+        its daemons count. on_unpublished: called when the source answers that the lease is still to come. tell_lost:
+        called when the stream is over while the lease is open."""
+        self.source, self.request_id, self.named, self.attempt = source, request_id, named, attempt
+        self._wanted = wanted
         self._trace = peer_pb2.Trace(traceparent=trace.traceparent, x_request_id=trace.x_request_id)
         self._on_unpublished, self._tell_lost = on_unpublished, tell_lost
         self.nbytes = 0
@@ -88,7 +90,8 @@ class SourceReader:
             stream.check()
             update = stream.announced(self.request_id)
             # An announcement by other weights may be of before a change: the source is asked what it has now.
-            if update is not None and update.weights == self._wanted.weights:
+            known = update is not None and update.weights == self._wanted.weights
+            if update is not None and known and self.named in (0, update.lease):
                 self.announced = True
                 self._opening = asyncio.get_running_loop().call_later(OPEN_AFTER_S, self._open)
                 self._apply(update)
@@ -125,7 +128,7 @@ class SourceReader:
         """The source answers unless it holds the very lease that was announced."""
         stream, word, version = self._follow(), self.lease.word, self.lease.version
         opening = peer_pb2.LeaseOpen(
-            reading=self.number, request_id=self.request_id, attempt=self.attempt, known_word=word,
+            reading=self.number, request_id=self.request_id, lease=self.named, attempt=self.attempt, known_word=word,
             known_version=version, trace=self._trace,
         )  # fmt: skip
         stream.send(peer_pb2.ReadRequest(open=opening))
@@ -171,7 +174,7 @@ class SourceReader:
         opening.word, opening.version = self.lease.word, self.lease.version
         if self._opening is not None:
             self._follow()
-            opening.request_id, opening.attempt = self.request_id, self.attempt
+            opening.request_id, opening.lease, opening.attempt = self.request_id, self.named, self.attempt
             opening.trace.CopyFrom(self._trace)
         self.check()
         assert self._stream is not None
@@ -221,23 +224,24 @@ class SourceReader:
             self._chunks.close()
         if self._stream is not None:
             self._stream.close_reading(
-                self.request_id, self.attempt, complete=complete, nbytes=self.nbytes, number=self.number
-            )
+                self.request_id, self.lease.lease, self.attempt, complete=complete, nbytes=self.nbytes,
+                number=self.number,
+            )  # fmt: skip
         elif complete:
             self.source.stream.close_reading(
-                self.request_id, self.attempt, complete=True, nbytes=self.nbytes, word=self.lease.word,
+                self.request_id, self.lease.lease or self.named, self.attempt, complete=True, nbytes=self.nbytes,
                 trace=self._trace,
             )  # fmt: skip
 
 
 def readers_of(
-    peer: PeerEngine, request_id: str, attempt: int, wanted: Computed, trace: Trace,
+    peer: PeerEngine, request_id: str, lease: int, attempt: int, wanted: Computed, trace: Trace,
     on_unpublished: Callable[[], None], tell_lost: Callable[[KvferryError], None],
 ) -> tuple[list[SourceReader], list[SourceReader]]:  # fmt: skip
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""
     read = peer.plan.reads_from or (min(peer.ranks),)
     every = {
-        rank: SourceReader(peer.ranks[rank], request_id, attempt, wanted, trace, on_unpublished, tell_lost)
+        rank: SourceReader(peer.ranks[rank], request_id, lease, attempt, wanted, trace, on_unpublished, tell_lost)
         for rank in sorted(peer.ranks)
     }
     return [every[rank] for rank in read], [reader for rank, reader in every.items() if rank not in read]

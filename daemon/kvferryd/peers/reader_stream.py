@@ -84,14 +84,14 @@ class ReaderStream:
         self._outbox.ask(compose)
 
     def close_reading(
-        self, request_id: str, attempt: int, *, complete: bool, nbytes: int = 0, number: int = 0, word: int = 0,
+        self, request_id: str, lease: int, attempt: int, *, complete: bool, nbytes: int = 0, number: int = 0,
         trace: peer_pb2.Trace | None = None,
     ) -> None:  # fmt: skip
-        """attempt: as of SourceReader. nbytes: read of it. number: 0 for a lease that was never opened. word: of the
-        announcement that such a lease was read by, or 0. A source that does not get this has its time to live."""
+        """lease: its number. attempt: as of SourceReader. nbytes: read of it. number: of the reading; 0 for a lease
+        that was never opened. A source that does not get this has its time to live."""
         self._listeners.pop(number, None)
         closing = peer_pb2.LeaseClose(
-            reading=number, request_id=request_id, attempt=attempt, complete=complete, word=word, nbytes=nbytes,
+            reading=number, request_id=request_id, lease=lease, attempt=attempt, complete=complete, nbytes=nbytes,
             trace=trace,
         )  # fmt: skip
         self.send(peer_pb2.ReadRequest(close=closing))

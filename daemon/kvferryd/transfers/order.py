@@ -9,25 +9,48 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
-from kvferry.errors import Conflict, Malformed, first_breach
+from kvferry.errors import Conflict, Malformed, first_breach, shorten
 from kvferry.manifest import Manifest
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody
 from kvferry.tables import Tables, tables_from_json
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import tables_from_proto
-from kvferryd.check import check_destination, check_seconds, check_way
+from kvferryd.check import check_destination, check_number, check_seconds, check_way
 from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers import allow
 
-MAX_ID = 64
-"""Characters of a transfer_id."""
+MAX_BY = 64
+"""Characters of a daemon's instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at a request, the same on all ranks of the engine that reads.
+
+    number: from 1; 0 where the reservation is still to say it. by: empty where the engine has numbered it; otherwise an
+    order has brought its tables, and this instance of rank 0's daemon counts those.
+    """
+
+    number: int
+    by: str = ""
+
+    def before(self, other: Attempt) -> bool:
+        """Whether the other has taken its place."""
+        return self.by == other.by and self.number < other.number
+
+    def __str__(self) -> str:
+        return f"attempt {self.number}"
+
+
+NO_ATTEMPT = Attempt(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """Where to read from.
 
-    epoch: the source engine must be in it; empty for any. deadline_s: seconds from acceptance; None for the daemon's
+    epoch: the source engine must be in it; empty for any. lease: the number of the one that is meant; 0 for whichever
+    there is. deadline_s: seconds from acceptance; None for the daemon's
     default. way: auto, direct, staged or mapped; empty for the daemon's setting. ordered_s: what the deadline was when
     the order came to the rank that handed it on; 0 where none did.
     """
@@ -35,6 +58,7 @@ class Order:
     engine_id: str
     address: str
     epoch: str = ""
+    lease: int = 0
     priority: int = 0
     deadline_s: float | None = None
     way: str = ""
@@ -42,8 +66,18 @@ class Order:
     ordered_s: float = field(default=0.0, compare=False)
 
     @property
+    def names_lease(self) -> bool:
+        """Whether all ranks that have this order read one lease by that alone."""
+        return bool(self.epoch and self.lease)
+
+    def same_source(self, other: Order) -> bool:
+        """Whether both read from one engine, and one lease as far as they name it."""
+        return self.engine_id == other.engine_id and (self.lease == other.lease or not (self.lease and other.lease))
+
+    @property
     def source(self) -> SourceBody:
-        return SourceBody(engine_id=self.engine_id, address=self.address, epoch=self.epoch or None)
+        epoch, lease = self.epoch or None, self.lease or None
+        return SourceBody(engine_id=self.engine_id, address=self.address, epoch=epoch, lease=lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +131,8 @@ def replaced(request_id: str, weights: str, now: str) -> Conflict:
 
 def order_of(body: OrderBody, trace: Trace) -> Order:
     source, deadline_s = body.source, body.deadline_ms / 1e3 if body.deadline_ms else None
-    epoch, way = source.epoch or "", body.way or ""
-    return Order(source.engine_id, source.address, epoch, body.priority, deadline_s, way, trace)
+    epoch, lease, way = source.epoch or "", source.lease or 0, body.way or ""
+    return Order(source.engine_id, source.address, epoch, lease, body.priority, deadline_s, way, trace)
 
 
 def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int, Reservation]:
@@ -125,11 +159,14 @@ def order_from_proto(
     source = request.source
     allow.check(source.address, allowed)
     _check_source(source.engine_id, source.address, source.epoch)
+    if source.lease:
+        check_number("source.lease", source.lease)
     check_seconds("deadline_s", request.deadline_s)
     check_way(request.way)
     order = Order(
-        source.engine_id, source.address, source.epoch, request.priority, request.deadline_s or None, request.way, trace
-    )
+        source.engine_id, source.address, source.epoch, source.lease, request.priority, request.deadline_s or None,
+        request.way, trace,
+    )  # fmt: skip
     if isinstance(request, engine_pb2.ReceiveRequest):
         return order
     check_seconds("ordered_s", request.ordered_s)
@@ -155,10 +192,11 @@ def reservation_from_proto(
     return reserved
 
 
-def parts_from_proto(request: peer_pb2.OrderRequest, world_size: int) -> dict[int, str]:
-    """This attempt's transfers by rank, as the rank that hands the order on knows them. Raises KvferryError."""
-    for rank, part in request.parts.items():
-        if rank >= world_size or len(part) > MAX_ID:
-            why, remedy = f"the part of rank {rank} is none of this engine's", "give transfer_ids of its ranks"
-            raise Conflict("protocol", why, field="parts", value=part[:MAX_ID], remedy=remedy)
-    return dict(request.parts)
+def attempt_from_proto(attempt: peer_pb2.Attempt) -> Attempt:
+    """Checked. Raises KvferryError (`number_required`)."""
+    check_number("attempt", attempt.number)
+    return Attempt(attempt.number, shorten(attempt.by, MAX_BY))
+
+
+def attempt_to_proto(attempt: Attempt) -> peer_pb2.Attempt:
+    return peer_pb2.Attempt(number=attempt.number, by=attempt.by)

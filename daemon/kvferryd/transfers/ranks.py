@@ -1,14 +1,16 @@
-"""The other ranks of the same engine: an order that reached one rank is handed to all, and they fail together."""
+"""The other ranks of the same engine: rank 0 hands orders on to them, gathers their ends, and they fail together."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
-from kvferry.schemas import Awaited, RankTransfer, TransferState
+from kvferry.schemas import Awaited, OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.aio import Tasks, together
@@ -17,12 +19,11 @@ from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
-from kvferryd.transfers.order import Reservation
+from kvferryd.transfers.order import Attempt, Reservation, attempt_to_proto
 from kvferryd.transfers.record import error_body
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
-STALE_ATTEMPT = "stale_attempt"
 GRACE_S = 0.5
 """How long after the deadline another rank may still say why it failed."""
 
@@ -48,7 +49,54 @@ class Ranks:
         """This rank has not got its KV: the others need not go on."""
         for rank, share in transfer.ranks.items():
             if not share.state.ended and rank in engine.members:
-                self._tasks.spawn(self._abort(transfer, engine, rank, engine.members[rank]))
+                code = transfer.problem.code if transfer.problem else transfer.state.value
+                failed = transfer.state is TransferState.FAILED
+                request = _abort(engine, transfer.request_id, transfer.attempt, code, failed=failed)
+                self._tasks.spawn(self._tell_ended(engine, engine.members[rank], request))
+
+    async def ask_bound(self, transfer: Transfer, engine: Engine) -> tuple[str, int]:
+        """(the source's epoch, the lease's number) of what rank 0 reads. Raises KvferryError."""
+        async with self._leader(engine) as stub:
+            request = peer_pb2.BoundRequest(
+                engine_id=engine.engine_id, request_id=transfer.request_id, attempt=attempt_to_proto(transfer.attempt),
+                key=engine.roster_key,
+            )  # fmt: skip
+            left_s = max(1e-3, transfer.deadline - asyncio.get_running_loop().time())
+            reply = await stub.Bound(request, timeout=left_s)
+        return reply.epoch, reply.lease
+
+    def tell_refused(self, engine: Engine, request_id: str, attempt: Attempt, why: KvferryError) -> None:
+        """This rank takes no part in the attempt: the others need not go on with it, or begin."""
+        for rank, address in engine.members.items():
+            if rank != engine.rank:
+                request = _abort(engine, request_id, attempt, why.code, failed=True)
+                self._tasks.spawn(self._tell_ended(engine, address, request))
+
+    async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
+        """Give a router's order to rank 0; (its answer, whether the order is new). Raises KvferryError."""
+        async with self._leader(engine) as stub:
+            request = peer_pb2.LeadRequest(
+                engine_id=engine.engine_id, order=body.model_dump_json(exclude_unset=True).encode(),
+                traceparent=trace.traceparent, x_request_id=trace.x_request_id, key=engine.roster_key,
+            )  # fmt: skip
+            reply = await stub.Lead(request, timeout=self._config.connect_timeout_s)
+        return _said(Ordered, reply.ordered), reply.created
+
+    async def record(self, engine: Engine, transfer_id: str, wait_s: float, *, abort: bool) -> TransferRecord:
+        """The record of a transfer that rank 0 keeps. Raises KvferryError."""
+        async with self._leader(engine) as stub:
+            request = peer_pb2.RecordRequest(
+                engine_id=engine.engine_id, transfer_id=transfer_id, wait_s=wait_s, abort=abort, key=engine.roster_key
+            )
+            reply = await stub.Record(request, timeout=wait_s + self._config.connect_timeout_s)
+        return _said(TransferRecord, reply.record)
+
+    @contextlib.asynccontextmanager
+    async def _leader(self, engine: Engine) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
+        """The peer service of rank 0, once the roster is whole; before that it has no key to show."""
+        await engine.until_whole(self._config.connect_timeout_s)
+        async with self._asking(engine, engine.members[0]) as stub:
+            yield stub
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -108,7 +156,6 @@ class Ranks:
     async def _follow(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
         """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing: the other ranks'
         parts go on until they have ended too."""
-        transfer.told[rank] = asked = transfer.attempt
         try:
             request = _request(transfer, engine, rank)
             async with self._asking(engine, address) as stub:
@@ -116,21 +163,12 @@ class Ranks:
                 try:
                     async for reply in call:
                         transfer.set_rank(_rank_transfer(reply, rank, address))
-                        if reply.transfer_id:
-                            transfer.parts[rank] = reply.transfer_id
                         if transfer.ranks[rank].state.ended:
                             break  # whatever becomes of the stream
                 finally:
                     call.cancel()
         except KvferryError as error:
-            ahead = int(error.value) if error.code == STALE_ATTEMPT and error.value.isdigit() else 0
-            over = transfer.ended.is_set() and transfer.state is not TransferState.DONE
-            if transfer.counted and ahead > asked and not over:
-                # That rank has seen more attempts than we have; this one is still under way.
-                transfer.attempt = max(ahead, transfer.attempt)
-                await self._follow(transfer, engine, rank, address)
-            else:
-                self._failed(transfer, rank, error)
+            self._failed(transfer, rank, error)
             return
         except Exception as error:
             log.exception("following a rank broke", request_id=transfer.request_id, rank=rank, address=address)
@@ -161,21 +199,30 @@ class Ranks:
             why = PeerFailed("rank_failed", message, field="rank", value=share.rank, remedy=remedy)
         transfer.stop(share.state, why)
 
-    async def _abort(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
-        why = transfer.problem.code if transfer.problem else transfer.state.value
-        request = peer_pb2.AbortRequest(
-            engine_id=engine.engine_id,
-            request_id=transfer.request_id,
-            reason=f"rank {engine.rank}: {why}",
-            rank=engine.rank,
-            attempt=transfer.told.get(rank, transfer.attempt),
-            failed=transfer.state is TransferState.FAILED,
-            key=engine.roster_key,
-            transfer_id=transfer.transfer_id,
-        )
-        with contextlib.suppress(KvferryError):  # best effort: the other rank has the same deadline
+    async def _tell_ended(self, engine: Engine, address: str, request: peer_pb2.AbortRequest) -> None:
+        """Best effort: the other rank has a deadline of its own."""
+        with contextlib.suppress(KvferryError):
             async with self._asking(engine, address) as stub:
                 await stub.Abort(request, timeout=self._config.connect_timeout_s)
+
+
+def _abort(engine: Engine, request_id: str, attempt: Attempt, code: str, *, failed: bool) -> peer_pb2.AbortRequest:
+    return peer_pb2.AbortRequest(
+        engine_id=engine.engine_id, request_id=request_id, reason=f"rank {engine.rank}: {code}",
+        attempt=attempt_to_proto(attempt), failed=failed, key=engine.roster_key,
+    )  # fmt: skip
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def _said(body: type[B], json: bytes) -> B:
+    """What rank 0 has answered. Raises KvferryError (`protocol`)."""
+    try:
+        return body.model_validate_json(json)
+    except ValidationError as error:
+        why = f"rank 0 answered with what is no {body.__name__}: {error.error_count()} fields"
+        raise Conflict("protocol", why, field="order", remedy="run one version of kvferry on all ranks") from None
 
 
 def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderRequest:
@@ -186,17 +233,14 @@ def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderReq
         engine_id=engine.engine_id,
         request_id=transfer.request_id,
         priority=order.priority,
-        source=engine_pb2.Source(engine_id=order.engine_id, address=order.address, epoch=order.epoch),
+        source=engine_pb2.Source(
+            engine_id=order.engine_id, address=order.address, epoch=order.epoch, lease=order.lease
+        ),
         deadline_s=max(1e-3, left_s),
         ordered_s=transfer.ordered_s,
-        began_s=time.monotonic() - transfer.phases.began,
         traceparent=order.trace.traceparent,
         x_request_id=order.trace.x_request_id,
-        rank=engine.rank,
-        attempt=transfer.attempt,
-        counted=transfer.counted,
-        parts=transfer.parts,
-        earlier=transfer.earlier,
+        attempt=attempt_to_proto(transfer.attempt),
         way=order.way,
         key=engine.roster_key,
     )

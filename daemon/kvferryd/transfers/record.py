@@ -43,7 +43,8 @@ def record_of(transfer: Transfer) -> TransferRecord:
         path=next((share.path for share in ranks if share.path), ""),
         transport=next((share.transport for share in ranks if share.transport), ""),
         tokens=transfer.tokens,
-        attempt=transfer.attempt,
+        attempt=transfer.attempt.number,
+        lease=transfer.lease or None,
         slowest_rank=slowest.rank,
         took_ms=slowest.took_ms,
         phases_ms=slowest.phases_ms,
@@ -58,7 +59,7 @@ def record_of(transfer: Transfer) -> TransferRecord:
 
 def json_of(transfer: Transfer) -> bytes:
     """The record as JSON. Kept until something changes: many may look at many records."""
-    made_of = transfer.changes, transfer.nbytes, transfer.waits_for, transfer.attempt
+    made_of = transfer.changes, transfer.nbytes, transfer.waits_for, transfer.attempt, transfer.lease
     if transfer.encoded[0] != made_of:
         transfer.encoded = made_of, record_of(transfer).model_dump_json().encode()
     return transfer.encoded[1]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
@@ -28,7 +26,7 @@ from kvferryd.peers.peers import Peers
 from kvferryd.plan import check_whole
 from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.claims import Claim
-from kvferryd.transfers.order import Order, Past, Reservation
+from kvferryd.transfers.order import Attempt, Order, Past, Reservation
 from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
@@ -40,14 +38,15 @@ STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lo
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """The daemon, as a transfer needs it. on_end: this rank's part has ended. on_over: every rank's part has.
-    on_quiet: this rank's part has ended, and nothing can be written any more. `spawn` runs work that may outlast the
-    transfer."""
+    on_quiet: this rank's part has ended, and nothing can be written any more. ask_bound: which lease rank 0 reads.
+    `spawn` runs work that may outlast the transfer."""
 
     config: Config
     peers: Peers
     on_end: Callable[[Transfer, Engine], None]
     on_over: Callable[[Transfer], None]
     on_quiet: Callable[[], None]
+    ask_bound: Callable[[Transfer, Engine], Awaitable[tuple[str, int]]]
     spawn: Callable[[Coroutine[None, None, None]], None]
 
 
@@ -60,19 +59,12 @@ class Transfer:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        request_id: str,
-        attempt: int,
-        around: Surroundings,
-        deadline_s: float | None = None,
-        *,
-        counted: bool = True,
+        self, engine: Engine, request_id: str, attempt: Attempt, around: Surroundings, deadline_s: float | None = None
     ) -> None:
-        """deadline_s: the engine's own. counted: the daemon counted the attempt; else the orderer gave its number."""
+        """attempt: NO_ATTEMPT until the reservation that an order waits for says it. deadline_s: the engine's own."""
         self.transfer_id = uuid.uuid4().hex
         self.own, self.request_id = engine.session.rank, request_id
-        self.attempt, self.counted = attempt, counted
+        self.attempt = attempt
         self._around = around
         self.order: Order | None = None
         self.reader: peer_pb2.Reader | None = None
@@ -86,18 +78,12 @@ class Transfer:
         self.machine: Machine[TransferState] = Machine(TRANSFER, TransferState.WAITING)
         self.ranks: dict[int, RankTransfer] = {}
         """The other ranks' parts, on a rank that hands the order on."""
-        self.told: dict[int, int] = {}
-        """Which attempt it is for each of them. Ranks count apart."""
-        self.parts = {engine.rank: self.transfer_id}
-        """This attempt's transfers by rank, as far as they are known here."""
-        self.earlier: set[str] = set()
-        """The parts of the attempt that this one took the place of."""
-        self._followers: Counter[int] = Counter()
-        """Calls by which each rank that handed the order on follows this part."""
+        self.handed_on = False
+        """Its order came by way of rank 0: with what was left of its deadline, and this rank's tables alone."""
+        self._followers = 0
+        """Calls by which rank 0 follows this part."""
         self.created_at = time.time()
         self.over_at: float | None = None
-        self.over_since = math.inf
-        """The same, on the monotonic clock."""
         self.over_number = 0
         """Which one it was of all that were over, from 1; 0 while it is not."""
         self.nbytes = self.descriptors = 0
@@ -105,6 +91,12 @@ class Transfer:
         self.tokens: tuple[int, int] | None = None
         self.metadata = b""
         self.problem: KvferryError | None = None
+        self.lease = 0
+        """The number of the lease that is read; 0 until it is known."""
+        self.source_epoch = ""
+        """The start of the source's engine that has published it."""
+        self._bound = False
+        """Other ranks have been told which one it is: no other is read any more."""
         self.announced = False
         """It went by what sources had announced, without waiting for them."""
         self.phases = Phases()
@@ -139,8 +131,9 @@ class Transfer:
         if self._timeout is not None and not self._timeout.expired() and not self.ended.is_set():
             self._timeout.reschedule(self.deadline)
 
-    def take_order(self, order: Order, reader: peer_pb2.Reader) -> None:
-        self.order, self.reader = order, reader
+    def take_order(self, order: Order, reader: peer_pb2.Reader, *, handed: bool = False) -> None:
+        """handed: by rank 0."""
+        self.order, self.reader, self.handed_on = order, reader, handed
         self.phases.order_came()
         if order.deadline_s is not None or not self._given_s:
             self.set_deadline(order.deadline_s or self._around.config.deadline_s, order.ordered_s)
@@ -154,39 +147,20 @@ class Transfer:
             self._last_half = Awaited.RESERVATION
             self._matched.set()
 
-    def same_attempt(
-        self, parts: Mapping[int, str], earlier: Collection[str] = (), since: float = -math.inf
-    ) -> bool | None:
-        """Whether another rank's part belongs to this attempt; None where neither ids nor times decide.
-
-        parts: of its attempt, by rank, as that rank knows them: where both know one rank's, its id decides. earlier: of
-        the attempt that it took the place of; this one is behind if it has one of them. since: when that part began, as
-        all parts of an attempt are there at the same time.
-        """
-        known = [part == self.parts[rank] for rank, part in parts.items() if rank in self.parts]
-        if known:
-            return all(known)
-        behind = not set(earlier).isdisjoint(self.parts.values()) or self.over_since < since
-        return False if behind else None
-
-    def learn(self, parts: Mapping[int, str]) -> None:
-        """Parts of this attempt that another rank knows."""
-        self.parts |= {rank: part for rank, part in parts.items() if rank != self.own.rank}
-
     @contextlib.contextmanager
-    def followed(self, rank: int) -> Iterator[None]:
-        """A rank that handed the order on follows this part inside. When it lets go before the end it is lost, and its
-        attempt with it: KV is of use only if all ranks have it.
+    def followed(self) -> Iterator[None]:
+        """Rank 0 follows this part inside. When it lets go of an order that it has handed on before the end it is lost,
+        and the attempt with it: KV is of use only if all ranks have it.
         """
-        self._followers[rank] += 1
+        self._followers += 1
         try:
             yield
         finally:
-            self._followers[rank] -= 1
-            if not self._followers[rank] and self.handed_on:
-                why = f"rank {rank} of the same engine, which handed the order on, is gone"
+            self._followers -= 1
+            if not self._followers and self.handed_on:
+                why = "rank 0 of the same engine, which handed the order on, is gone"
                 remedy = "see whether that rank's daemon is alive"
-                self.stop(TransferState.FAILED, PeerFailed("rank_failed", why, field="rank", value=rank, remedy=remedy))
+                self.stop(TransferState.FAILED, PeerFailed("rank_failed", why, field="rank", value=0, remedy=remedy))
 
     def stop(self, state: TransferState, why: KvferryError) -> None:
         """End it as failed or aborted, unless it has ended. Idempotent."""
@@ -194,6 +168,11 @@ class Transfer:
             self._stop = (state, why)
             if self._timeout is not None:  # a task cancelled before its first step would never say that it has ended
                 self._task.cancel()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank's part has ended, or is about to: nothing joins it any more."""
+        return self._stop is not None or self.ended.is_set()
 
     def _on_lost(self, why: KvferryError) -> None:
         """The stream to a source rank is over. Of a host that has vanished NIXL says nothing to a read under way, be it
@@ -208,11 +187,6 @@ class Transfer:
     def state(self) -> TransferState:
         """Of this rank's part."""
         return self.machine.state
-
-    @property
-    def handed_on(self) -> bool:
-        """Its order came by way of another rank: with what was left of its deadline, and this rank's tables alone."""
-        return self.own.world_size > 1 and not self.ranks
 
     @property
     def trace(self) -> logs.Trace:
@@ -292,6 +266,7 @@ class Transfer:
             nbytes=self.nbytes,
             tokens=layout_pb2.TokenRange(start=start, stop=stop),
             metadata=self.metadata,
+            lease=self.lease,
             blocks_safe=self.quiet.is_set(),
             problem=problem_to_proto(self.problem) if self.problem else None,
         )
@@ -384,7 +359,8 @@ class Transfer:
         for again in (True, False):
             peer = await peers.use(engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
-                peer, self.request_id, self._given_attempt, Computed(self.reservation.digest, self.weights), self.trace,
+                peer, self.request_id, order.lease, self._numbered, Computed(self.reservation.digest, self.weights),
+                self.trace,
                 self._on_unpublished, self._on_lost,
             )  # fmt: skip
             self._readers = readers
@@ -402,9 +378,9 @@ class Transfer:
         return peer, readers, others
 
     @property
-    def _given_attempt(self) -> int:
-        """The same on all ranks; 0 where daemons have counted, each apart."""
-        return 0 if self.counted else self.attempt
+    def _numbered(self) -> int:
+        """The attempt's number as sources know it; 0 where an order has brought its tables."""
+        return 0 if self.attempt.by else self.attempt.number
 
     def _on_unpublished(self) -> None:
         """The source has not got the request yet: what is waited for from now on is its engine."""
@@ -433,14 +409,53 @@ class Transfer:
     async def _read_and_verify(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> None:
         self._move(TransferState.READING)
         self.announced = any(reader.announced for reader in readers)
+        self._bind(peer, readers)
         moves = await self._read(engine, peer, readers)
         self._move(TransferState.VERIFYING)
         self.phases.flew(self._flights)
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
-        await together(reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven)
+        proofs = [reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven]
+        if engine.rank and engine.world_size > 1 and not (self.order and self.order.names_lease):
+            proofs.append(self._compare_lease(engine))
+        await together(proofs)
         if self._around.config.checksum:
             assert isinstance(self.reservation, Reservation) and self.tokens is not None
             await compare(engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
+
+    def _bind(self, peer: PeerEngine, readers: list[SourceReader]) -> None:
+        """To one lease, on all source ranks and for all ranks of this engine. Raises KvferryError (`lease_changed`)."""
+        numbers = {reader.lease.lease for reader in readers}
+        if len(numbers) > 1:
+            by_rank = ", ".join(f"rank {reader.source.rank} lease {reader.lease.lease}" for reader in readers)
+            raise lease_changed(self.request_id, f"the source's ranks have different leases: {by_rank}")
+        found = peer.epoch, numbers.pop()
+        if self._bound and found != (self.source_epoch, self.lease):
+            raise lease_changed(self.request_id, f"lease {self.lease} was read so far, and {found[1]} is there now")
+        wanted = self.order.lease if self.order is not None else 0
+        if wanted not in (0, found[1]):
+            raise lease_changed(self.request_id, f"lease {wanted} was ordered, and the source has sent {found[1]}")
+        self.source_epoch, self.lease = found
+        self.wake()
+
+    async def bound(self) -> tuple[str, int]:
+        """(the source's epoch, the lease's number), for another rank to compare; no other is read from now on. One that
+        was announced may be out of date, and is known only at the end. The caller bounds the wait. Raises KvferryError
+        where this part ends before it is known."""
+        while not self.lease or (self.announced and self.state is not TransferState.DONE):
+            if self.ended.is_set():
+                why = f"rank {self.own.rank} of the same engine has found no lease"
+                raise PeerFailed("rank_failed", why, field="rank", value=self.own.rank)
+            await self.changed.wait()
+        self._bound = True
+        return self.source_epoch, self.lease
+
+    async def _compare_lease(self, engine: Engine) -> None:
+        """What rank 0 reads is what was read here. Raises KvferryError (`lease_changed`)."""
+        first = await self._around.ask_bound(self, engine)
+        if first != (self.source_epoch, self.lease):
+            ours = f"lease {self.lease} of epoch {self.source_epoch}"
+            why = f"rank {engine.rank} has read {ours}, rank 0 lease {first[1]} of epoch {first[0]}"
+            raise lease_changed(self.request_id, why)
 
     async def _read(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
         """Move tokens as they are published, and the state groups with the last of them."""
@@ -507,7 +522,7 @@ class Transfer:
         if self._reads is not None:
             (peer, through), self._reads = self._reads, None
             for reader in through:
-                reader.attempt = self._given_attempt  # it may have been given since
+                reader.named = self.lease  # ranks with nothing to read close the one that the others have read
             try:
                 close_all(through, complete=True)
             finally:
@@ -567,6 +582,12 @@ class Transfer:
             self._claim.release()
             self._claim = None
         self.quiet.set()
+
+
+def lease_changed(request_id: str, why: str) -> KvferryError:
+    """The error for an attempt of which one part is of one lease, and another of another."""
+    remedy = "try again, in a new attempt: the request was published anew meanwhile"
+    return Conflict("lease_changed", why, field="request_id", value=request_id, remedy=remedy)
 
 
 def _check_one_prompt(readers: list[SourceReader]) -> None:

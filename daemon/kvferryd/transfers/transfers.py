@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import math
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from cachetools import LRUCache
 
 from kvferry.errors import Conflict, Forbidden, Full, KvferryError, NotFound, PeerFailed, Unavailable
-from kvferry.schemas import TransferState
+from kvferry.schemas import OrderBody, Ordered, TransferRecord, TransferState
 from kvferryd.aio import Notes, Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -28,16 +25,15 @@ from kvferryd.observe.metrics import Metrics
 from kvferryd.observe.spans import Spans
 from kvferryd.peers.peers import Peers, reader_of
 from kvferryd.transfers.claims import Claim, Claims
-from kvferryd.transfers.order import Order, Reservation, replaced
-from kvferryd.transfers.ranks import STALE_ATTEMPT, Ranks
+from kvferryd.transfers.order import NO_ATTEMPT, Attempt, Order, Reservation, replaced
+from kvferryd.transfers.ranks import Ranks
 from kvferryd.transfers.record import share_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
 
 log = logs.get(__name__)
 ATTEMPTS = 1 << 16
-"""Requests whose last attempt is remembered after their records are forgotten."""
+"""Requests whose last attempt is remembered after its record is forgotten, and order ids."""
 HIGHER = "give every attempt at a request a higher number, the same on all ranks"
-NO_PARTS: Mapping[int, str] = MappingProxyType({})
 Key = tuple[str, str, str]
 """Engine, epoch, request."""
 
@@ -45,9 +41,10 @@ Key = tuple[str, str, str]
 class Transfers:
     """Owns every transfer: `close` aborts those that are under way.
 
-    A request has one current transfer, that of its newest attempt. Attempts count from 1. An order or a reservation may
-    give the number; without one it belongs to the attempt under way, and a reservation after its end begins the next.
-    What an attempt of the past brought never answers for a later one.
+    The engine that reads numbers its attempts at a request, the same on all its ranks: a reservation begins its attempt
+    and ends the one before. An order belongs to the attempt that it names. One that names none is of the attempt under
+    way, or waits for the next reservation. Rank 0 leads: it takes the orders of routers, and hands each one on with the
+    number of its attempt when its own reservation is there. Orders that bring their tables are counted by rank 0.
     """
 
     def __init__(
@@ -60,30 +57,33 @@ class Transfers:
         self._ranks = Ranks(config, peers.channels)
         self._after = Tasks()
         self._around = Surroundings(
-            config, peers, self._on_end, self._on_over, self._on_quiet, self._after.spawn
+            config, peers, self._on_end, self._on_over, self._on_quiet, self._ranks.ask_bound, self._after.spawn
         )  # fmt: skip
         self._claims: WeakKeyDictionary[Engine, Claims] = WeakKeyDictionary()
         self._by_id: OrderedDict[str, Transfer] = OrderedDict()
         self._by_request: dict[str, list[Transfer]] = {}
         self._current: dict[Key, Transfer] = {}
+        """The newest attempt at each request that has a reservation on this rank."""
+        self._waiting: dict[Key, dict[Attempt, Transfer]] = {}
+        """Orders that wait for the reservation of a later attempt, by that; NO_ATTEMPT: the next, whichever that is."""
+        self._over: LRUCache[Key, tuple[Attempt, KvferryError]] = LRUCache(ATTEMPTS)
+        """The newest attempt whose record is forgotten, or that has ended elsewhere or was refused here; and why no
+        order and no reservation belongs to it."""
+        self._by_order: LRUCache[str, tuple[str, object]] = LRUCache(ATTEMPTS)
+        """The transfer of each order_id, and what the order said."""
+        self._instance, self._counted = uuid.uuid4().hex, itertools.count(1)
+        """Number the attempts of orders that bring their tables."""
         self._under_way: dict[Transfer, Engine] = {}
         """Transfers that are not over: the part of some rank has not ended."""
         self._finished: dict[str, Transfer] = {}
         """Transfers whose part on this rank has ended, the oldest first."""
-        self._attempts: LRUCache[Key, int] = LRUCache(ATTEMPTS)
-        """The last attempt whose record is forgotten, or that was begun by a reservation."""
-        self._given: LRUCache[Key, int] = LRUCache(ATTEMPTS)
-        """The highest attempt number that a router or an engine gave. A reservation that a daemon counted later never
-        takes such a number: a late order of that attempt would be read into the blocks of another."""
-        self._dead: LRUCache[Key, tuple[int, float]] = LRUCache(ATTEMPTS)
-        """The last attempt that ended on another rank, and when: its order may still be on its way here."""
         self.draining = False
         self.left = 0
         """Transfers whose part on this rank has not ended, or may still write."""
-        self._cursor, self._overs = uuid.uuid4().hex[:8], 0
+        self._cursor, self._overs = self._instance[:8], 0
         """Names this process in cursors; how many transfers were over so far."""
         self._awaited: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
-        """Set when the request has a transfer more; kept by those that wait for it."""
+        """Set when the request has a transfer or an attempt more; kept by those that wait for it."""
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(list(self._by_id.values()))
@@ -93,8 +93,11 @@ class Transfers:
         """Transfers whose part on this rank has not ended."""
         return len(self._by_id) - len(self._finished)
 
+    def find(self, transfer_id: str) -> Transfer | None:
+        return self._by_id.get(transfer_id)
+
     def get(self, transfer_id: str) -> Transfer:
-        transfer = self._by_id.get(transfer_id)
+        transfer = self.find(transfer_id)
         if transfer is None:
             why = f"transfer {transfer_id} is not known"
             remedy = "the daemon keeps the last ones only (history); look it up by request_id at the right daemon"
@@ -118,185 +121,268 @@ class Transfers:
     # ---- the two halves ----
 
     def order(
-        self,
-        engine: Engine,
-        request_id: str,
-        order: Order,
-        brought: Mapping[int, Reservation] | None = None,
-        *,
-        attempt: int = 0,
-        counted: bool = False,
-        since: float | None = None,
-        parts: Mapping[int, str] = NO_PARTS,
-        earlier: Collection[str] = (),
-    ) -> tuple[Transfer, bool]:
-        """Take an order; (its transfer, whether the order is new).
+        self, engine: Engine, request_id: str, order: Order, brought: Mapping[int, Reservation] | None = None, *,
+        number: int = 0, order_id: str = "",
+    ) -> tuple[Transfer, bool]:  # fmt: skip
+        """Take a router's order, on rank 0; (its transfer, whether the order is new).
 
-        brought: reservations that came with it, by rank. since: when the part of the rank that handed it on began, by
-        the monotonic clock here; None for an order that is handed on from here. counted: the number was counted by that
-        rank's daemon. parts: of the same attempt by rank, as that rank knows them; earlier: of the one before. Raises
-        KvferryError:
-        `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`, `tables_not_allowed`,
-        `full`, `draining`.
+        brought: reservations that came with it, by rank. number: of the attempt; 0 for the one under way, or else the
+        next. order_id: the caller's own; an order that comes again with it gets the same answer whatever has ended.
+        Raises KvferryError: `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`,
+        `tables_not_allowed`, `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
-        reservation = brought.get(engine.rank)
-        current = self._transfer_of(key, attempt, counted=counted, since=since, parts=parts, earlier=earlier)
-        if not self._config.order_tables and reservation not in (None, current and current.reservation):
-            why = "this daemon writes only blocks that the engine itself has reserved"
-            remedy = "leave the tables to the engine, or set order_tables = true"
-            raise Forbidden("tables_not_allowed", why, field="destination.tables", remedy=remedy)
-        if current is not None and _has(current, order, exactly=since is None):
-            if since is None and not current.handed_on and brought != current.brought:
-                raise _conflict(request_id, "was ordered already, with other tables")
-            _check_reserved(current, reservation)
-            current.learn(parts)
-            return current, False
-        if current is not None and current.ended.is_set():
-            raise _conflict(request_id, "has ended already")
-        transfer = self._join(engine, key, current, attempt, order, reservation, counted=counted or not attempt)
-        transfer.learn(parts)
-        if since is None:
-            transfer.brought = brought
-            self._ranks.hand_on(transfer, engine)
-        if transfer.reservation is None:
+        said = key, order, {rank: each.past() for rank, each in brought.items()}, number
+        known_id, known = self._by_order.get(order_id, ("", None))
+        if known_id in self._by_id:
+            if said != known:
+                why, remedy = f"order {order_id} was given already, otherwise", "give another order another order_id"
+                raise Conflict("order_conflict", why, field="order_id", value=order_id, remedy=remedy)
+            return self._by_id[known_id], False
+        transfer, created = self._order(engine, key, order, brought, number)
+        if order_id:
+            self._by_order[order_id] = transfer.transfer_id, said
+        return transfer, created
+
+    def _order(
+        self, engine: Engine, key: Key, order: Order, brought: dict[int, Reservation], number: int
+    ) -> tuple[Transfer, bool]:
+        found, reservation = _going_on(self._current.get(key)), brought.get(engine.rank)
+        if brought and number:
+            raise _conflict(key[2], f"brings its tables, and names attempt {number}: rank 0 counts such orders")
+        if brought and (found is None or found.attempt.by):
+            return self._order_tables(engine, key, found, order, brought)
+        if number:
+            found = self._of(key, Attempt(number))
+        elif found is None:
+            found = self._waiting_at(key, NO_ATTEMPT)
+        if found is not None:
+            if reservation not in (None, found.reservation):
+                self._check_tables_allowed()
+            _check_reserved(found, reservation)
+            if _has(found, order, exactly=True):
+                return found, False
+            if found.ended.is_set():
+                raise _conflict(key[2], "has ended already")
+        else:
+            self._check_room(engine)
+            found = self._begin(engine, key, Attempt(number))
+            self._waiting.setdefault(key, {})[found.attempt] = found
+        self._take_order(engine, key, found, order)
+        if found.reservation is None:
             self._after.spawn(self._meet(engine, order))
+        return found, True
+
+    def _order_tables(
+        self, engine: Engine, key: Key, found: Transfer | None, order: Order, brought: dict[int, Reservation]
+    ) -> tuple[Transfer, bool]:
+        """An order that brings its tables is a whole attempt. found: the one under way."""
+        reservation = brought[engine.rank]
+        self._check_tables_allowed()
+        if found is not None:
+            if not _has(found, order, exactly=True) or brought != found.brought:
+                raise _conflict(key[2], "was ordered already, with other tables")
+            return found, False
+        self._check_kind(key, Attempt(0, self._instance))
+        self._check_room(engine)
+        claim = self._claim(engine, key[2], reservation)
+        transfer = self._begin(engine, key, Attempt(next(self._counted), self._instance))
+        self._make_current(key, transfer, transfer.attempt)
+        transfer.brought = brought
+        transfer.take_reservation(reservation, claim, engine.weights)
+        self._take_order(engine, key, transfer, order)
         return transfer, True
 
     def receive(
-        self,
-        engine: Engine,
-        request_id: str,
-        reservation: Reservation,
-        order: Order | None,
+        self, engine: Engine, request_id: str, number: int, reservation: Reservation, order: Order | None,
         deadline_s: float | None,
-        *,
-        attempt: int = 0,
-    ) -> Transfer:
-        """Take an engine's reservation, and its order if it names the source. Raises as `order`.
+    ) -> Transfer:  # fmt: skip
+        """Take an engine's reservation for the attempt of this number, and its order if it names the source.
 
-        The same reservation again joins the transfer under way. After the end it is a new attempt, whatever its blocks.
+        The same reservation again joins the transfer under way. A refusal is this rank's end of the attempt. Raises as
+        `order`.
         """
-        key, counted = _key(engine, request_id), not attempt
-        current = self._current.get(key)
-        if counted:
-            attempt = current.attempt if current and not current.ended.is_set() else self._next(key)
-        _raise(self._attempts, key, max(attempt, self._died(key)[0]) if counted else attempt)
-        current = self._transfer_of(key, attempt, counted=counted)
-        if current is not None and current.ended.is_set():
-            why = _conflict(request_id, f"has ended already in attempt {attempt}")
-            raise why if current.problem is None else current.problem.kept()
-        if order is not None and current is not None and _has(current, order, exactly=False):
+        try:
+            return self._receive(engine, _key(engine, request_id), Attempt(number), reservation, order, deadline_s)
+        except KvferryError as why:
+            self.refuse(engine, request_id, Attempt(number), why)
+            raise
+
+    def _receive(
+        self, engine: Engine, key: Key, attempt: Attempt, reservation: Reservation, order: Order | None,
+        deadline_s: float | None,
+    ) -> Transfer:  # fmt: skip
+        found = self._of(key, attempt) or self._waiting_at(key, NO_ATTEMPT)
+        if found is not None and found.ended.is_set():
+            raise _over(found).kept()
+        if found is not None and order is not None and _has(found, order, exactly=False):
             order = None
-        transfer = self._join(engine, key, current, attempt, order, reservation, deadline_s, counted=counted)
+        if found is None:
+            self._check_room(engine)
+        elif found.reservation is not None:
+            _check_reserved(found, reservation)
+        claim = None
+        if found is None or found.reservation is None:
+            claim = self._claim(engine, key[2], reservation)
+        transfer = found or self._begin(engine, key, attempt, deadline_s)
+        self._make_current(key, transfer, attempt)
+        if claim is not None:
+            transfer.take_reservation(reservation, claim, engine.weights)
         if order is not None:
-            self._ranks.hand_on(transfer, engine)
+            self._take_order(engine, key, transfer, order)
+        elif transfer.order is not None:
+            self._lead(engine, key, transfer)
         return transfer
 
-    def _join(
-        self,
-        engine: Engine,
-        key: Key,
-        transfer: Transfer | None,
-        attempt: int,
-        order: Order | None,
-        reservation: Reservation | None,
-        deadline_s: float | None = None,
-        *,
-        counted: bool,
+    def handed(
+        self, engine: Engine, request_id: str, attempt: Attempt, order: Order, reservation: Reservation | None
     ) -> Transfer:
-        """Hand the order and the reservation to the transfer under way. Without one, begin a new attempt, which ends
-        the one before. A refusal changes nothing."""
-        claim = None
-        if transfer is None:
-            self._check_room(engine)
+        """Take an order that rank 0 hands on. reservation: came with it. Raises as `order`."""
+        try:
+            return self._handed(engine, _key(engine, request_id), attempt, order, reservation)
+        except KvferryError as why:
+            self.refuse(engine, request_id, attempt, why)
+            raise
+
+    def _handed(
+        self, engine: Engine, key: Key, attempt: Attempt, order: Order, reservation: Reservation | None
+    ) -> Transfer:
+        found, claim = self._of(key, attempt), None
+        if found is not None:
+            _check_reserved(found, reservation)
+            if _has(found, order, exactly=False):
+                return found
+            if found.ended.is_set():
+                raise _conflict(key[2], "has ended already")
         else:
-            _check_reserved(transfer, reservation)
-        if reservation is not None and (transfer is None or transfer.reservation is None):
-            claim = self._claim(engine, key[2], reservation)
-        if transfer is None:
-            attempt = attempt or max(self._next(key), self._died(key)[0] + 1)
-            before = self._current.get(key)
-            if before is not None:
-                why = Conflict("superseded", f"attempt {attempt} of request {key[2]} took the place of this one")
-                before.stop(TransferState.ABORTED, why)
-            transfer = Transfer(engine, key[2], attempt, self._around, deadline_s, counted=counted)
-            transfer.earlier = set(before.parts.values()) if before is not None else set()
-            self._by_id[transfer.transfer_id] = self._current[key] = transfer
-            self._by_request.setdefault(key[2], []).append(transfer)
-            self._under_way[transfer] = engine
-            self.left += 1
-            if not counted:
-                _raise(self._given, key, attempt)
-            if (appeared := self._awaited.pop(key[2], None)) is not None:
-                appeared.set()
-        if order is not None:
-            transfer.take_order(order, reader_of(engine, order.engine_id))
-        if reservation is not None and claim is not None:
+            for later in self._waiting.get(key, ()):
+                if attempt.before(later):
+                    raise _stale(key[2], later)
+            self._check_room(engine)
+            if reservation is not None:
+                self._check_tables_allowed()
+                claim = self._claim(engine, key[2], reservation)
+        transfer = found or self._begin(engine, key, attempt)
+        if claim is not None and reservation is not None:
+            self._make_current(key, transfer, attempt)
             transfer.take_reservation(reservation, claim, engine.weights)
+        elif found is None:
+            self._supersede_waiting(key, attempt)
+            self._waiting.setdefault(key, {})[attempt] = transfer
+            self._after.spawn(self._meet(engine, order))
+        transfer.take_order(order, reader_of(engine, order.engine_id), handed=True)
         return transfer
+
+    def refuse(self, engine: Engine, request_id: str, attempt: Attempt, why: KvferryError) -> None:
+        """This rank takes no part in an attempt that has not begun here: the other ranks need not wait for it."""
+        key = _key(engine, request_id)
+        try:
+            found = self._of(key, attempt)
+        except KvferryError:
+            return
+        if found is not None and found.reservation is None and found.attempt == attempt:
+            found.stop(TransferState.FAILED, why.kept())
+        elif found is None:
+            self._over[key] = attempt, why.kept()
+            self._appeared(request_id)
+            if not engine.rank:
+                self._ranks.tell_refused(engine, request_id, attempt, why)
+
+    def _begin(self, engine: Engine, key: Key, attempt: Attempt, deadline_s: float | None = None) -> Transfer:
+        transfer = Transfer(engine, key[2], attempt, self._around, deadline_s)
+        self._by_id[transfer.transfer_id] = transfer
+        self._by_request.setdefault(key[2], []).append(transfer)
+        self._under_way[transfer] = engine
+        self.left += 1
+        self._appeared(key[2])
+        return transfer
+
+    def _make_current(self, key: Key, transfer: Transfer, attempt: Attempt) -> None:
+        """It is the newest attempt from now on, and the only one."""
+        before = self._current.get(key)
+        if before is transfer:
+            return
+        self._waits_no_more(key, transfer)
+        self._supersede_waiting(key, attempt)
+        if before is not None:
+            self._supersede(before, attempt)
+        transfer.attempt, self._current[key] = attempt, transfer
+        self._appeared(key[2])
+
+    def _waiting_at(self, key: Key, attempt: Attempt) -> Transfer | None:
+        """The transfer whose order waits for this attempt's reservation; NO_ATTEMPT: the next, whichever."""
+        return _going_on(self._waiting.get(key, {}).get(attempt))
+
+    def _waits_no_more(self, key: Key, transfer: Transfer) -> bool:
+        """Whether it did."""
+        waiting = self._waiting.get(key, {})
+        waited = waiting.get(transfer.attempt) is transfer
+        if waited:
+            del waiting[transfer.attempt]
+            if not waiting:
+                del self._waiting[key]
+        return waited
+
+    def _supersede_waiting(self, key: Key, attempt: Attempt) -> None:
+        """Orders for earlier attempts wait in vain."""
+        for each in list(self._waiting.get(key, {}).values()):
+            if each.attempt.number and each.attempt.before(attempt):
+                self._supersede(each, attempt)
+
+    def _supersede(self, before: Transfer, attempt: Attempt) -> None:
+        why = Conflict("superseded", f"{attempt} of request {before.request_id} took the place of this one")
+        before.stop(TransferState.ABORTED, why)
+
+    def _take_order(self, engine: Engine, key: Key, transfer: Transfer, order: Order) -> None:
+        transfer.take_order(order, reader_of(engine, order.engine_id))
+        self._lead(engine, key, transfer)
+
+    def _lead(self, engine: Engine, key: Key, transfer: Transfer) -> None:
+        """Rank 0 hands an order on as soon as its own reservation says which attempt it is of."""
+        if not engine.rank and not transfer.ranks and self._current.get(key) is transfer:
+            self._ranks.hand_on(transfer, engine)
 
     async def _meet(self, engine: Engine, order: Order) -> None:
         """The order waits for its reservation: shake hands meanwhile. What fails here fails again when it is needed."""
         with contextlib.suppress(KvferryError):
             await self._around.peers.get(engine, order.engine_id, order.address, order.epoch)
 
-    def _next(self, key: Key) -> int:
-        current = self._current.get(key)  # its number may have been raised since it began
-        return max(self._attempts.get(key, 0), current.attempt if current else 0) + 1
+    def _of(self, key: Key, attempt: Attempt) -> Transfer | None:
+        """The transfer of this attempt; None where the attempt is still to come.
 
-    def _died(self, key: Key) -> tuple[int, float]:
-        """The last attempt that ended on another rank, and when; 0 where none did."""
-        return self._dead.get(key, (0, 0.0))
-
-    def _transfer_of(
-        self,
-        key: Key,
-        attempt: int,
-        *,
-        counted: bool,
-        since: float | None = None,
-        parts: Mapping[int, str] = NO_PARTS,
-        earlier: Collection[str] = (),
-    ) -> Transfer | None:
-        """The current transfer, if this attempt is its own; None for a newer attempt, which takes its place.
-
-        attempt: 0 for whichever is current. counted: by a daemon; daemons may have seen different numbers of attempts.
-        A transfer under way whose number was counted takes over the number of an order that it has waited for, and a
-        higher one that was counted elsewhere.
-
-        Where daemons count, equal numbers may be of different attempts: one that was started anew counts from 1. There
-        `Transfer.same_attempt` decides, and a rank whose number is another attempt's is told which one is free. Raises
-        KvferryError (`stale_attempt`, `aborted`).
+        Raises KvferryError: `stale_attempt` after a later one, why it is over for one that ended elsewhere or was
+        refused here, `order_conflict` for another kind of attempt.
         """
+        for found in (self._current.get(key), self._waiting.get(key, {}).get(attempt)):
+            if found is not None and found.attempt == attempt:
+                return found
+        over, why = self._over.get(key, (NO_ATTEMPT, None))
+        if why is not None and attempt == over:
+            raise why.kept()
+        if attempt.before(over):
+            raise _stale(key[2], over)
         current = self._current.get(key)
-        same = current and current.same_attempt(parts, earlier, -math.inf if since is None else since)
-        if current is not None and same:
-            if counted and current.counted:
-                current.attempt = max(attempt, current.attempt)
-            return current
-        dead, died_at = self._died(key)
-        if attempt and attempt <= dead:
-            if counted and since is not None and died_at < since:
-                raise _another_attempt(key, attempt, dead + 1)
-            raise Conflict("aborted", f"attempt {attempt} of request {key[2]} has ended on another rank")
-        if counted and current is not None and same is False and attempt <= current.attempt:
-            raise _another_attempt(key, attempt, current.attempt + 1)
-        if current is None or attempt in (0, current.attempt):
-            if current is not None and attempt and not counted:
-                _raise(self._given, key, attempt)
-            return current
-        if current.counted and not current.ended.is_set() and same is None:
-            waited_for = current.order is None and not counted and attempt > self._given.get(key, 0)
-            if waited_for or (attempt > current.attempt and (counted or current.order is None)):
-                current.attempt, current.counted = attempt, counted
-                if not counted:
-                    _raise(self._given, key, attempt)
-                return current
-        if attempt < current.attempt:
-            why = f"request {key[2]} is in attempt {current.attempt} by now"
-            raise Conflict(STALE_ATTEMPT, why, field="attempt", value=current.attempt, remedy=HIGHER)
+        if current is not None and attempt.before(current.attempt):
+            raise _stale(key[2], current.attempt)
+        self._check_kind(key, attempt)
         return None
+
+    def _check_kind(self, key: Key, attempt: Attempt) -> None:
+        """A request's attempts are all the engine's, or all of orders that bring their tables."""
+        current = self._current.get(key)
+        if current is not None and bool(current.attempt.by) != bool(attempt.by):
+            how = "its orders bring tables" if current.attempt.by else "its engine reserves blocks for it"
+            raise _conflict(key[2], f"has another kind of attempts: {how}")
+
+    def _check_tables_allowed(self) -> None:
+        if not self._config.order_tables:
+            why = "this daemon writes only blocks that the engine itself has reserved"
+            remedy = "leave the tables to the engine, or set order_tables = true"
+            raise Forbidden("tables_not_allowed", why, field="destination.tables", remedy=remedy)
+
+    def _appeared(self, request_id: str) -> None:
+        if (appeared := self._awaited.pop(request_id, None)) is not None:
+            appeared.set()
 
     def _claim(self, engine: Engine, request_id: str, reservation: Reservation) -> Claim:
         if engine not in self._claims:
@@ -326,6 +412,9 @@ class Transfers:
 
     def _on_end(self, transfer: Transfer, engine: Engine) -> None:
         self._finished[transfer.transfer_id] = transfer
+        key = _key(engine, transfer.request_id)
+        if self._waits_no_more(key, transfer) and transfer.handed_on:  # a reservation that comes later has missed it
+            self._over[key] = transfer.attempt, _over(transfer)
         self._on_over(transfer)
         if transfer.state is not TransferState.DONE:
             self._ranks.abort(transfer, engine)
@@ -344,7 +433,8 @@ class Transfers:
         write(
             "transfer ended",
             request_id=transfer.request_id,
-            attempt=transfer.attempt,
+            attempt=transfer.attempt.number,
+            lease=transfer.lease,
             transfer_id=transfer.transfer_id,
             engine_id=transfer.own.engine_id,
             source=source,
@@ -358,7 +448,7 @@ class Transfers:
     def _on_over(self, transfer: Transfer) -> None:
         if transfer.over and not transfer.over_number:
             self._overs += 1
-            transfer.over_number, transfer.over_at, transfer.over_since = self._overs, time.time(), time.monotonic()
+            transfer.over_number, transfer.over_at = self._overs, time.time()
             del self._under_way[transfer]
             transfer.wake()
 
@@ -379,35 +469,34 @@ class Transfers:
                     del self._by_request[transfer.request_id]
                 key = _key(transfer.own, transfer.request_id)
                 if self._current.get(key) is transfer:
-                    self._attempts[key] = self._next(key) - 1
                     del self._current[key]
+                    over, _ = self._over.get(key, (NO_ATTEMPT, None))
+                    if not transfer.attempt.before(over):
+                        self._over[key] = transfer.attempt, _over(transfer)
 
-    def abort(
-        self,
-        engine: Engine,
-        request_id: str,
-        why: str,
-        *,
-        attempt: int = 0,
-        parts: Mapping[int, str] = NO_PARTS,
-        failed: bool = False,
-    ) -> bool:
-        """End the request's transfer; whether one was under way. Idempotent.
-
-        attempt: of another rank, which has ended there; a later one is left alone, unless that rank's part (`parts`) is
-        of the same attempt. failed: it did not abort but fail.
-        """
+    def abort(self, engine: Engine, request_id: str, why: str) -> bool:
+        """End the request's transfers; whether one was under way. Idempotent."""
         key = _key(engine, request_id)
-        if attempt > self._died(key)[0]:
-            self._dead[key] = attempt, time.monotonic()
-        transfer = self._current.get(key)
-        later = transfer is not None and transfer.attempt > attempt > 0 and not transfer.same_attempt(parts)
-        if transfer is None or later:
+        found = [self._current.get(key), *self._waiting.get(key, {}).values()]
+        ended = [self.abort_transfer(each, why) for each in found if each is not None]
+        return any(ended)
+
+    def abort_attempt(self, engine: Engine, request_id: str, attempt: Attempt, why: str, *, failed: bool) -> bool:
+        """This attempt has ended on another rank: it ends here too, or does not begin. Whether it was under way.
+        failed: it did not abort but fail. Idempotent."""
+        key = _key(engine, request_id)
+        try:
+            found = self._of(key, attempt)
+        except KvferryError:
             return False
-        _raise(self._attempts, key, attempt)
-        if attempt and transfer.ended.is_set():  # that rank tells the others: two that have ended would do so by turns
+        if found is None:
+            ended = f"{attempt} of request {request_id} has ended on another rank: {why}"
+            self._over[key] = attempt, Conflict("aborted", ended)
+            self._appeared(request_id)
             return False
-        return self.abort_transfer(transfer, why, failed=failed)
+        if found.ended.is_set():  # that rank tells the others: two that have ended would do so by turns
+            return False
+        return self.abort_transfer(found, why, failed=failed)
 
     def abort_transfer(self, transfer: Transfer, why: str, *, failed: bool = False) -> bool:
         """End this attempt on all ranks; whether it was under way. Idempotent."""
@@ -437,6 +526,24 @@ class Transfers:
         """The engine is retired: close the channels to its other ranks."""
         await self._ranks.leave(engine)
 
+    async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
+        """Give a router's order to rank 0; as `order`. Raises KvferryError."""
+        return await self._ranks.lead(engine, body, trace)
+
+    async def record_at_leader(
+        self, engine: Engine, transfer_id: str, wait_s: float, *, abort: bool = False
+    ) -> TransferRecord:
+        """The record of a transfer that rank 0 keeps. Raises KvferryError (`unknown_transfer`)."""
+        return await self._ranks.record(engine, transfer_id, wait_s, abort=abort)
+
+    async def bound(self, engine: Engine, request_id: str, attempt: Attempt) -> tuple[str, int]:
+        """Which lease this rank reads in an attempt, as of `Transfer.bound`; waits for the attempt as well. Raises
+        KvferryError, too, where it is over."""
+        key = _key(engine, request_id)
+        while (found := self._of(key, attempt)) is None:
+            await self.wait_new(request_id)
+        return await found.bound()
+
     async def wait_new(self, request_id: str) -> None:
         """Wait until the request has a transfer more. The caller bounds the wait."""
         await self._awaited.setdefault(request_id, asyncio.Event()).wait()
@@ -464,13 +571,19 @@ def _key(engine: Engine | Rank, request_id: str) -> Key:
     return engine.engine_id, engine.epoch, request_id
 
 
-def _raise(numbers: LRUCache[Key, int], key: Key, least: int) -> None:
-    numbers[key] = max(least, numbers.get(key, 0))
+def _stale(request_id: str, newest: Attempt) -> Conflict:
+    why = f"request {request_id} is in {newest} by now"
+    return Conflict("stale_attempt", why, field="attempt", value=newest.number, remedy=HIGHER)
 
 
-def _another_attempt(key: Key, attempt: int, free: int) -> Conflict:
-    why = f"attempt {attempt} of request {key[2]} that has ended on this rank is not the one that is ordered now"
-    return Conflict(STALE_ATTEMPT, why, field="attempt", value=free, remedy=HIGHER)
+def _over(transfer: Transfer) -> KvferryError:
+    """Why nothing more belongs to an attempt that has ended."""
+    return transfer.problem or _conflict(transfer.request_id, f"has ended already in {transfer.attempt}")
+
+
+def _going_on(transfer: Transfer | None) -> Transfer | None:
+    """None for one that has ended, or is about to."""
+    return None if transfer is None or transfer.stopped else transfer
 
 
 def _has(transfer: Transfer, order: Order, *, exactly: bool) -> bool:
@@ -479,9 +592,7 @@ def _has(transfer: Transfer, order: Order, *, exactly: bool) -> bool:
     Orders of one request that reach a rank in several ways need only agree on the source (`exactly` false).
     """
     known = transfer.order
-    if known is not None and transfer.handed_on:
-        order = replace(order, deadline_s=known.deadline_s)
-    if known is not None and (known.engine_id != order.engine_id or (exactly and known != order)):
+    if known is not None and (not known.same_source(order) or (exactly and known != order)):
         how = f"was ordered already, otherwise, from {known.engine_id} at {known.address}"
         raise _conflict(transfer.request_id, how)
     return known is not None

@@ -42,7 +42,7 @@ class Screen:
     """Owns the processes: the first is started by `prepare` or when it is needed. `close` it."""
 
     def __init__(self) -> None:
-        self._waiting = 0
+        self._waiting, self._closed = 0, False
         self._places = asyncio.Semaphore(PROCESSES)
         self._processes: set[_Process] = set()
         self._common: _Process | None = None
@@ -121,6 +121,8 @@ class Screen:
     async def _start(self) -> _Process:
         """Waits for a place: every process ends by its peers' deadlines. Raises TransportError (`transport_failed`)."""
         until = asyncio.get_running_loop().time() + START_S
+        if self._closed:
+            raise TransportError("transport_failed", "the daemon stops")
         try:
             async with asyncio.timeout_at(until):
                 await self._places.acquire()
@@ -143,6 +145,8 @@ class Screen:
             await process.end()
 
     async def close(self) -> None:
+        """Nothing is started any more."""
+        self._closed = True
         if self._next is not None:
             self._next.cancel()
             await asyncio.wait([self._next])
@@ -227,14 +231,28 @@ class _Process:
         self._reading.cancel()
 
 
+def _not_wanted(creating: asyncio.Task[asyncio.subprocess.Process]) -> None:
+    if not creating.cancelled() and creating.exception() is None:
+        with contextlib.suppress(ProcessLookupError):
+            creating.result().kill()
+
+
 async def _started(until: float) -> _Process:
     """until: by the loop's clock. Raises TransportError (`transport_failed`)."""
-    try:
-        process = await asyncio.create_subprocess_exec(
+    # Python 3.11 waits for ever when this is cancelled before the pipes are connected. It takes milliseconds.
+    creating = asyncio.create_task(
+        asyncio.create_subprocess_exec(
             sys.executable, "-m", screening.__name__,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
-        )  # fmt: skip
+        )
+    )  # fmt: skip
+    try:
+        process = await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        creating.add_done_callback(_not_wanted)
+        await asyncio.wait([creating])
+        raise
     except OSError as error:
         why = f"the process that tries peers' metadata cannot be started: {error}"
         remedy = "raise the daemon's limits (descriptors, memory, processes)"

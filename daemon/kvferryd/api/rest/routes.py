@@ -59,7 +59,8 @@ def transfers(ferry: Ferry) -> APIRouter:
         body: schemas.OrderBody,
         traceparent: Annotated[str, Header(description="W3C trace context, joined by the daemon's span")] = "",
     ) -> schemas.Ordered:
-        """Order a transfer. Idempotent: the same order again answers 200 with the same transfer."""
+        """Order a transfer, at any rank of the engine. Idempotent with an `order_id`: the same order again answers 200
+        with the same transfer, whatever has ended."""
         trace = logs.Trace(traceparent if logs.TRACEPARENT.fullmatch(traceparent) else "", logs.asked())
         with logs.bound(request_id=body.request_id):
             ordered, created = await ferry.order(body, trace)
@@ -92,14 +93,12 @@ def transfers(ferry: Ferry) -> APIRouter:
     @router.get("/{transfer_id}", responses=problems(404))
     async def one(request: Request, transfer_id: str, wait: Wait = 0.0) -> schemas.TransferRecord:
         """A transfer as it is now, or with `wait` as it ended."""
-        if not wait:
-            return ferry.transfer(transfer_id)
-        return await waited_for(request, ferry, ferry.wait_transfer(transfer_id, wait))
+        return await waited_for(request, ferry, ferry.transfer(transfer_id, wait))
 
     @router.delete("/{transfer_id}", responses=problems(404))
     async def abort(transfer_id: str) -> schemas.TransferRecord:
         """Abort. A transfer that has ended stays as it ended, and the answer is the same however often asked."""
-        return await ferry.abort_transfer(transfer_id)
+        return await ferry.transfer(transfer_id, abort=True)
 
     return router
 

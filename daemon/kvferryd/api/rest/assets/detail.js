@@ -90,7 +90,7 @@ function draw() {
       ["from", place(record.source?.engine_id, record.source?.address)], ["to", place(record.engine_id)],
       ["path", [record.path, record.transport].filter(Boolean).join(" over ")],
       ["tokens", record.tokens ? `${count(record.tokens[0])} to ${count(record.tokens[1])}` : ""],
-      ["runs", record.descriptors ? count(record.descriptors) : ""], ["attempt", record.attempt > 1 ? record.attempt : ""],
+      ["runs", record.descriptors ? count(record.descriptors) : ""], ["attempt", record.attempt || ""], ["lease", record.lease ?? ""],
       ...within(record.phases_ms), ["transfer", mono(record.transfer_id)],
     ])),
   ];

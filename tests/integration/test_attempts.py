@@ -1,0 +1,318 @@
+"""One attempt at a request has one number on all ranks: whatever comes first, it ends alike on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, retired, until
+from lives import engine_on
+from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled, waits_for
+from ranks import Blocks, Kv, Shape, TestEngine
+
+from kvferry.engine import EngineClient, Received, TransferFailed
+from kvferry.errors import KvferryError
+from kvferry.router import DaemonError, RouterClient
+from kvferry.schemas import Awaited, LeaseState, OrderBody, TransferRecord, TransferState
+from kvferry.v1 import engine_pb2
+from kvferry.wire import tables_to_proto
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = pytest.mark.anyio
+ONE = Shape.tp(1, block_size=24, num_blocks=240)
+TWO = Shape.tp(2, num_blocks=16)
+FAR_AWAY = (1 << 31) - 1
+"""The highest attempt that a router may name."""
+
+
+async def done_by(pair: Pair, transfer_id: str) -> TransferRecord:
+    record = await pair.routers[0].wait(transfer_id, timeout_s=TIMEOUT_S)
+    assert record.state is TransferState.DONE, record
+    return record
+
+
+async def moves(pair: Pair, request_id: str) -> None:
+    """A whole attempt: the request is published, ordered and received, and what was moved is right."""
+    kv, _ = await prefilled(pair, request_id)
+    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    attempt = pair.decode.next_attempt()
+    transfer_id = await order(pair, request_id, 1, attempt=attempt)
+    await pair.decode.receive(request_id, blocks, attempt=attempt)
+    assert (await done_by(pair, transfer_id)).attempt == attempt
+    assert not pair.decode.differences(expected)
+
+
+def codes(outcomes: list[Received | BaseException]) -> set[str]:
+    """All have failed, and are quiet."""
+    assert all(isinstance(outcome, KvferryError) for outcome in outcomes), outcomes
+    return {outcome.code for outcome in outcomes if isinstance(outcome, KvferryError)}
+
+
+# which half comes first, and where
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+async def test_an_order_with_a_number_waits_for_the_reservation_of_that_attempt(
+    pair: Pair, request_id: str, rank: int
+) -> None:
+    """The attempt before is reserved meanwhile, and has no part in it."""
+    kv, _ = await prefilled(pair, request_id)
+    before, attempt = pair.decode.next_attempt(), pair.decode.next_attempt()
+    transfer_id = await order(pair, request_id, rank, attempt=attempt)
+    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    earlier = await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), attempt=before, deadline_s=0.2)
+    assert codes(earlier) == {"deadline"}
+    record = await pair.routers[rank].transfer(transfer_id)
+    assert (record.state, record.attempt, record.waits_for) == (TransferState.WAITING, attempt, Awaited.RESERVATION)
+    await pair.decode.receive(request_id, blocks, attempt=attempt)
+    assert (await done_by(pair, transfer_id)).attempt == attempt
+    assert not pair.decode.differences(expected)
+
+
+@pytest.mark.parametrize("orders", ["router", "engine"])
+@pytest.mark.parametrize("first", [1, 0])
+async def test_ranks_may_reserve_one_after_another(pair: Pair, request_id: str, first: int, orders: str) -> None:
+    kv, leases = await prefilled(pair, request_id)
+    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    said = {"attempt": pair.decode.next_attempt(), "source": pair.prefill.source() if orders == "engine" else None}
+    ranks = [pair.decode.ranks[(first + n) % 3].client for n in range(3)]
+    ahead = asyncio.create_task(ranks[0].receive(request_id, blocks.tables(), **said))
+    await until(lambda: is_in(pair.routers[first], request_id, *TransferState), "the first has reserved")
+    if orders == "router":
+        await order(pair, request_id, 2)
+    receives = (rank.receive(request_id, blocks.tables(), **said) for rank in ranks[1:])
+    received = await asyncio.gather(ahead, *receives)
+    assert {each.lease for each in received} == {pair.prefill.lease(request_id)}
+    assert not pair.decode.differences(expected)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+
+
+async def test_the_highest_number_that_a_router_may_name_harms_no_attempt(pair: Pair, request_id: str) -> None:
+    """Only the engine's reservations begin attempts."""
+    transfer_id = await order(pair, request_id, 1, attempt=FAR_AWAY)
+    kv, _ = await prefilled(pair, request_id)
+    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
+    pair.decode.write_into(expected, kv, blocks)
+    await pair.decode.receive(request_id, blocks, source=pair.prefill.source())
+    assert not pair.decode.differences(expected)
+    assert (await pair.routers[1].abort_transfer(transfer_id)).state is TransferState.ABORTED
+    await moves(pair, request_id)
+
+
+async def test_an_order_for_an_attempt_that_is_over_is_refused_and_names_the_newest(
+    pair: Pair, request_id: str
+) -> None:
+    before, attempt = pair.decode.next_attempt(), pair.decode.next_attempt()
+    receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(TOKENS), attempt=attempt))
+    await all_wait(pair, request_id)
+    with pytest.raises(DaemonError) as refused:
+        await order(pair, request_id, 1, attempt=before)
+    assert (refused.value.code, refused.value.status, refused.value.value) == ("stale_attempt", 409, str(attempt))
+    await pair.routers[0].abort_request(request_id)
+    assert codes(await receiving) == {"aborted"}
+    assert codes(await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), attempt=before)) == {"stale_attempt"}
+
+
+# one rank fails or is refused
+
+
+@pytest.mark.parametrize("orders", ["router", "engine"])
+async def test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all_and_the_next_is_done(
+    pair: Pair, request_id: str, orders: str
+) -> None:
+    """Rank 0 has reserved, and would wait for it until the deadline."""
+    await half_published(pair, request_id)
+    blocks, beyond = pair.decode.take(MANY), Blocks((1 << 20,), 1)
+    said = {"attempt": pair.decode.next_attempt(), "source": pair.prefill.source() if orders == "engine" else None}
+    first, second, third = (rank.client for rank in pair.decode.ranks)
+    with pytest.raises(KvferryError) as refused:
+        await second.receive(request_id, beyond.tables(), **said)
+    assert refused.value.code == "block_id_out_of_range"
+    receiving = [asyncio.create_task(each.receive(request_id, blocks.tables(), **said)) for each in (first, third)]
+    if orders == "router":
+        await order(pair, request_id, 1)
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        outcomes = await asyncio.gather(*receiving, return_exceptions=True)
+    assert codes(outcomes) <= {"rank_failed", "aborted"}
+    (record,) = [each for each in await pair.routers[0].transfers(request_id, wait_s=TIMEOUT_S) if each.error]
+    (error,) = [share.error for share in record.ranks if share.rank == 1]
+    assert error is not None and error.code == "block_id_out_of_range"
+    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
+    await moves(pair, request_id)
+
+
+async def test_a_reservation_that_rank_0_refuses_ends_the_attempt_on_all(pair: Pair, request_id: str) -> None:
+    blocks, said = pair.decode.take(TOKENS), {"attempt": pair.decode.next_attempt()}
+    first, *others = (rank.client for rank in pair.decode.ranks)
+    receiving = [asyncio.create_task(each.receive(request_id, blocks.tables(), **said)) for each in others]
+    for router in pair.routers[1:]:
+        await until(lambda router=router: is_in(router, request_id, TransferState.WAITING), "it has reserved")
+    with pytest.raises(KvferryError) as refused:
+        await first.receive(request_id, Blocks((1 << 20,), 1).tables(), **said)
+    assert refused.value.code == "block_id_out_of_range"
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        assert codes(await asyncio.gather(*receiving, return_exceptions=True)) == {"rank_failed"}
+    await moves(pair, request_id)
+
+
+async def test_the_attempt_after_one_that_a_rank_gave_up_is_done(pair: Pair, request_id: str) -> None:
+    theirs = await half_published(pair, request_id)
+    receiving = asyncio.create_task(
+        pair.decode.outcomes(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
+    )
+    for router in pair.routers:
+        await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it is read")
+    await pair.decode.ranks[1].client.abort(request_id)
+    assert codes(await receiving) == {"aborted"}
+    await pair.prefill.publish(request_id, theirs, TOKENS)
+    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
+    await moves(pair, request_id)
+
+
+@pytest.mark.parametrize("field", ["attempt", "lease"])
+async def test_a_daemon_takes_nothing_without_a_number(pair: Pair, request_id: str, field: str) -> None:
+    """As from an engine that is written by somebody else."""
+    session, tables = pair.decode.ranks[1].client._session, tables_to_proto(pair.decode.take(TOKENS).tables())
+    said: dict[str, Any] = {
+        "attempt": {"receive": engine_pb2.ReceiveRequest(request_id=request_id, tables=tables)},
+        "lease": {"publish": engine_pb2.PublishRequest(request_id=request_id, tables=tables, num_tokens=TOKENS)},
+    }
+    with pytest.raises(KvferryError) as refused:
+        await session.command(**said[field])
+    assert (refused.value.code, refused.value.field) == ("number_required", field)
+    assert await pair.routers[1].transfers(request_id) == []
+
+
+# one lease
+
+
+async def test_a_reader_of_one_rank_reads_one_lease_of_both_ranks_of_the_source(
+    pair: Pair, near: DaemonService, stack: AsyncExitStack, request_id: str
+) -> None:
+    """Rank 0 of the source has published anew when rank 1 has not."""
+    reader, _ = await engine_on(stack, "one-of-two", near, ONE)
+    await prefilled(pair, request_id)
+    first, second = (rank.client for rank in pair.prefill.ranks)
+    kv, theirs = Kv.random(TOKENS), pair.prefill.take(TOKENS)
+    pair.prefill.write(kv, theirs)
+    number = pair.prefill.next_lease()
+    await first.publish(request_id, theirs.tables(), TOKENS, lease=number)
+    source, blocks, expected = pair.prefill.source(), reader.take(TOKENS), reader.snapshot()
+    with pytest.raises(TransferFailed) as failed:
+        await reader.receive(request_id, blocks, source=source)
+    assert failed.value.code == "lease_changed"
+    assert not reader.differences(expected), "nothing was read before"
+    reader.write_into(expected, kv, blocks)
+    named = source.model_copy(update={"lease": number})
+    receiving = asyncio.create_task(reader.receive(request_id, blocks, source=named))
+    lease = await second.publish(request_id, theirs.tables(), TOKENS, lease=number)
+    (received,) = await receiving
+    assert received.lease == number
+    assert not reader.differences(expected)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await lease.ended() is LeaseState.RELEASED
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["whichever there is", "by its number"])
+async def test_ranks_of_the_source_may_publish_one_after_another_and_at_different_speeds(
+    pair: Pair, request_id: str, named: bool
+) -> None:
+    """As stages of a pipeline do."""
+    kv, theirs = Kv.random(TOKENS), pair.prefill.take(TOKENS)
+    pair.prefill.write(kv, theirs)
+    blocks, expected, number = pair.decode.take(TOKENS), pair.decode.snapshot(), pair.prefill.next_lease()
+    pair.decode.write_into(expected, kv, blocks)
+    first, second = (rank.client for rank in pair.prefill.ranks)
+
+    async def published(client: EngineClient, tokens: int) -> None:
+        await client.publish(request_id, theirs.tables(), tokens, more=tokens < TOKENS, lease=number)
+
+    source = pair.prefill.source().model_copy(update={"lease": number if named else None})
+    await published(first, 48)
+    receiving = asyncio.create_task(pair.decode.receive(request_id, blocks, source=source))
+    await until(lambda: waits_for(pair.routers[2], request_id, Awaited.PUBLISH), "the other rank is waited for")
+    for client, tokens in ((first, TOKENS), (second, 16), (second, 112), (second, TOKENS)):
+        assert not receiving.done()
+        await published(client, tokens)
+    assert {(each.lease, each.tokens) for each in await receiving} == {(number, (0, TOKENS))}
+    assert not pair.decode.differences(expected)
+
+
+async def test_two_engines_read_one_lease_and_each_in_its_own_attempts(
+    pair: Pair, near: DaemonService, stack: AsyncExitStack, request_id: str
+) -> None:
+    """Both count from 1: an attempt is of its engine."""
+    reader, _ = await engine_on(stack, "beside", near, ONE)
+    kv, leases = await prefilled(pair, request_id, readers=2)
+    number, source = pair.prefill.lease(request_id), pair.prefill.source()
+    ours, theirs = pair.decode.take(TOKENS), reader.take(TOKENS)
+    pair.decode.write_into(mine := pair.decode.snapshot(), kv, ours)
+    reader.write_into(other := reader.snapshot(), kv, theirs)
+    received = await asyncio.gather(
+        pair.decode.receive(request_id, ours, source=source, attempt=1),
+        reader.receive(request_id, theirs, source=source, attempt=1),
+    )
+    assert {each.lease for several in received for each in several} == {number}
+    assert not pair.decode.differences(mine) and not reader.differences(other)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+
+
+# lives of the reading engine
+
+
+async def test_an_engine_that_was_started_anew_counts_from_1_again(
+    pair: Pair, daemons: Daemons, request_id: str
+) -> None:
+    """Its attempts are of its epoch: those of the one before neither answer for them nor end them."""
+    ours = await daemons.start("anew", 2)
+    for _ in range(2):
+        await retired(*ours)
+        reader = await TestEngine.start("anew", ours, TWO)
+        kv, leases = await prefilled(pair, request_id)
+        blocks, expected = reader.take(TOKENS), reader.snapshot()
+        reader.write_into(expected, kv, blocks)
+        async with RouterClient(ours[1].url) as router:
+            ordered = await router.order(OrderBody(request_id=request_id, source=pair.prefill.source()))
+            await reader.receive(request_id, blocks, attempt=1)
+            record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
+        assert (record.state, record.attempt) == (TransferState.DONE, 1), record
+        assert not reader.differences(expected)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+        await reader.close()
+
+
+# rank 0 leads
+
+
+async def test_a_leader_that_drains_takes_no_order_at_any_rank_and_ends_what_it_has(
+    pair: Pair, daemons: Daemons, request_id: str
+) -> None:
+    ours = await daemons.start("drained", 2)
+    reader = await TestEngine.start("drained", ours, TWO)
+    kv, _ = await prefilled(pair, request_id)
+    blocks, expected = reader.take(TOKENS), reader.snapshot()
+    reader.write_into(expected, kv, blocks)
+    body = OrderBody(request_id=request_id, source=pair.prefill.source())
+    async with RouterClient(ours[0].url) as first, RouterClient(ours[1].url) as second:
+        ordered = await second.order(body)
+        await first.drain(wait_s=0)
+        for router in (first, second):
+            with pytest.raises(DaemonError) as refused:
+                await router.order(body.model_copy(update={"request_id": f"{request_id}-later"}))
+            assert (refused.value.code, refused.value.status) == ("draining", 503)
+        await reader.receive(request_id, blocks, attempt=1)
+        assert (await second.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)).state is TransferState.DONE
+        assert not reader.differences(expected)
+        late = await reader.outcomes(f"{request_id}-later", reader.take(16), source=pair.prefill.source(), attempt=2)
+        assert codes(late) <= {"draining", "rank_failed", "aborted"}
+        assert isinstance(late[0], KvferryError) and late[0].code == "draining"
+        await first.cancel_drain()
+    await reader.close()

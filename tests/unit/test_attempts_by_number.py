@@ -1,0 +1,341 @@
+"""Which attempt an order or a reservation belongs to, on one rank, and what is kept of those that are over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from stepped import Daemon, manifest_of, stepping
+from stepwise import World
+
+from kvferry.errors import Conflict, KvferryError, PeerFailed
+from kvferry.schemas import Awaited, TransferState
+from kvferry.tables import BlockTable
+from kvferryd.transfers import transfers
+from kvferryd.transfers.order import Attempt, Order, Reservation
+from kvferryd.transfers.transfer import Transfer
+
+SOURCE, READERS = "127.0.0.1:7001", ("127.0.0.1:7101", "127.0.0.1:7102")
+ORDER = Order("prefill", SOURCE, deadline_s=30.0)
+MOST, HISTORY = 4, 2
+HIGHEST = (1 << 31) - 1
+"""Of the numbers that a router may give."""
+
+
+class Rank:
+    """A source, and one rank of an engine that reads; the other one has no daemon."""
+
+    def __init__(self, world: World, rank: int = 0, of: int = 1) -> None:
+        self.world = world
+        self.source = Daemon(world, SOURCE, manifest_of("prefill", heads=2), {0: SOURCE})
+        members = dict(enumerate(READERS[:of]))
+        manifest, limits = manifest_of("decode", rank=rank, of=of, heads=2), {"max_transfers": MOST, "history": HISTORY}
+        self.daemon = Daemon(world, members[rank], manifest, members, **limits)
+        self.jobs = self.daemon.ferry.jobs
+
+    def call(self, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        with self.world.within(self.daemon.process):
+            return self.world.loop.call(function, self.daemon.engine, *args, **more)
+
+    def order(self, order: Order = ORDER, *, request_id: str = "r", **more: Any) -> tuple[Transfer, bool]:
+        return self.call(self.jobs.order, request_id, order, **more)  # type: ignore[no-any-return]
+
+    def order_tables(self, first: int) -> tuple[Transfer, bool]:
+        """An order that brings its tables."""
+        return self.order(brought={0: _into(first)})
+
+    def receive(self, number: int, *, order: Order | None = None, request_id: str = "r", first: int = 0) -> Transfer:
+        return self.call(self.jobs.receive, request_id, number, _into(first), order, None)  # type: ignore[no-any-return]
+
+    def handed(self, number: int, order: Order = ORDER) -> Transfer:
+        return self.call(self.jobs.handed, "r", Attempt(number), order, None)  # type: ignore[no-any-return]
+
+    def ended_elsewhere(self, number: int) -> bool:
+        return self.call(  # type: ignore[no-any-return]
+            self.jobs.abort_attempt, "r", Attempt(number), "rank 1: deadline", failed=True
+        )
+
+    def end(self, transfer: Transfer) -> None:
+        self.world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
+        assert transfer.ended.is_set()
+
+
+def _into(first: int) -> Reservation:
+    return Reservation({"full": BlockTable.of([first, first + 1])}, None)
+
+
+@contextlib.contextmanager
+def refused(code: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[KvferryError]]:
+    with pytest.raises(KvferryError, match=match) as found:
+        yield found
+    assert found.value.code == code
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with stepping() as world:
+        yield world
+
+
+@pytest.fixture
+def rank(world: World) -> Rank:
+    return Rank(world)
+
+
+@pytest.fixture
+def other(world: World) -> Rank:
+    """Rank 1: it is led by rank 0, of which nothing is heard."""
+    return Rank(world, rank=1, of=2)
+
+
+# ---- orders by REST ----
+
+
+def test_an_order_that_comes_again_with_its_id_gets_the_same_answer_after_the_end(rank: Rank) -> None:
+    first, new = rank.order(order_id="o")
+    assert new and rank.order(order_id="o") == (first, False)
+    rank.end(first)
+    assert rank.order(order_id="o") == (first, False)
+    assert rank.receive(1) is not first
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [{"order": replace(ORDER, way="direct")}, {"request_id": "s"}, {"number": 1}, {"brought": {0: _into(0)}}],
+    ids=["the order", "the request", "the attempt", "the tables"],
+)
+def test_an_order_id_means_one_order(rank: Rank, otherwise: dict[str, Any]) -> None:
+    first, _ = rank.order(order_id="o")
+    for _ in range(2):  # before its end and after
+        with refused("order_conflict", "order o was given already, otherwise") as found:
+            rank.order(order_id="o", **otherwise)
+        assert found.value.field == "order_id"
+        rank.end(first)
+
+
+def test_an_order_that_comes_again_while_it_is_under_way_is_the_same(rank: Rank) -> None:
+    first, new = rank.order()
+    assert new and rank.order() == (first, False)
+    assert rank.receive(4) is first and first.attempt == Attempt(4)
+    assert rank.order() == (first, False) == rank.order(number=4)
+    with refused("order_conflict", "was ordered already, otherwise"):
+        rank.order(replace(ORDER, way="direct"))
+
+
+def test_an_order_that_names_no_attempt_waits_after_the_end_for_the_next_reservation(rank: Rank) -> None:
+    """Otherwise it is told that it is done though nothing has moved for it."""
+    rank.source.publish("r", range(2))
+    first = rank.receive(1, order=ORDER)
+    rank.world.run()
+    assert first.state is TransferState.DONE
+    second, new = rank.order()
+    assert new and second is not first
+    assert (second.state, second.waits_for) == (TransferState.WAITING, Awaited.RESERVATION)
+    rank.source.publish("r", range(2))
+    assert rank.receive(2, first=2) is second
+    rank.world.run()
+    assert second.state is TransferState.DONE and (first.lease, second.lease) == (1, 2)
+
+
+def test_an_order_that_names_an_attempt_that_has_ended_is_told_of_that_one(rank: Rank) -> None:
+    first = rank.receive(1, order=ORDER)
+    rank.end(first)
+    assert rank.order(number=1) == (first, False)
+    with refused("order_conflict", "ordered already, otherwise"):
+        rank.order(replace(ORDER, way="direct"), number=1)
+
+
+def test_an_order_for_an_attempt_that_has_been_passed_is_refused(rank: Rank) -> None:
+    rank.receive(2)
+    with refused("stale_attempt") as found:
+        rank.order(number=1)
+    assert found.value.value == "2"
+
+
+def test_an_order_that_names_an_attempt_to_come_waits_and_ends_nothing(rank: Rank) -> None:
+    now = rank.receive(1)
+    later, new = rank.order(number=3)
+    assert new and later is not now and not now.ended.is_set()
+    assert rank.receive(2, first=2) is not later
+    assert now.ended.is_set() and not later.ended.is_set()
+    assert rank.receive(3, first=4) is later
+
+
+def test_the_highest_number_that_a_router_may_give_stands_in_no_way(rank: Rank) -> None:
+    """It waits for a reservation that never comes; its own deadline ends it."""
+    ordered, _ = rank.order(replace(ORDER, deadline_s=10.0), number=HIGHEST)
+    for number in (1, 2):
+        rank.source.publish("r", range(2))
+        transfer = rank.receive(number, order=ORDER, first=2 * number)
+        rank.world.run()
+        assert transfer.state is TransferState.DONE
+    assert not ordered.ended.is_set() and not ordered.reservation
+    rank.world.loop.pass_time(10.0)
+    assert ordered.problem is not None and ordered.problem.code == "deadline"
+    assert rank.receive(3).attempt == Attempt(3)
+
+
+def test_orders_that_bring_tables_and_reservations_are_two_kinds_of_attempts(rank: Rank) -> None:
+    rank.order_tables(0)
+    with refused("order_conflict", "another kind of attempts: its orders bring tables"):
+        rank.receive(1, first=2)
+
+
+def test_reservations_and_orders_that_bring_tables_are_two_kinds_of_attempts(rank: Rank) -> None:
+    first = rank.receive(1)
+    with pytest.raises(Conflict):
+        rank.order_tables(2)
+    assert not first.ended.is_set()
+    rank.end(first)
+    with refused("order_conflict", "another kind of attempts: its engine reserves blocks for it"):
+        rank.order_tables(2)
+
+
+def test_an_order_that_brings_tables_names_no_attempt(rank: Rank) -> None:
+    with refused("order_conflict", "names attempt 1: rank 0 counts such orders"):
+        rank.order(brought={0: _into(0)}, number=1)
+
+
+# ---- reservations ----
+
+
+def test_a_reservation_with_a_higher_number_ends_the_attempt_before(rank: Rank) -> None:
+    first = rank.receive(1)
+    assert rank.receive(1) is first
+    second = rank.receive(2, first=2)
+    assert first.problem is not None and first.problem.code == "superseded"
+    with refused("stale_attempt") as found:
+        rank.receive(1)
+    assert found.value.value == "2"
+    assert not second.ended.is_set()
+
+
+def test_a_number_whose_attempt_has_ended_is_refused_with_why(rank: Rank) -> None:
+    rank.source.publish("r", range(2))
+    first = rank.receive(1, order=ORDER)
+    rank.world.run()
+    assert first.state is TransferState.DONE
+    with refused("order_conflict", "has ended already in attempt 1"):
+        rank.receive(1, order=ORDER)
+    rank.end(rank.receive(2))
+    with refused("aborted", "by the test"):
+        rank.receive(2)
+
+
+def test_a_refused_reservation_ends_its_attempt_and_no_other(rank: Rank) -> None:
+    rank.jobs.draining = True
+    with refused("draining"):
+        rank.order(number=1)
+    with refused("draining"):
+        rank.receive(1)
+    rank.jobs.draining = False
+    with refused("draining"):
+        rank.receive(1)
+    waiting = rank.receive(2)
+    assert rank.order(number=2) == (waiting, True)
+
+
+# ---- rank 0 hands on ----
+
+
+def test_an_order_that_rank_0_hands_on_joins_the_reservation_of_its_number_alone(other: Rank) -> None:
+    first = other.receive(1)
+    assert other.handed(1) is first and other.handed(1) is first
+    second = other.handed(2)
+    assert second is not first and not first.ended.is_set(), "only a reservation begins an attempt"
+    assert other.receive(2, first=2) is second
+    assert first.problem is not None and first.problem.code == "superseded"
+    with refused("stale_attempt"):
+        other.handed(1)
+
+
+def test_a_reservation_that_comes_after_the_end_of_its_attempt_has_missed_it(other: Rank) -> None:
+    other.end(other.handed(1))
+    with refused("aborted", "by the test"):
+        other.receive(1)
+    assert other.receive(2).attempt == Attempt(2)
+
+
+def test_what_has_ended_elsewhere_refuses_its_own_number_and_lower_ones(other: Rank) -> None:
+    assert not other.ended_elsewhere(7)
+    with refused("aborted", "attempt 7 of request r has ended on another rank"):
+        other.receive(7)
+    with refused("stale_attempt"):
+        other.receive(6)
+    waiting = other.receive(8)
+    assert not other.ended_elsewhere(11) and not waiting.ended.is_set()
+    with refused("stale_attempt"):
+        other.receive(9)
+    with refused("aborted"):
+        other.handed(11)
+    assert other.receive(12, first=2).attempt == Attempt(12) and waiting.ended.is_set()
+
+
+def test_an_end_elsewhere_means_the_attempt_that_it_names(other: Rank) -> None:
+    later = other.receive(3)
+    assert not other.ended_elsewhere(1)
+    assert not later.ended.is_set()
+    assert other.ended_elsewhere(3)
+    assert later.problem is not None and later.problem.code == "rank_failed"
+
+
+def test_a_part_ends_when_the_last_call_of_rank_0_lets_go(other: Rank) -> None:
+    """Two calls follow it where rank 0's stream broke and another has begun already."""
+    part = other.handed(1)
+
+    async def follow() -> None:
+        with part.followed():
+            with part.followed():
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not part.ended.is_set()
+
+    other.world.loop.complete(follow())
+    assert isinstance(part.problem, PeerFailed) and (part.problem.code, part.problem.value) == ("rank_failed", "0")
+
+
+# ---- what is kept ----
+
+
+def test_what_is_kept_of_attempts_that_are_over_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever numbers and ids are given."""
+    monkeypatch.setattr(transfers, "ATTEMPTS", 3)
+    rank = Rank(world)
+    for number in range(1, 20):
+        for request_id in (f"r-{number}", "s"):
+            ordered, _ = rank.order(request_id=request_id, number=number, order_id=f"{request_id}-{number}")
+            assert rank.receive(number, request_id=request_id) is ordered
+            rank.end(ordered)
+        rank.call(rank.jobs.abort_attempt, f"q-{number}", Attempt(number), "rank 1: deadline", failed=True)
+        rank.world.loop.pass_time(1.0)
+        assert len(rank.jobs._over) <= 3 and len(rank.jobs._by_order) <= 3
+        assert len(list(rank.jobs)) <= HISTORY + 2 and len(rank.jobs._current) <= HISTORY + 2
+        assert not rank.jobs._waiting and not rank.jobs._under_way
+
+
+def test_orders_that_wait_count_as_transfers_and_their_deadline_ends_them(rank: Rank) -> None:
+    for number in range(MOST):
+        rank.order(request_id=f"r-{number}", number=HIGHEST)
+    with refused("full") as found:
+        rank.order(request_id="one more")
+    assert found.value.field == "max_transfers" and len(rank.jobs._waiting) == MOST
+    rank.world.loop.pass_time(31.0)
+    assert not rank.jobs._waiting and rank.order(request_id="one more")[1]
+
+
+def test_a_number_is_known_when_its_record_is_forgotten(rank: Rank) -> None:
+    """A late reservation must not begin what is over."""
+    rank.end(rank.receive(5))
+    for number in range(2 * HISTORY):
+        rank.end(rank.receive(1, request_id=f"s-{number}"))
+    rank.world.loop.pass_time(1.0)
+    assert not rank.jobs.of_request("r")
+    with refused("aborted", "by the test"):
+        rank.receive(5)
+    with refused("stale_attempt"):
+        rank.receive(4)
+    assert rank.receive(6).attempt == Attempt(6)
