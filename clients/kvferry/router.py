@@ -112,8 +112,8 @@ class RouterClient:
         """Order a transfer, at any rank of the engine that reads. It gets an order_id of its own where it has none; the
         same order again, under one order_id, answers with the same transfer.
 
-        traceparent (W3C) and x_request_id: on every line of the transfer, in the logs of all daemons of both sides. One
-        that is no ASCII is left out.
+        traceparent (W3C) and x_request_id: on every line of the transfer, in the logs of all daemons of both sides. A
+        text that is no ASCII is left out.
 
         Raises `order_conflict` for another body under the same order_id, or under the same request_id while that is
         under way, `full` (see `retry_after_s`),

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from small_engine import BLOCK, attached
 
+from kvferry.handoff import Counted
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
 from kvferry.sglang.receiver import Receiver
@@ -40,7 +41,7 @@ def main() -> None:
     idle, options = SimpleNamespace(wake_after=lambda end: None), SimpleNamespace(lease_ttl_s=60.0)
     nbytes = 8 if stop else len(METADATA)
     manager = SimpleNamespace(
-        senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK),
+        senders=WeakValueDictionary(), leases=Counted(), kv_args=SimpleNamespace(page_size=BLOCK),
         aux_rows=lambda index: [(ctypes.addressof(METADATA), nbytes)],
         rank=SimpleNamespace(
             daemon=client, written=lambda: None, options=options, idle=idle, cached_since=1,
