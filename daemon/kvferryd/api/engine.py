@@ -207,11 +207,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_request_id(request.request_id)
         check_number("attempt", request.attempt)
         deadline_s, name, number = request.deadline_s or None, request.request_id, request.attempt
-        try:
+        with self._ferry.jobs.refusing(engine, name, Attempt(number)):
             reserved, order = self._halves(engine, request)
-        except KvferryError as why:  # the other ranks need not wait for this one
-            self._ferry.jobs.refuse(engine, name, Attempt(number), why)
-            raise
         transfer = self._ferry.jobs.receive(engine, name, number, reserved, order, deadline_s)
         state = TRANSFER_STATES[transfer.state]
         return engine_pb2.ReceiveReply(

@@ -141,8 +141,8 @@ class Session:
         return await made_on(lambda work: loop.run_in_executor(None, work), make, free)
 
     async def give_back(self, regions: Mapping[str, Region]) -> None:
-        """Close them, by name, on threads: to free what nobody else holds takes a third of a second for each GB. Those
-        that cannot be freed are logged, and stay in `unfreed`."""
+        """Close them, by name, on threads: to free what nobody else holds takes a third of a second for each GB.
+        Regions that cannot be freed are logged, and stay in `unfreed`."""
 
         async def free(name: str, region: Region) -> None:
             with self._freeing(name, region):

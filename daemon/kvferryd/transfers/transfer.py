@@ -415,7 +415,7 @@ class Transfer:
         self.phases.flew(self._flights)
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
         proofs = [reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven]
-        if engine.rank and engine.world_size > 1 and not (self.order and self.order.names_lease):
+        if engine.rank and not (self.order and self.order.names_lease):
             proofs.append(self._compare_lease(engine))
         await together(proofs)
         if self._around.config.checksum:

@@ -132,6 +132,8 @@ class Transfers:
         `tables_not_allowed`, `full`, `draining`.
         """
         key, brought = _key(engine, request_id), dict(brought or {})
+        if not order_id:
+            return self._order(engine, key, order, brought, number)
         said = key, order, {rank: each.past() for rank, each in brought.items()}, number
         known_id, known = self._by_order.get(order_id, ("", None))
         if known_id in self._by_id:
@@ -140,8 +142,7 @@ class Transfers:
                 raise Conflict("order_conflict", why, field="order_id", value=order_id, remedy=remedy)
             return self._by_id[known_id], False
         transfer, created = self._order(engine, key, order, brought, number)
-        if order_id:
-            self._by_order[order_id] = transfer.transfer_id, said
+        self._by_order[order_id] = transfer.transfer_id, said
         return transfer, created
 
     def _order(
@@ -202,11 +203,9 @@ class Transfers:
         The same reservation again joins the transfer under way. A refusal is this rank's end of the attempt. Raises as
         `order`.
         """
-        try:
-            return self._receive(engine, _key(engine, request_id), Attempt(number), reservation, order, deadline_s)
-        except KvferryError as why:
-            self.refuse(engine, request_id, Attempt(number), why)
-            raise
+        attempt = Attempt(number)
+        with self.refusing(engine, request_id, attempt):
+            return self._receive(engine, _key(engine, request_id), attempt, reservation, order, deadline_s)
 
     def _receive(
         self, engine: Engine, key: Key, attempt: Attempt, reservation: Reservation, order: Order | None,
@@ -238,11 +237,8 @@ class Transfers:
         self, engine: Engine, request_id: str, attempt: Attempt, order: Order, reservation: Reservation | None
     ) -> Transfer:
         """Take an order that rank 0 hands on. reservation: came with it. Raises as `order`."""
-        try:
+        with self.refusing(engine, request_id, attempt):
             return self._handed(engine, _key(engine, request_id), attempt, order, reservation)
-        except KvferryError as why:
-            self.refuse(engine, request_id, attempt, why)
-            raise
 
     def _handed(
         self, engine: Engine, key: Key, attempt: Attempt, order: Order, reservation: Reservation | None
@@ -273,8 +269,17 @@ class Transfers:
         transfer.take_order(order, reader_of(engine, order.engine_id), handed=True)
         return transfer
 
-    def refuse(self, engine: Engine, request_id: str, attempt: Attempt, why: KvferryError) -> None:
-        """This rank takes no part in an attempt that has not begun here: the other ranks need not wait for it."""
+    @contextlib.contextmanager
+    def refusing(self, engine: Engine, request_id: str, attempt: Attempt) -> Iterator[None]:
+        """What is refused inside is this rank's end of the attempt, where that has not begun here: the other ranks need
+        not wait for it."""
+        try:
+            yield
+        except KvferryError as why:
+            self._refuse(engine, request_id, attempt, why)
+            raise
+
+    def _refuse(self, engine: Engine, request_id: str, attempt: Attempt, why: KvferryError) -> None:
         key = _key(engine, request_id)
         try:
             found = self._of(key, attempt)
