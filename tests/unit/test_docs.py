@@ -124,6 +124,16 @@ def test_commands_have_the_flags_that_they_are_shown_with(page: Path) -> None:
                     cli._parser().parse_args(command)
 
 
+def test_no_page_makes_an_environment_where_make_has_one() -> None:
+    """`pip install .` there would replace make's editable install, silently."""
+    taken = set(re.findall(r"^\w*VENV +\?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert ".venv" in taken
+    for page in PAGES:
+        for _, code in blocks(page):
+            for made in re.findall(r"-m venv (\S+)", code):
+                assert made not in taken, f"{name(page)} makes {made}"
+
+
 def test_the_readmes_code_is_that_of_the_examples() -> None:
     examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     found = [code for language, code in blocks(ROOT / "README.md") if language == "python"]

@@ -87,6 +87,9 @@ def test_every_public_name_can_be_imported(name: str) -> None:
         ("torch", ("bench", "gpu", "--device", "cpu"), "cuda13"),
         ("uvicorn", ("proxy", "--prefill", "http://p", "--decode", "http://d"), "proxy"),
         ("rich", ("demo",), "daemon,reference"),
+        ("torch", ("demo",), "daemon,reference"),
+        ("tokenizers", ("demo",), "daemon,reference"),
+        ("structlog", ("demo",), "daemon,reference"),
     ],
 )
 def test_a_missing_package_names_the_extra_that_has_it(missing: str, argv: tuple[str, ...], extra: str) -> None:
@@ -96,8 +99,9 @@ def test_a_missing_package_names_the_extra_that_has_it(missing: str, argv: tuple
     assert "Traceback" not in done.stderr
 
 
-def test_a_daemon_without_nixl_does_not_start_and_says_what_to_install() -> None:
-    done = run_without("nixl_cu13,nixl_cu12,nixl", "serve", "--engine-socket", "/tmp/no.sock")
+@pytest.mark.parametrize("argv", [("serve", "--engine-socket", "/tmp/no.sock"), ("demo",)], ids=["serve", "demo"])
+def test_without_nixl_nothing_starts_and_it_is_said_what_to_install(argv: tuple[str, ...]) -> None:
+    done = run_without("nixl_cu13,nixl_cu12,nixl", *argv)
     assert done.returncode == 2
     assert "NIXL is not installed" in done.stderr
     assert "pip install --no-deps nixl-cu13" in done.stderr

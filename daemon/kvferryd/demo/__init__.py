@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -17,6 +18,7 @@ from kvferry.errors import KvferryError
 from kvferryd.demo.fleet import Fleet, Service, ServiceError
 from kvferryd.demo.report import Narrator
 from kvferryd.demo.story import Cast, start, tell
+from kvferryd.transport import nixl
 
 DESCRIPTION = """\
 Starts, on this machine and without a GPU: a prefill engine (TP=2, layout NHD, blocks of 16 tokens), a decode engine
@@ -26,6 +28,8 @@ every token. Exits with 0 only if all are equal and every transfer is done.
 """
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REFERENCE = ("torch", "safetensors", "tokenizers", "fastapi", "uvicorn")
+"""Packages of the extra `reference`: the demo's engines and proxy import them, the demo itself does not."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--deadline", type=_seconds, default=120.0, metavar="S", help="for the whole demo (default: 120 s)"
     )
     flags = parser.parse_args(argv)
+    for package in REFERENCE:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+    nixl.load()  # says what to install, as a daemon does
     return asyncio.run(_run(keep=flags.keep, deadline_s=flags.deadline))
 
 
