@@ -60,7 +60,6 @@ BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "s
          "restart reader", "time", "time", "order again", "late")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
 KNOWN = {
-    f"{NOT_DONE}: other_prompt": "announcements are kept by request and not by lease",
     f"{NOT_DONE}: lease_ended": "an announcement is out of date at one rank, and all ranks begin again",
     f"{NOT_DONE}: peer_lost": "a stream does not say which start of a daemon it is for",
     "between daemons of ours: protocol": "a stream does not say which start of a daemon it is for",

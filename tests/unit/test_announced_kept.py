@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -25,28 +26,22 @@ def anyio_backend() -> str:
 
 
 class Source(peer_pb2_grpc.PeerServicer):
-    """Announces leases of so many bytes, and ends the stream."""
+    """Announces these leases, each of a request, and ends the stream."""
 
-    def __init__(self, nbytes: list[int]) -> None:
-        self.nbytes = nbytes
+    def __init__(self, leases: list[tuple[str, peer_pb2.LeaseUpdate]]) -> None:
+        self.leases = leases
 
     async def Read(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[peer_pb2.ReadReply]:
-        for n, nbytes in enumerate(self.nbytes):
-            update = peer_pb2.LeaseUpdate(num_tokens=n, metadata=bytes(nbytes))
-            yield peer_pb2.ReadReply(announced=peer_pb2.Announcement(request_id=announced_as(f"r{n}"), update=update))
+        for request_id, update in self.leases:
+            announced = peer_pb2.Announcement(request_id=announced_as(request_id), update=update)
+            yield peer_pb2.ReadReply(announced=announced)
 
 
-@pytest.mark.parametrize(
-    ("announced", "kept"),
-    [
-        pytest.param([8] * 2000, range(2000 - ANNOUNCED_NBYTES // LEAST_NBYTES, 2000), id="many"),
-        pytest.param([LARGE] * 100, range(100 - ANNOUNCED_NBYTES // (LARGE + 100), 100), id="large"),
-        pytest.param([8, ANNOUNCED_NBYTES, 8], [0, 2], id="one that is too large"),
-    ],
-)
-async def test_the_newest_are_kept(announced: list[int], kept: Iterator[int]) -> None:
+@asynccontextmanager
+async def announced(*leases: tuple[str, peer_pb2.LeaseUpdate]) -> AsyncIterator[ReaderStream]:
+    """A reader's stream on which they have come."""
     server = grpc.aio.server(options=PEER_OPTIONS)
-    peer_pb2_grpc.add_PeerServicer_to_server(Source(announced), server)
+    peer_pb2_grpc.add_PeerServicer_to_server(Source(list(leases)), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
@@ -54,5 +49,48 @@ async def test_the_newest_are_kept(announced: list[int], kept: Iterator[int]) ->
         stream = ReaderStream(stub, Contact(address), peer_pb2.ReadOpening(), several=False)
         async with asyncio.timeout(60):
             await stream._reading
-        assert [n for n in range(len(announced)) if stream.announced(f"r{n}") is not None] == list(kept)
+        yield stream
     await server.stop(0)
+
+
+def of(lease: int) -> tuple[str, peer_pb2.LeaseUpdate]:
+    return "r", peer_pb2.LeaseUpdate(lease=lease, version=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        pytest.param([8] * 2000, range(2000 - ANNOUNCED_NBYTES // LEAST_NBYTES, 2000), id="many"),
+        pytest.param([LARGE] * 100, range(100 - ANNOUNCED_NBYTES // (LARGE + 100), 100), id="large"),
+        pytest.param([8, ANNOUNCED_NBYTES, 8], [0, 2], id="one that is too large"),
+    ],
+)
+async def test_the_newest_are_kept(sizes: list[int], kept: Iterator[int]) -> None:
+    leases = [(f"r{n}", peer_pb2.LeaseUpdate(lease=1, metadata=bytes(nbytes))) for n, nbytes in enumerate(sizes)]
+    async with announced(*leases) as stream:
+        assert [n for n in range(len(sizes)) if stream.announced(f"r{n}", 0) is not None] == list(kept)
+
+
+@pytest.mark.parametrize(
+    ("leases", "asked", "given", "then"),
+    [
+        pytest.param([1], 1, 1, 0, id="the one that is asked for, once"),
+        pytest.param([1], 2, 0, 0, id="an older one is dropped"),
+        pytest.param([2], 1, 0, 2, id="a newer one is kept for who asks for it"),
+        pytest.param([1, 2], 0, 2, 0, id="the newest where none is named"),
+        pytest.param([2, 1], 0, 2, 0, id="one that comes late does not replace a newer one"),
+    ],
+)
+async def test_announcements_are_of_a_lease(leases: list[int], asked: int, given: int, then: int) -> None:
+    async with announced(*map(of, leases)) as stream:
+        for number, lease in (asked, given), (0, then):
+            update = stream.announced("r", number)
+            assert (update.lease if update is not None else 0) == lease
+
+
+@pytest.mark.parametrize(("closed", "kept"), [(1, 2), (2, 0), (3, 0)])
+async def test_nobody_goes_by_what_was_announced_of_a_lease_that_has_been_read(closed: int, kept: int) -> None:
+    async with announced(of(2)) as stream:
+        stream.close_reading("r", closed, attempt=1, complete=False)
+        update = stream.announced("r", 0)
+        assert (update.lease if update is not None else 0) == kept

@@ -126,7 +126,6 @@ def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_let_its_lease_go(t
     assert transfer.problem is None and two.is_there(blocks)
 
 
-@pytest.mark.xfail(strict=True, reason="the protocol without I/O ends it: announcements are kept by request, not lease")
 def test_an_announcement_of_another_prompt_does_not_fail_a_request_that_is_prefilled_anew(two: Two) -> None:
     blocks, world = range(4), two.world
     for source in two.sources:

@@ -39,6 +39,9 @@ class Computed:
     digest: bytes = b""
     weights: str = ""
 
+    def fits(self, update: peer_pb2.LeaseUpdate) -> bool:
+        return update.weights == self.weights and (not self.digest or update.digest == self.digest)
+
 
 class SourceReader:
     """The lease of one request on one source rank. `advance` opens it; `close` it at the end.
@@ -88,10 +91,9 @@ class SourceReader:
         if self._stream is None and self._opening is None:
             stream = self.source.stream
             stream.check()
-            update = stream.announced(self.request_id)
-            # An announcement by other weights may be of before a change: the source is asked what it has now.
-            known = update is not None and update.weights == self._wanted.weights
-            if update is not None and known and self.named in (0, update.lease):
+            update = stream.announced(self.request_id, self.named)
+            # One of another prompt, or by other weights, may be out of date: the source is asked what it has now.
+            if update is not None and self._wanted.fits(update):
                 self.announced = True
                 self._opening = asyncio.get_running_loop().call_later(OPEN_AFTER_S, self._open)
                 self._apply(update)

@@ -47,6 +47,7 @@ class ReaderStream:
         self._numbers = itertools.count(1)
         self._listeners: dict[int, Listener] = {}
         self._announced: FIFOCache[str, peer_pb2.LeaseUpdate] = FIFOCache(ANNOUNCED_NBYTES, _kept_nbytes)
+        """The newest lease of each request that nobody has read or asked for since."""
         self._why: KvferryError | None = None
         self._call: _Call = stub.Read()
         self._writing = asyncio.create_task(self._write(), name=f"to-{contact.address}")
@@ -61,9 +62,15 @@ class ReaderStream:
         if self._why is not None:
             raise self._why.kept()
 
-    def announced(self, request_id: str) -> peer_pb2.LeaseUpdate | None:
-        """The lease as the source announced it before it was asked. Each announcement is given out once."""
-        return self._announced.pop(announced_as(request_id), None)
+    def announced(self, request_id: str, lease: int) -> peer_pb2.LeaseUpdate | None:
+        """The lease of this number, 0 for the newest, as the source announced it before it was asked. Each announcement
+        is given out once, and none of a lease that is older than the one asked for is kept."""
+        name = announced_as(request_id)
+        update = self._announced.get(name)
+        if update is None or 0 < lease < update.lease:
+            return None
+        del self._announced[name]
+        return update if lease in (0, update.lease) else None
 
     def follow(self, listener: Listener) -> int:
         """The number of a new reading: replies of that number go to `listener`. It is told at once of a stream that is
@@ -90,6 +97,8 @@ class ReaderStream:
         """lease: its number. attempt: as of SourceReader. nbytes: read of it. number: of the reading; 0 for a lease
         that was never opened. A source that does not get this has its time to live."""
         self._listeners.pop(number, None)
+        if lease:
+            self.announced(request_id, lease)  # it may have come since the source was asked: nobody goes by it any more
         closing = peer_pb2.LeaseClose(
             reading=number, request_id=request_id, lease=lease, attempt=attempt, complete=complete, nbytes=nbytes,
             trace=trace,
@@ -105,8 +114,13 @@ class ReaderStream:
 
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("announced"):
+            name, update = reply.announced.request_id, reply.announced.update
+            before = self._announced.get(name)
+            if before is not None and before.lease > update.lease:
+                return
+            self._announced.pop(name, None)
             with contextlib.suppress(ValueError):  # one that is too large alone: the source is asked
-                self._announced[reply.announced.request_id] = reply.announced.update
+                self._announced[name] = update
         elif (listener := self._listeners.get(reply.reading)) is not None:
             listener.on_reply(reply)
         elif not reply.reading and reply.HasField("problem"):
