@@ -293,8 +293,9 @@ class PeerRecord(_Answer):
     """One rank of an engine elsewhere.
 
     failures: in a row, without an answer in between. last_contact_at: when it last answered a call, or a transfer from
-    it was done; seconds since 1970. p50_ms: median time of its last transfers, without waits for order, reservation and
-    publish. bytes_per_s: their median while bytes moved. path: of the last one.
+    it was done; seconds since 1970. p50_ms, p99_ms: half of its last 100 transfers, all but one in a hundred, took no
+    longer, without waits for order, reservation and publish. bytes_per_s: the median of their rates while bytes moved,
+    of what this rank sent. path: of the last one.
     """
 
     engine_id: str
@@ -314,6 +315,7 @@ class PeerRecord(_Answer):
     last_error_at: float | None = None
     failures: int = 0
     p50_ms: float | None = None
+    p99_ms: float | None = None
     bytes_per_s: float | None = None
     path: str = ""
 
@@ -338,11 +340,24 @@ class InboundRecord(_Answer):
     bytes: int = 0
 
 
+class UnmetRecord(_Answer):
+    """A daemon that was called in the last ten minutes, does not answer, and is none of `peers` and `lost`: nobody has
+    said yet which engine is there. Fields as of PeerRecord."""
+
+    address: str
+    failures: int
+    last_error: ErrorBody
+    last_error_at: float
+    last_contact_at: float | None = None
+
+
 class PeerList(_Answer):
-    """lost: forgotten, since they did not answer; the next order shakes hands with them anew."""
+    """lost: forgotten, since they did not answer; the next order shakes hands with them anew. unmet: called, and no
+    handshake was ever done, the newest 64."""
 
     peers: list[PeerRecord]
     lost: list[PeerRecord] = []
+    unmet: list[UnmetRecord] = []
     inbound: list[InboundRecord] = []
 
 

@@ -47,6 +47,8 @@ LOOK_S, COME_ALONG_S = 1.0, 3.0
 """How often the files of what proves us are looked at; how long callers have to connect anew by theirs."""
 NAMED = 32
 """Readers of one lease that a line of the log names."""
+UNMET, UNMET_S = 64, 600.0
+"""Daemons without a handshake that are said not to answer, and for how long after the last call."""
 
 
 class Ferry:
@@ -260,7 +262,27 @@ class Ferry:
             )
             for engine_id, epoch, rank, contact in self._forgotten()
         ]  # fmt: skip
-        return schemas.PeerList(peers=_peer_records(self.peers_known), lost=lost, inbound=inbound)
+        unmet = [
+            schemas.UnmetRecord(
+                address=contact.address, failures=contact.failures, last_error=error_body(contact.error),
+                last_error_at=contact.failed_at, last_contact_at=contact.answered_at,
+            )
+            for contact in self._unmet()
+            if contact.error and contact.failed_at
+        ]  # fmt: skip
+        return schemas.PeerList(peers=_peer_records(self.peers_known), lost=lost, unmet=unmet, inbound=inbound)
+
+    def _unmet(self) -> list[Contact]:
+        """Daemons that were called lately and do not answer; peers and rank 0 are told elsewhere."""
+        told = {self.config.roster}.union(*(peer.addresses for peer in self.peers_known))
+        told = told.union(*(home.addresses for _, home in self.peers_known.forgotten()))
+        since = time.time() - UNMET_S
+        found = [
+            (contact.failed_at, contact.address, contact)
+            for contact in self.peers_known.channels.silent()
+            if contact.failed_at and contact.failed_at > since and contact.address not in told
+        ]
+        return [contact for *_, contact in sorted(found, reverse=True)[:UNMET]]
 
     def _forgotten(self) -> list[tuple[str, str, int, Contact]]:
         """(engine, epoch, rank, contact) of peers that were forgotten, and have not answered since."""
@@ -285,11 +307,16 @@ class Ferry:
 
     def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:
         found = self.peers_known.of_engine(engine_id)
+        contacts = [contact for forgotten, _, _, contact in self._forgotten() if forgotten == engine_id]
+        contacts += [rank.channel.contact for peer in found for rank in peer.ranks.values()]
         if not self.peers_known.unbind(engine_id) and not found:
             raise _unknown_peer(engine_id)
         for peer in found:
             self.peers_known.forget(peer)
-        return _peer_records(found)
+        records = _peer_records(found)
+        for contact in contacts:
+            contact.forgive()
+        return records
 
     # ---- the daemon itself ----
 
@@ -338,10 +365,11 @@ class Ferry:
             for rank in peer.ranks.values()
         }
         contacts |= {(engine_id, rank): contact for engine_id, _, rank, contact in self._forgotten()}
+        named = [(f"engine {engine_id}: rank {rank}", contact) for (engine_id, rank), contact in contacts.items()]
+        named += [("a daemon that was never met", contact) for contact in self._unmet()]
         return [
-            f"engine {engine_id}: rank {rank} at {contact.address} has not answered "
-            f"({contact.failures} in a row): {contact.error.message}"
-            for (engine_id, rank), contact in contacts.items()
+            f"{name} at {contact.address} has not answered ({contact.failures} in a row): {contact.error.message}"
+            for name, contact in named
             if contact.failures and contact.error
         ]
 
@@ -540,6 +568,7 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
             transfers=rank.transfers,
             path=rank.path,
             p50_ms=round(median(ms for ms, _ in rank.lately), 3) if rank.lately else None,
+            p99_ms=round(_p99([ms for ms, _ in rank.lately]), 3) if rank.lately else None,
             bytes_per_s=round(median(rate for _, rate in rank.lately)) if rank.lately else None,
             **_contact_fields(rank.channel.contact, connected=rank.connected),
         )
@@ -547,6 +576,11 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
         for refused in [refusals(peer.own, peer)]
         for rank in peer.ranks.values()
     ]
+
+
+def _p99(values: list[float]) -> float:
+    """Nearest rank: of fewer than a hundred the greatest."""
+    return sorted(values)[-(-99 * len(values) // 100) - 1]
 
 
 def _contact_fields(contact: Contact, *, connected: bool) -> dict[str, Any]:

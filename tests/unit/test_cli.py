@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.schemas import ErrorBody, SourceBody, TransferRecord, TransferState
-from kvferryd.commands import ask, cli
+from kvferryd.commands import cli, say, transfers
 from kvferryd.commands.cli import FORWARDED, main
 from kvferryd.config import OPTIONS
 
@@ -152,9 +152,10 @@ def test_transfers_are_a_table_with_the_unfinished_first() -> None:
     )  # fmt: skip
     live = TransferRecord(
         transfer_id="2", request_id="new", engine_id="decode", source=source, state=TransferState.READING,
-        bytes=3 << 30, path="staged", phases_ms={"waiting": 1, "reading": 1500}, created_at=time.time() - 1.5,
+        bytes=3 << 30, path="staged", bytes_per_s=2 << 30,
+        phases_ms={"waiting": 1, "reading": 1500}, created_at=time.time() - 1.5,
     )  # fmt: skip
-    lines = ask.transfer_table([ended, live]).splitlines()
+    lines = transfers.transfer_table([ended, live]).splitlines()
     assert lines[0].split() == ["STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "BEGAN", "ERROR"]
     began = time.strftime("%m-%d %H:%M:%S", time.localtime(live.created_at))
     moved = ["reading", "new", "prefill", "decode", "staged", "3.0", "GiB", "2.0", "GiB/s", "1.5", "s"]
@@ -164,10 +165,10 @@ def test_transfers_are_a_table_with_the_unfinished_first() -> None:
 
 
 def test_in_a_pipe_no_cell_is_cut_or_broken() -> None:
-    lines = ask.table(("ID", "ERROR"), [("a", "why " * 100), ("[b]", "")], "none").splitlines()
+    lines = say.table(("ID", "ERROR"), [("a", "why " * 100), ("[b]", "")], "none").splitlines()
     assert [line.split(maxsplit=1) for line in lines] == [["ID", "ERROR"], ["a", ("why " * 100).strip()], ["[b]"]]
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB")])
 def test_sizes_are_for_people(nbytes: int, said: str) -> None:
-    assert ask.size(nbytes) == said
+    assert say.size(nbytes) == said

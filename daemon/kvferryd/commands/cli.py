@@ -161,8 +161,9 @@ def _parser() -> argparse.ArgumentParser:
         "--watch", nargs="?", const=2.0, type=_seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
     )
     peers = asking(
-        "peers", "with whom a handshake is done",
-        "Lists peers; with --prewarm shakes hands first, with --forget drops an engine first.",
+        "peers", "whom the daemon reads from, how they fare, and who reads here",
+        "Lists peers, those that do not answer first, and readers; with --prewarm shakes hands first, with --forget"
+        " drops an engine first. Exits 1 when a peer does not answer.",
         "kvferry peers", "kvferry peers --prewarm prefill-0@10.0.0.7:7411", "kvferry peers --forget prefill-0",
     )  # fmt: skip
     peers.add_argument("--prewarm", metavar="ENGINE@HOST:PORT", help="shake hands with every rank of that engine now")
@@ -260,13 +261,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _ask(command: str, arguments: argparse.Namespace) -> int:
-    """Ask a daemon over REST; `kvferryd.commands.ask` has one coroutine for each command."""
-    from kvferryd.commands import ask
+    """Ask a daemon over REST: the coroutine of the command's name, in the module of that name."""
     from kvferryd.config import reach
+
+    asks = getattr(importlib.import_module(f"kvferryd.commands.{command}"), command)
 
     flags = {"token_file": arguments.token_file, "config": arguments.config}
     try:
-        return asyncio.run(ask.COMMANDS[command](reach(flags), arguments))
+        return int(asyncio.run(asks(reach(flags), arguments)))
     except KvferryError as error:
         if error.code == "unauthorized":
             error.remedy = "name the daemon's token with --token-file FILE, or KVFERRY_TOKEN_FILE"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from kvferry.errors import NotFound
 from kvferry.schemas import PeerRecord, TransferRecord
 from kvferryd import config as configuration
-from kvferryd.commands import ask
+from kvferryd.commands import ask, say
 
 
 async def explain_transfer(arguments: argparse.Namespace) -> int:
@@ -49,19 +49,19 @@ def outcome_text(record: TransferRecord, why_not: Mapping[str, str]) -> str:
     if record.error:
         remedy = f" -> {record.error.remedy}" if record.error.remedy else ""
         head += f" ({record.error.code}: {record.error.message}{remedy})"
-    moved = f"{ask.size(record.bytes)} in {ask.duration(record.phases_ms.get('total', 0.0))}"
+    moved = f"{say.size(record.bytes)} in {say.duration(record.phases_ms.get('total', 0.0))}"
     tokens = f", tokens {record.tokens[0]} to {record.tokens[1]} (excluded)" if record.tokens else ""
     transport = f" over {record.transport}" if record.transport else ""
-    taken = f", {record.path}{transport}, {ask.count(record.descriptors, 'descriptor')}" if record.path else ""
+    taken = f", {record.path}{transport}, {say.count(record.descriptors, 'descriptor')}" if record.path else ""
     rows = [_row(record, path, why_not) for path in configuration.WAYS if path != "auto"] if record.path else []
     heads = ("PATH", "TOOK", "")
-    phases = ", ".join(f"{name} {ask.duration(ms)}" for name, ms in record.phases_ms.items() if name != "total")
-    ways = ask.table(heads, rows, "nothing has moved")
-    lines = [ask.printable(head), ask.printable(f"{moved}{tokens}{taken}"), "", ways]
-    return "\n".join([*lines, "", ask.printable(f"phases: {phases}")] if phases else lines)
+    phases = ", ".join(f"{name} {say.duration(ms)}" for name, ms in record.phases_ms.items() if name != "total")
+    ways = say.table(heads, rows, "nothing has moved")
+    lines = [say.printable(head), say.printable(f"{moved}{tokens}{taken}"), "", ways]
+    return "\n".join([*lines, "", say.printable(f"phases: {phases}")] if phases else lines)
 
 
 def _row(record: TransferRecord, path: str, why_not: Mapping[str, str]) -> tuple[str, str, str]:
     if path == record.path:
-        return path, ask.duration(record.phases_ms.get("moving", 0.0)), "taken"
+        return path, say.duration(record.phases_ms.get("moving", 0.0)), "taken"
     return path, "-", f"cannot: {why_not[path]}" if path in why_not else "possible"

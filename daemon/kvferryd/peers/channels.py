@@ -88,6 +88,10 @@ class Channels:
         contact: Contact = self._contacts.setdefault(address, Contact(address))
         return contact
 
+    def silent(self) -> list[Contact]:
+        """The daemons that do not answer."""
+        return [contact for contact in self._contacts.values() if contact.failures]
+
     @contextlib.asynccontextmanager
     async def calling(self, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
         """The peer service at `address` for the calls made inside; what gRPC raises becomes a KvferryError."""

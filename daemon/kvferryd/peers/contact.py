@@ -37,6 +37,10 @@ class Contact:
         # A copy: `why` is raised further, and an error that is raised holds each frame that it passes through.
         self.error, self.failed_at = Caused(why), time.time()
 
+    def forgive(self) -> None:
+        """Its failures are not told any more."""
+        self.failures, self.error, self.failed_at = 0, None, None
+
 
 class asking:  # noqa: N801  used like a function
     """Turn what gRPC raises inside into a KvferryError about this peer, and note whether it has answered; `ended` as

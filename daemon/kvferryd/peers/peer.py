@@ -30,8 +30,8 @@ from kvferryd.plan import Plan
 from kvferryd.transport.read import Span
 
 log = logs.get(__name__)
-LATELY = 32
-"""Transfers of which a peer's median is made."""
+LATELY = 100
+"""Transfers of which a peer's median and its slowest hundredth are made."""
 TRIES = 3
 """What an engine writes while its adopted memory is probed makes a probe fail that would not the next time."""
 

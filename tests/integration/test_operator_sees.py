@@ -1,0 +1,136 @@
+"""What the command line says of peers that fail: each symptom is made with real daemons."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, until
+from lives import engine_on, published, receives
+from ranks import TestEngine
+
+from kvferry.engine import TransferFailed
+from kvferry.router import RouterClient
+from kvferry.schemas import SourceBody
+from kvferryd.demo.fleet import DaemonService, Fleet
+
+pytestmark = pytest.mark.anyio
+MAIN = "import sys; from kvferryd.commands.cli import main; sys.exit(main())"
+
+
+@dataclass
+class Scene:
+    """One that is read from, and one that reads, which is asked."""
+
+    source: TestEngine
+    reader: TestEngine
+    router: RouterClient
+
+    @property
+    def there(self) -> DaemonService:
+        return self.source.daemons[0]
+
+    @property
+    def here(self) -> DaemonService:
+        return self.reader.daemons[0]
+
+    async def moved(self, request_id: str) -> None:
+        kv, _ = await published(self.source, request_id)
+        await receives(self.reader, request_id, kv, self.source.source())
+
+    async def failed(self, request_id: str, address: str, deadline_s: float = 20.0) -> str:
+        """The code with which a request fails that is to be read from there."""
+        source = SourceBody(engine_id=self.source.engine_id, address=address)
+        with pytest.raises(TransferFailed) as failed:
+            await self.reader.receive(request_id, self.reader.take(50), source=source, deadline_s=deadline_s)
+        return failed.value.code
+
+
+async def kvferry(*arguments: str) -> tuple[int, str]:
+    """A command's exit status, and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", MAIN, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+@contextmanager
+def standing_still(daemon: DaemonService) -> Iterator[None]:
+    daemon.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        daemon.signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    async with Fleet(tmp_path_factory.mktemp("seen")) as fleet, AsyncExitStack() as stack:
+        daemons = Daemons(fleet)
+        (there,), (here,) = await asyncio.gather(daemons.start("there"), daemons.start("here"))
+        source, _ = await engine_on(stack, "seen-source", there)
+        reader, router = await engine_on(stack, "seen-reader", here)
+        yield Scene(source, reader, router)
+
+
+async def test_a_peer_is_shown_with_how_it_fares_and_with_the_ways_that_cannot_be_had(
+    scene: Scene, request_id: str
+) -> None:
+    await scene.moved(request_id)
+    status, said = await kvferry("peers", "--daemon", scene.here.url)
+    heads, row, *more = said.splitlines()
+    assert status == 0
+    assert heads.split()[:9] == ["STATE", "ENGINE", "RANK", "ADDRESS", "PATH", "P50", "P99", "RATE", "READ"]
+    assert row.split()[:4] == ["connected", "seen-source", "0", scene.there.peer]
+    assert "/s" in row
+    assert [line for line in more if line.startswith("seen-source: mapped cannot be had: ")]
+
+    status, said = await kvferry("peers", "--daemon", scene.there.url)
+    assert status == 0
+    assert said.startswith("no peers yet\n")
+    reads = said.splitlines()[-1].split()
+    assert (reads[0], reads[1], reads[3]) == ("seen-reader", "0/1", "seen-source")
+
+
+async def test_a_peer_that_stands_still_comes_first_and_is_an_exit_status(scene: Scene, request_id: str) -> None:
+    await scene.moved(request_id)
+    with standing_still(scene.there):
+        await scene.failed(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
+        status, said = await kvferry("peers", "--daemon", scene.here.url)
+        assert status == 1
+        row = said.splitlines()[1].split()
+        assert row[0] in ("failing", "lost")
+        assert row[1:4] == ["seen-source", "0", scene.there.peer]
+        assert f"seen-source rank 0 at {scene.there.peer} (" in said
+        status, said = await kvferry("peers", "--json", "--daemon", scene.here.url)
+        assert status == 1
+        told = json.loads(said)
+        assert {"peers", "lost", "unmet", "inbound"} <= told.keys()
+        assert [each for each in (*told["peers"], *told["lost"]) if each["failures"]]
+
+    async def answers() -> bool:
+        await scene.moved(f"{request_id}-again")
+        return (await kvferry("peers", "--daemon", scene.here.url))[0] == 0
+
+    await until(answers, "the peer is well again")
+
+
+async def test_an_address_where_nobody_ever_answered_is_shown(scene: Scene, request_id: str) -> None:
+    nowhere = "127.0.0.1:9"
+    assert await scene.failed(request_id, nowhere) == "peer_unreachable"
+    status, said = await kvferry("peers", "--daemon", scene.here.url)
+    assert status == 1
+    row = said.splitlines()[1].split()
+    assert row[:4] == ["unmet", "-", "-", nowhere]
+    assert "peer_unreachable" in row
+    (warning,) = [each for each in (await scene.router.ready()).warnings if nowhere in each]
+    assert "a daemon that was never met" in warning
