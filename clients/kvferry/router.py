@@ -185,7 +185,8 @@ class RouterClient:
         return await self._call("GET", "/v1/peers", schemas.PeerList)
 
     async def prewarm(self, body: schemas.PeerRequest, *, timeout_s: float = 30.0) -> list[schemas.PeerRecord]:
-        """Shake hands with every rank of a source engine now: the first contact takes seconds."""
+        """All ranks of the engine here shake hands with every rank of a source engine now: the first contact takes
+        seconds. Raises the error of a rank that could not, by its number."""
         return (await self._call("POST", "/v1/peers", schemas.PeerList, body=body, wait_s=timeout_s)).peers
 
     async def forget_peer(self, engine_id: str) -> list[schemas.PeerRecord]:

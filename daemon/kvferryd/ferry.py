@@ -18,7 +18,7 @@ from kvferry.errors import Conflict, KvferryError, NotFound
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import LEASE_STATES, problem_to_proto
-from kvferryd.aio import Notes
+from kvferryd.aio import Notes, to_the_end
 from kvferryd.check import check_destination, check_request_id
 from kvferryd.config import Config
 from kvferryd.ending import Step, ended
@@ -38,6 +38,7 @@ from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.transfers.order import order_of, reservations_of
+from kvferryd.transfers.ranks import naming
 from kvferryd.transfers.record import error_body, json_of, record_of
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transfers.transfers import Transfers
@@ -294,9 +295,15 @@ class Ferry:
         return [each for each in ranks if each[-1].failures]
 
     async def prewarm(self, body: schemas.PeerRequest) -> list[schemas.PeerRecord]:
-        """Shake hands now, so that the first transfer need not."""
+        """Shake hands now, on all ranks of the engine that will read, so that the first transfer need not. The records
+        are of this rank. Raises KvferryError, which names the rank that could not."""
         engine = self.registry.get(body.destination)
+        await to_the_end([self._meet(engine, body), self.jobs.prewarm(engine, body.engine_id, body.address)])
         return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
+
+    async def _meet(self, engine: Engine, body: schemas.PeerRequest) -> None:
+        with naming(engine, engine.rank):
+            await self.peers_known.get(engine, body.engine_id, body.address)
 
     def peer(self, engine_id: str, destination: str | None) -> PeerEngine:
         """The peer engine as one engine of ours knows it."""

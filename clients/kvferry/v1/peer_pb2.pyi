@@ -1350,6 +1350,40 @@ class BoundReply(google.protobuf.message.Message):
 Global___BoundReply: typing_extensions.TypeAlias = BoundReply
 
 @typing.final
+class PrewarmRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    key: builtins.bytes
+    """of the roster"""
+    @property
+    def source(self) -> kvferry.v1.engine_pb2.Source: ...
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        source: kvferry.v1.engine_pb2.Source | None = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "key", b"key", "source", b"source"]) -> None: ...
+
+Global___PrewarmRequest: typing_extensions.TypeAlias = PrewarmRequest
+
+@typing.final
+class PrewarmReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___PrewarmReply: typing_extensions.TypeAlias = PrewarmReply
+
+@typing.final
 class AbortReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -94,6 +94,11 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.BoundRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.BoundReply.FromString,
                 _registered_method=True)
+        self.Prewarm = channel.unary_unary(
+                '/kvferry.v1.Peer/Prewarm',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.PrewarmRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.PrewarmReply.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -188,6 +193,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prewarm(self, request, context):
+        """Shake hands with a source now: a router has asked for it at another rank of the same engine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -250,6 +262,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Bound,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.BoundRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.BoundReply.SerializeToString,
+            ),
+            'Prewarm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prewarm,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.PrewarmRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.PrewarmReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -576,6 +593,33 @@ class Peer(object):
             '/kvferry.v1.Peer/Bound',
             kvferry_dot_v1_dot_peer__pb2.BoundRequest.SerializeToString,
             kvferry_dot_v1_dot_peer__pb2.BoundReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prewarm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Peer/Prewarm',
+            kvferry_dot_v1_dot_peer__pb2.PrewarmRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.PrewarmReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -217,7 +217,23 @@ _PeerBoundType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerLeadType, _PeerRecordType, _PeerAbortType, _PeerBoundType]):
+_PeerPrewarmType = typing_extensions.TypeVar(
+    '_PeerPrewarmType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.PrewarmRequest,
+        kvferry.v1.peer_pb2.PrewarmReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.PrewarmRequest,
+        kvferry.v1.peer_pb2.PrewarmReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.PrewarmRequest,
+        kvferry.v1.peer_pb2.PrewarmReply,
+    ],
+)
+
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerLeadType, _PeerRecordType, _PeerAbortType, _PeerBoundType, _PeerPrewarmType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -267,6 +283,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.BoundRequest,
             kvferry.v1.peer_pb2.BoundReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.PrewarmRequest,
+            kvferry.v1.peer_pb2.PrewarmReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -320,6 +340,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
             kvferry.v1.peer_pb2.BoundRequest,
             kvferry.v1.peer_pb2.BoundReply,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.PrewarmRequest,
+            kvferry.v1.peer_pb2.PrewarmReply,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Handshake: _PeerHandshakeType
@@ -366,6 +390,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
     rank 0 knows, which reads no other one in this attempt from then on.
     """
+
+    Prewarm: _PeerPrewarmType
+    """Shake hands with a source now: a router has asked for it at another rank of the same engine."""
 
 PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -415,6 +442,10 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.BoundRequest,
         kvferry.v1.peer_pb2.BoundReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.PrewarmRequest,
+        kvferry.v1.peer_pb2.PrewarmReply,
     ],
 ]
 
@@ -523,5 +554,13 @@ class PeerServicer(metaclass=abc.ABCMeta):
         """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
         rank 0 knows, which reads no other one in this attempt from then on.
         """
+
+    @abc.abstractmethod
+    def Prewarm(
+        self,
+        request: kvferry.v1.peer_pb2.PrewarmRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.peer_pb2.PrewarmReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.PrewarmReply]]:
+        """Shake hands with a source now: a router has asked for it at another rank of the same engine."""
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -40,7 +40,7 @@ from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import pairing_of, prepare_gather
-from kvferryd.transfers.order import attempt_from_proto, order_from_proto, reservation_from_proto
+from kvferryd.transfers.order import attempt_from_proto, check_source, order_from_proto, reservation_from_proto
 from kvferryd.transfers.record import json_of, share_of
 from kvferryd.transfers.transfer import Transfer
 
@@ -243,6 +243,13 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             remedy = "see why in that rank's record of the transfer, or raise deadline_ms"
             raise Deadline("deadline", why, field="request_id", value=request.request_id, remedy=remedy) from None
         return peer_pb2.BoundReply(epoch=epoch, lease=lease)
+
+    @unary
+    async def Prewarm(self, request: peer_pb2.PrewarmRequest, context: Context) -> peer_pb2.PrewarmReply:
+        engine, source = self._rank_of(request.engine_id, request.key), request.source
+        check_source(source, self._ferry.config.allow_peers)
+        await self._ferry.peers_known.get(engine, source.engine_id, source.address)
+        return peer_pb2.PrewarmReply()
 
     def _rank_of(self, engine_id: str, key: bytes) -> Engine:
         """The engine, for the daemon of another of its ranks. Raises KvferryError (`not_a_rank`)."""

@@ -157,10 +157,7 @@ def order_from_proto(
 ) -> Order:
     """Checked. Raises KvferryError."""
     source = request.source
-    allow.check(source.address, allowed)
-    _check_source(source.engine_id, source.address, source.epoch)
-    if source.lease:
-        check_number("source.lease", source.lease)
+    check_source(source, allowed)
     check_seconds("deadline_s", request.deadline_s)
     check_way(request.way)
     order = Order(
@@ -171,6 +168,14 @@ def order_from_proto(
         return order
     check_seconds("ordered_s", request.ordered_s)
     return replace(order, ordered_s=request.ordered_s)
+
+
+def check_source(source: engine_pb2.Source, allowed: Sequence[str]) -> None:
+    """Raises KvferryError (`address_not_allowed`, `malformed_source`, `number_required`)."""
+    allow.check(source.address, allowed)
+    _check_source(source.engine_id, source.address, source.epoch)
+    if source.lease:
+        check_number("source.lease", source.lease)
 
 
 @functools.lru_cache(maxsize=4096)  # every order asks, and there are few sources

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
+from kvferry.errors import CLASSES, Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
 from kvferry.schemas import Awaited, OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
-from kvferryd.aio import Tasks, together
+from kvferryd.aio import Tasks, to_the_end, together
 from kvferryd.config import Config
 from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
@@ -90,6 +90,22 @@ class Ranks:
             )
             reply = await stub.Record(request, timeout=wait_s + self._config.connect_timeout_s)
         return _said(TransferRecord, reply.record)
+
+    async def prewarm(self, engine: Engine, source: str, address: str) -> None:
+        """Every other rank shakes hands with this source. Raises KvferryError, which names a rank that could not."""
+        if engine.world_size > 1:
+            await engine.until_whole(self._config.connect_timeout_s)
+            others = [rank for rank in engine.members if rank != engine.rank]
+            await to_the_end(self._prewarm(engine, rank, source, address) for rank in others)
+
+    async def _prewarm(self, engine: Engine, rank: int, source: str, address: str) -> None:
+        request = peer_pb2.PrewarmRequest(
+            engine_id=engine.engine_id, source=engine_pb2.Source(engine_id=source, address=address),
+            key=engine.roster_key,
+        )  # fmt: skip
+        with naming(engine, rank):
+            async with self._asking(engine, engine.members[rank]) as stub:
+                await stub.Prewarm(request, timeout=self._config.deadline_s)
 
     @contextlib.asynccontextmanager
     async def _leader(self, engine: Engine) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
@@ -204,6 +220,20 @@ class Ranks:
         with contextlib.suppress(KvferryError):
             async with self._asking(engine, address) as stub:
                 await stub.Abort(request, timeout=self._config.connect_timeout_s)
+
+
+@contextlib.contextmanager
+def naming(engine: Engine, rank: int) -> Iterator[None]:
+    """An error inside names the rank, where the engine has several."""
+    try:
+        yield
+    except KvferryError as error:
+        if engine.world_size == 1:
+            raise
+        why = f"rank {rank} of engine {engine.engine_id}: {error.message}"
+        raise CLASSES[error.kind](
+            error.code, why, field="rank", value=rank, remedy=error.remedy, refusals=error.refusals
+        ) from error
 
 
 def _abort(engine: Engine, request_id: str, attempt: Attempt, code: str, *, failed: bool) -> peer_pb2.AbortRequest:

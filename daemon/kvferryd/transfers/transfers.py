@@ -531,6 +531,10 @@ class Transfers:
         """The engine is retired: close the channels to its other ranks."""
         await self._ranks.leave(engine)
 
+    async def prewarm(self, engine: Engine, source: str, address: str) -> None:
+        """Let the other ranks shake hands with this source. Raises KvferryError, which names a rank that could not."""
+        await self._ranks.prewarm(engine, source, address)
+
     async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
         """Give a router's order to rank 0; as `order`. Raises KvferryError."""
         return await self._ranks.lead(engine, body, trace)

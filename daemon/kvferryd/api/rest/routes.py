@@ -139,7 +139,11 @@ def held(ferry: Ferry) -> APIRouter:
 
     @router.post("/peers", tags=["peers"], responses=problems(403, 404, 413, 415, 502, 503, 504))
     async def prewarm(request: Request, body: schemas.PeerRequest) -> schemas.PeerList:
-        """Shake hands with every rank of an engine now, so that the first transfer need not."""
+        """Shake hands with every rank of an engine now, so that the first transfer need not.
+
+        All ranks of the engine that will read do, whichever is asked; the answer is this one's. An error names the rank
+        that could not.
+        """
         return schemas.PeerList(peers=await waited_for(request, ferry, ferry.prewarm(body)))
 
     @router.delete("/peers", tags=["peers"], responses=problems(404))
