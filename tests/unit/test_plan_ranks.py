@@ -97,3 +97,44 @@ def test_a_rank_is_found_by_its_number_not_by_its_place_in_the_list() -> None:
 def test_every_rank_may_have_tables_of_its_own() -> None:
     held = {0: {"full": table(1, 2)}, 1: {"full": table(7, 0)}}
     move(ranks((0, 2), (2, 4), total=4), held, cache(*attention(4), engine="decode"), {"full": table(3, 5)}, (0, 8))
+
+
+def test_layers_that_look_alike_are_planned_once_and_cut_once() -> None:
+    """Whatever objects their axes are: those of a manifest that was not read are not shared."""
+    layers = tuple(range(6))
+    halves = [cache(*attention(2, start=2 * i, total=4, layers=layers), rank=i, of=2) for i in range(2)]
+    destination = cache(*attention(4, layers=layers, slot=8, order=HND), engine="decode")
+    apart = [
+        half.model_copy(update={"components": tuple(each.model_copy(deep=True) for each in half.components)})
+        for half in halves
+    ]
+    for sources in (halves, apart):
+        chosen = plan(sources, destination)
+        assert [[len(alike.components) for alike in copy.alike] for copy in chosen.copies] == [[12], [12]]
+        assert len({copy.meeting for copy in chosen.copies}) == 1
+        move(sources, FOUR, destination, EIGHT, (1, 15))
+
+
+def test_layers_in_regions_of_their_own_are_settled_once_all_the_same() -> None:
+    source = cache(*(part for layer in range(3) for part in attention(layers=(layer,), region=layer)))
+    destination = cache(*attention(layers=(0, 1, 2)), engine="decode")
+    chosen = plan([source], destination)
+    assert len(chosen.copies) == 3
+    assert len({alike.choice for copy in chosen.copies for alike in copy.alike}) == 1
+    move(source, FOUR, destination, FOUR, (0, 16))
+
+
+def test_groups_of_one_kind_are_cut_once_and_those_with_a_window_apart() -> None:
+    parts = [part for i, name in enumerate("abc") for part in attention(layers=(i,), group=name)]
+    source, destination = (cache(*parts, engine=name, windows={"c": 4}) for name in ("prefill", "decode"))
+    chosen = plan([source], destination)
+    first, second, windowed = (copy.meeting for copy in chosen.copies)
+    assert first is second is not windowed
+    tables = {"a": table(4, 5, 3, 6), "b": table(1, 7, 3, 0)}
+    move(
+        source,
+        tables | {"c": table(2, 5, first_token=8)},
+        destination,
+        tables | {"c": table(7, 1, first_token=8)},
+        (0, 16),
+    )

@@ -14,7 +14,7 @@ from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
 from kvferryd.plan import Bound, bind, plan
 
-PLAN_BUDGET_MS, BIND_BUDGET_MS, SHARED_BUDGET_MS = 50.0, 0.3, 0.5
+PLAN_BUDGET_MS, BIND_BUDGET_MS, SHARED_BUDGET_MS = 20.0, 0.3, 0.5
 """The budget on a machine of two cores."""
 
 

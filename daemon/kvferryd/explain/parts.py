@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -39,10 +38,11 @@ def parts(chosen: Plan) -> list[Part]:
     """What the plan's destination reads, each element in one part; components with equal shares and layers together."""
     read: dict[tuple[Share, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for copy in chosen.copies:
-        for component, choice in copy.parts:
+        for alike in copy.alike:
+            choice = alike.choice
             share = Share(copy.source_rank, copy.source_group, choice.axis, choice.span, choice.total)
-            elements = sum(math.prod(loop.extent for loop in box.loops) for box in choice.boxes)
-            read[share, component.name][component.layer] += elements * component.itemsize
+            for component in alike.components:
+                read[share, component.name][component.layer] += alike.nbytes
     together: dict[tuple[Share, tuple[int, ...]], dict[str, int]] = defaultdict(dict)
     for (share, name), nbytes in read.items():
         together[share, tuple(sorted(nbytes))][name] = sum(nbytes.values())

@@ -165,8 +165,8 @@ def source_tables_from_json(data: Any, sources: Sequence[Manifest], field: str =
 
 
 def _source(summary: Summary, rank: int) -> dict[str, Any]:
-    copies = [copy for copy in summary.plan.copies if copy.source_rank == rank]
-    parts = [part for copy in copies for part in copy.parts]
+    alike = [each for copy in summary.plan.copies if copy.source_rank == rank for each in copy.alike]
+    parts = [(component, each.choice) for each in alike for component in each.components]
     shares = {(component.name, part.axis, *part.span, part.total) for component, part in parts}
     return {
         "rank": rank,

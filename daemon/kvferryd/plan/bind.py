@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvferry.errors import Malformed
 from kvferry.manifest import Group
 from kvferry.tables import BlockTable, Tables
-from kvferryd.plan.axes import Ints
-from kvferryd.plan.plan import Copy, Plan
+from kvferryd.plan.axes import Ints, offsets
+from kvferryd.plan.plan import Copy, Meeting, Plan
 from kvferryd.plan.rows import Pattern, coalesce
 from kvferryd.plan.segments import EVERY, Segments, Steps, distinct, global_token, local_tokens, shared
 
@@ -119,61 +119,103 @@ def bind(
         remedy = "0 <= first <= last, global tokens, last exclusive"
         raise Malformed("malformed_tables", message, field="tokens", value=tokens, remedy=remedy)
     check_whole(plan, destination_tables, tokens)
-    cut: dict[object, list[_Cut]] = {}
+    met: dict[tuple[object, ...], list[_Met]] = {}
+    cuts: dict[_Key, _Cut] = {}
     pairs = []
     for copy in plan.copies:
-        own, place, own_place = copy.destination_group, copy.source, copy.destination
+        own = copy.destination_group
         if own.kind == "state" and not states:
             continue
-        key = (copy.source_rank, copy.source_group.name, own.name, place.grain, own_place.grain, copy.whole)
-        if key not in cut:
-            cut[key] = _cut(copy, source_tables.get(copy.source_rank, {}), destination_tables, tokens)
-        for steps, theirs, ours, count in cut[key]:
-            pairs.append((copy, Segments(steps, place.offsets(*theirs), own_place.offsets(*ours), count)))
+        key = (copy.source_rank, copy.source_group.name, own.name, copy.meeting, copy.whole)
+        if key not in met:
+            theirs = source_tables.get(copy.source_rank, {})
+            met[key] = list(_meet(copy, theirs, destination_tables, tokens, cuts))
+        for piece, blocks, own_blocks in met[key]:
+            source = offsets(blocks, copy.source.block) + piece.source_slots
+            destination = offsets(own_blocks, copy.destination.block) + piece.own_slots
+            pairs.append((copy, Segments(piece.steps, source, destination, piece.tokens)))
     return Bound(tuple(pairs))
 
 
-_Cut: TypeAlias = tuple[Steps, tuple[Ints, Ints], tuple[Ints, Ints], Ints]
-"""Segments before they meet a component's strides: (block, slot) on either side where each begins, and its tokens."""
+class _Piece(NamedTuple):
+    """Segments before they meet the tables: the index of the block on either side in which each begins, the bytes from
+    there to its first slot, and its tokens."""
+
+    steps: Steps
+    source_index: Ints
+    source_slots: Ints
+    own_index: Ints
+    own_slots: Ints
+    tokens: Ints
 
 
-def _cut(copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[int, int]) -> list[_Cut]:
+_Met: TypeAlias = tuple[_Piece, Ints, Ints]
+"""Segments and the blocks of either side in which they lie."""
+_Key: TypeAlias = tuple[Meeting, int, int]
+"""All that a cut depends on in a request: the meeting, and the first token of the source's table and of ours."""
+_ZERO, _ONE = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+_STATE = _Piece(EVERY, _ZERO, _ZERO, _ZERO, _ZERO, _ONE)
+
+
+class _Cut:
+    """The global tokens [start, stop) that both sides hold, from these local tokens of either side's table on, cut into
+    segments. Most copies of a plan share it."""
+
+    def __init__(self, meeting: Meeting, tokens: tuple[int, int], first_tokens: tuple[int, int]) -> None:
+        self._meeting, self._first_tokens = meeting, first_tokens
+        theirs, dropped = first_tokens[0], 0
+        if meeting.window is not None:
+            # Of a sliding window the source may have dropped tokens that the destination has room for.
+            needed = local_tokens(meeting.source_shard, max(tokens[0], tokens[1] - meeting.window + 1))
+            dropped = theirs if theirs <= needed else 0
+        self._strands = shared(meeting.source_shard, meeting.own_shard, tokens, first_tokens[1], dropped)
+
+    @cached_property
+    def source_span(self) -> tuple[int, int] | None:
+        """The first of the source's local tokens that are read, and the one after the last."""
+        spans = [each.source_span for each in self._strands]
+        return (min(first for first, _ in spans), max(stop for _, stop in spans)) if spans else None
+
+    @cached_property
+    def pieces(self) -> list[_Piece]:
+        found, meeting = [], self._meeting
+        for each in self._strands:
+            starts, own_starts, count = each.cut(self._first_tokens, meeting.grains)
+            index, slots = np.divmod(starts, meeting.source_block)
+            own_index, own_slots = np.divmod(own_starts, meeting.own_block)
+            slots, own_slots = offsets(slots, meeting.source_slot), offsets(own_slots, meeting.own_slot)
+            found.append(_Piece(each.steps, index, slots, own_index, own_slots, count))
+        return found
+
+
+def _meet(
+    copy: Copy, source_tables: Tables, own_tables: Tables, tokens: tuple[int, int], cuts: dict[_Key, _Cut]
+) -> Iterator[_Met]:
     source, own, whose = copy.source_group, copy.destination_group, f"source rank {copy.source_rank}"
     ours = destination_table_of(own_tables, own)
     if len(ours.block_ids) == 0:
-        return []
+        return
     theirs = table_of(source_tables, source, whose)
     if own.kind == "state":
         for table, group, of in ((theirs, source, whose), (ours, own, "destination")):
             if (ids := len(table.block_ids)) != 1:
                 what, remedy = f"has {ids} ids", "a state group holds one block per request"
                 raise _wrong("tables_mismatch", of, group, what, ".block_ids", table.block_ids.tolist(), remedy)
-        zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-        return [(EVERY, (theirs.block_ids, zero), (ours.block_ids, zero), one)]
+        yield _STATE, theirs.block_ids, ours.block_ids
+        return
     # Before the range is spelled out: it may be absurdly long. After this the table bounds it.
     check_holds(ours, own, ours.first_token, local_tokens(own.token_shard, tokens[1]), "destination")
-    # Tokens before the destination's first are cached there; of a sliding window the source may have dropped some.
-    window = min((group.window for group in (source, own) if group.window is not None), default=None)
-    dropped = 0
-    if window is not None:
-        needed = local_tokens(source.token_shard, max(tokens[0], tokens[1] - window + 1))
-        dropped = theirs.first_token if theirs.first_token <= needed else 0
-    strands = shared(source.token_shard, own.token_shard, tokens, ours.first_token, dropped)
-    spans = [each.source_span for each in strands]
-    if spans:
-        check_holds(theirs, source, min(first for first, _ in spans), max(stop for _, stop in spans), whose)
+    # Tokens before the destination's first are cached there.
+    key = (copy.meeting, theirs.first_token, ours.first_token)
+    if key not in cuts:
+        cuts[key] = _Cut(copy.meeting, tokens, key[1:])
+    cut = cuts[key]
+    if cut.source_span:
+        check_holds(theirs, source, *cut.source_span, whose)
         if copy.whole:
             _check_first(theirs, source, whose)
-    found = []
-    for each in strands:
-        starts, own_starts, count = each.cut(
-            (theirs.first_token, ours.first_token), (copy.source.grain, copy.destination.grain)
-        )
-        source_block, source_slot = np.divmod(starts, source.block_size)
-        own_block, own_slot = np.divmod(own_starts, own.block_size)
-        places = (theirs.block_ids[source_block], source_slot), (ours.block_ids[own_block], own_slot)
-        found.append((each.steps, *places, count))
-    return found
+    for piece in cut.pieces:
+        yield piece, theirs.block_ids[piece.source_index], ours.block_ids[piece.own_index]
 
 
 def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
@@ -182,8 +224,9 @@ def table_of(tables: Tables, group: Group, whose: str) -> BlockTable:
     if table is None:
         remedy = "give every group a table; an empty block_ids list means that nothing of it is wanted"
         raise _wrong("tables_mismatch", whose, group, "is missing", "", sorted(tables), remedy)
-    wrong = next((id for id in table.span if not 0 <= id < group.num_blocks), None)
-    if wrong is not None:
+    lowest, highest = table.span
+    if lowest < 0 or highest >= group.num_blocks:
+        wrong = lowest if lowest < 0 else highest
         remedy = f"block ids lie in [0, {group.num_blocks})"
         raise _wrong("block_id_out_of_range", whose, group, f"names block {wrong}", ".block_ids", wrong, remedy)
     return table

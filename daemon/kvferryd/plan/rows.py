@@ -10,10 +10,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferryd.plan.axes import Box, Ints, Loop
+
+
+class Boxes(NamedTuple):
+    """A box of items of so many bytes, repeated from each of these offsets on: [side, offset]."""
+
+    box: Box
+    item: int
+    origins: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +39,15 @@ class Pattern:
         return self.source_offsets.tobytes() + self.destination_offsets.tobytes()
 
 
-def patterns(boxes: Sequence[tuple[Box, int]], tokens: Sequence[Loop]) -> list[Pattern]:
-    """Maximal runs of a segment, grouped by length. boxes: see `Copy`.
+def patterns(boxes: Sequence[Boxes], tokens: Sequence[Loop]) -> list[Pattern]:
+    """Maximal runs of a segment, grouped by length.
 
     The segment lies inside the innermost digit of both slot axes, so that its tokens are loops like any other.
     """
     found = []
-    for box, item in boxes:
+    for box, item, origins in boxes:
         loops, nbytes = _contiguous([*box.loops, *tokens], item)
-        at = np.array([[box.source_offset], [box.destination_offset]], dtype=np.int64)
+        at = origins + np.array([[box.source_offset], [box.destination_offset]])
         for loop in loops:
             steps = np.outer((loop.source_stride, loop.destination_stride), np.arange(loop.extent))
             at = (at[:, :, None] + steps[:, None, :]).reshape(2, -1)
@@ -48,10 +57,12 @@ def patterns(boxes: Sequence[tuple[Box, int]], tokens: Sequence[Loop]) -> list[P
     return [Pattern(source[of_length], destination[of_length], length) for length, of_length in chosen]
 
 
-def most_runs(boxes: Sequence[tuple[Box, int]], tokens: Sequence[Loop]) -> int:
+def most_runs(boxes: Sequence[Boxes], tokens: Sequence[Loop]) -> int:
     """How many runs `patterns` has, before any are joined; none is made."""
-    found = (_contiguous([*box.loops, *tokens], item)[0] for box, item in boxes)
-    return sum(math.prod(loop.extent for loop in loops) for loops in found)
+    return sum(
+        origins.shape[1] * math.prod(loop.extent for loop in _contiguous([*box.loops, *tokens], item)[0])
+        for box, item, origins in boxes
+    )
 
 
 def coalesce(source: Ints, destination: Ints, nbytes: Ints) -> tuple[Ints, Ints, Ints]:
