@@ -362,6 +362,9 @@ class PeerList(_Answer):
 
 
 class EngineRecord(_Answer):
+    """A rank of an engine beside this daemon. cache_bytes: of the memory that it has handed over or was given.
+    arena_bytes: of its staging arena; 0 until one is needed."""
+
     engine_id: str
     epoch: str
     rank: int
@@ -372,6 +375,8 @@ class EngineRecord(_Answer):
     notes: list[str] = []
     weights: str = ""
     """The name of those that took the place of the ones that it registered with; empty before."""
+    cache_bytes: int = 0
+    arena_bytes: int = 0
     manifest: dict[str, Any] = {}
 
 
@@ -467,7 +472,8 @@ class Totals(_Answer):
     transfers, leases: how many are in each state; those that have ended count for as long as they are remembered.
     waiting: how many transfers wait for what. queue: transfers without an order or a reservation, and waits for a
     staging slot. unfreed_bytes: memory of sessions that are over, which could not be freed or may still be written.
-    read_bytes, served_bytes: they never become less while the daemon runs.
+    read_bytes, served_bytes: they never become less while the daemon runs. process_bytes: the memory of the daemon's
+    process that is resident, host memory of caches and arenas in it.
     """
 
     transfers: dict[str, int]
@@ -481,6 +487,7 @@ class Totals(_Answer):
     staging_used_bytes: int
     read_bytes: int
     served_bytes: int
+    process_bytes: int = 0
 
 
 class Readiness(_Answer):

@@ -37,6 +37,7 @@ from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
+from kvferryd.process import heap
 from kvferryd.transfers.order import order_of, reservations_of
 from kvferryd.transfers.ranks import naming
 from kvferryd.transfers.record import error_body, json_of, record_of
@@ -247,6 +248,8 @@ class Ferry:
                 members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
                 notes=list(engine.notes) if engine else [],
                 weights=engine.weights if engine else "",
+                cache_bytes=sum(region.span.nbytes for region in session.regions.values()),
+                arena_bytes=engine.arena.span.nbytes if engine and engine.arena else 0,
                 manifest=engine.manifest.model_dump() if engine and manifests else {},
             )
             for session in self.registry.sessions
@@ -328,13 +331,14 @@ class Ferry:
     # ---- the daemon itself ----
 
     def info(self) -> schemas.Info:
+        gpu = self.config.device != "cpu"
         shown = {"device", "rest", "peer", "advertise", "engine_socket", "way", "strict"}
         return schemas.Info(
             **self.config.model_dump(mode="json", include=shown),
             version=__version__,
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
             instance=self.instance,
-            transports=sorted({path.transport for path in PathName}),
+            transports=sorted({path.transport for path in PathName if gpu or path is not PathName.MAPPED}),
             uptime_s=time.monotonic() - self._began,
         )
 
@@ -399,6 +403,7 @@ class Ferry:
             staging_used_bytes=sum(arena.used_nbytes for arena in arenas),
             read_bytes=total(self.metrics.read),
             served_bytes=total(self.metrics.served),
+            process_bytes=heap.resident(),
         )
 
     def scrape(self, accept: str = "") -> tuple[bytes, str]:

@@ -7,8 +7,9 @@ import json
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -16,9 +17,11 @@ from fleet import TIMEOUT_S, Daemons, until
 from lives import engine_on, published, receives
 from ranks import TestEngine
 
+from kvferry import __version__
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
+from kvferryd.commands import say
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 pytestmark = pytest.mark.anyio
@@ -32,6 +35,7 @@ class Scene:
     source: TestEngine
     reader: TestEngine
     router: RouterClient
+    source_router: RouterClient
 
     @property
     def there(self) -> DaemonService:
@@ -44,6 +48,12 @@ class Scene:
     async def moved(self, request_id: str) -> None:
         kv, _ = await published(self.source, request_id)
         await receives(self.reader, request_id, kv, self.source.source())
+
+    async def well(self) -> bool:
+        """Whether the source is read from again, and nothing warns of it."""
+        with suppress(TransferFailed):
+            await self.moved(f"again-{uuid.uuid4().hex}")
+        return not (await self.router.ready()).warnings
 
     async def failed(self, request_id: str, address: str, deadline_s: float = 20.0) -> str:
         """The code with which a request fails that is to be read from there."""
@@ -77,9 +87,9 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
     async with Fleet(tmp_path_factory.mktemp("seen")) as fleet, AsyncExitStack() as stack:
         daemons = Daemons(fleet)
         (there,), (here,) = await asyncio.gather(daemons.start("there"), daemons.start("here"))
-        source, _ = await engine_on(stack, "seen-source", there)
+        source, source_router = await engine_on(stack, "seen-source", there)
         reader, router = await engine_on(stack, "seen-reader", here)
-        yield Scene(source, reader, router)
+        yield Scene(source, reader, router, source_router)
 
 
 async def test_a_peer_is_shown_with_how_it_fares_and_with_the_ways_that_cannot_be_had(
@@ -117,11 +127,49 @@ async def test_a_peer_that_stands_still_comes_first_and_is_an_exit_status(scene:
         assert {"peers", "lost", "unmet", "inbound"} <= told.keys()
         assert [each for each in (*told["peers"], *told["lost"]) if each["failures"]]
 
-    async def answers() -> bool:
-        await scene.moved(f"{request_id}-again")
-        return (await kvferry("peers", "--daemon", scene.here.url))[0] == 0
+    await until(scene.well, "the peer is well again")
+    assert (await kvferry("peers", "--daemon", scene.here.url))[0] == 0
 
-    await until(answers, "the peer is well again")
+
+async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, request_id: str) -> None:
+    await scene.moved(request_id)
+    status, said = await kvferry("status", "--daemon", scene.here.url)
+    assert status == 0
+    assert said.startswith(f"kvferry {__version__} at {scene.here.url}: ready\n")
+    totals, (engine,) = await asyncio.gather(scene.router.totals(), scene.router.engines())
+    assert totals.read_bytes > 0
+    assert f"{say.size(totals.read_bytes)} read, 0 B served" in said
+    assert f"{say.size(totals.staging_bytes)} (0 B in use), process " in said
+    assert totals.process_bytes > 16 << 20
+    assert say.size(engine.cache_bytes) in said
+    assert engine.cache_bytes == scene.reader.ranks[0].region.nbytes
+
+    with standing_still(scene.there):
+        await scene.failed(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
+        status, said = await kvferry("status", "--daemon", scene.here.url)
+        assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "ready, 1 warning")
+        assert f"warning: engine seen-source: rank 0 at {scene.there.peer} has not answered" in said
+        told = json.loads((await kvferry("status", "--json", "--daemon", scene.here.url))[1])
+        assert told.keys() == {"ready", "info", "engines", "drain", "totals", "peers"}
+        assert (await kvferry("status", "--ready", "--daemon", scene.here.url))[0] == 0
+    await until(scene.well, "the peer is well again")
+
+
+async def test_leases_are_listed_with_who_reads_them(scene: Scene, request_id: str) -> None:
+    await scene.moved(request_id)
+    await published(scene.source, f"{request_id}-held")
+    status, said = await kvferry("leases", "--daemon", scene.there.url)
+    assert status == 0
+    held, *ended = [line.split() for line in said.splitlines()[1:]]
+    assert held[:4] == ["published", f"{request_id}-held", "seen-source", "50"]
+    (read,) = [line for line in ended if line[1] == request_id]
+    assert read[0] == "released"
+    assert "seen-reader/0 read" in " ".join(read)
+    assert (
+        len(json.loads((await kvferry("leases", "--ended", "0", "--json", "--daemon", scene.there.url))[1])["leases"])
+        == 1
+    )
+    await scene.source_router.revoke_lease(f"{request_id}-held")
 
 
 async def test_an_address_where_nobody_ever_answered_is_shown(scene: Scene, request_id: str) -> None:

@@ -187,7 +187,7 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
             assert await kvferry("drain", "--daemon", daemon.url, "--wait", "0.3") == 1
             assert capsys.readouterr().out == "draining: 1 lease, 0 transfers left\n"
             assert await kvferry("status", "--daemon", daemon.url) == 1
-            assert "not ready\n  draining" in capsys.readouterr().out
+            assert "not ready\n  not ready: draining" in capsys.readouterr().out
 
             draining = asyncio.create_task(kvferry("drain", "--daemon", daemon.url, "--wait", "30"))
             while "1 lease" not in (said := capsys.readouterr().out):

@@ -146,11 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="what is found, for programs")
     for name, forwarded in FORWARDED.items():
         commands.add_parser(name, help=forwarded.help, add_help=False)
-    asking(
-        "status", "is a daemon ready, and what is it",
-        "Shows a daemon and its engines. Exits 0 when it is ready, 1 when it is not, 2 when it does not answer.",
+    status = asking(
+        "status", "is a daemon ready, what is wrong, and what has it moved",
+        "Shows a daemon, its warnings and its engines. Exits 0 when it is ready and nothing is wrong, 1 when it is not"
+        " ready or has warnings, 2 when it does not answer.",
         "kvferry status", "kvferry status --daemon http://10.0.0.7:7410 --token-file token",
+        "kvferry status --ready       a readiness probe: warnings do not count",
     )  # fmt: skip
+    status.add_argument("--ready", action="store_true", help="only whether it is ready: 0, also with warnings, or 1")
     transfers = asking(
         "transfers", "what moves and what has moved", "Lists transfers, unfinished ones first.",
         "kvferry transfers --watch", "kvferry transfers --state failed --json",
@@ -160,6 +163,13 @@ def _parser() -> argparse.ArgumentParser:
     transfers.add_argument(
         "--watch", nargs="?", const=2.0, type=_seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
     )
+    leases = asking(
+        "leases", "what was published here, and who reads it",
+        "Lists leases, those that are held first, with their readers.",
+        "kvferry leases", "kvferry leases --ended 0", "kvferry leases --ended 100 --json",
+    )  # fmt: skip
+    leases.add_argument("--ended", type=int, default=20, metavar="N", help="the N that ended last, too (default: 20)")
+    leases.add_argument("--limit", type=int, default=100, metavar="N", help="the newest N that are held (default: 100)")
     peers = asking(
         "peers", "whom the daemon reads from, how they fare, and who reads here",
         "Lists peers, those that do not answer first, and readers; with --prewarm shakes hands first, with --forget"

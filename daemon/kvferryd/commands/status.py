@@ -1,47 +1,89 @@
-"""`kvferry status`: whether a daemon is ready, what is wrong, and what it is."""
+"""`kvferry status`: whether a daemon is ready, what is wrong, what it has moved and what it holds."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Iterator, Sequence
 
+from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Totals, TransferState
 from kvferryd.commands.ask import DONE, NOT_SO, client
-from kvferryd.commands.say import as_json, count, duration, printable, table
+from kvferryd.commands.say import as_json, count, duration, printable, size, table
 from kvferryd.config import Config
 
 
 async def status(config: Config, arguments: argparse.Namespace) -> int:
     async with client(config, arguments) as daemon:
-        ready = await daemon.ready()
-        info, engines, left = await asyncio.gather(daemon.info(), daemon.engines(), daemon.drain_status())
+        if arguments.ready:
+            return _readiness(await daemon.ready(), json=arguments.json)
+        ready, info, engines, left, totals, peers = await asyncio.gather(
+            daemon.ready(), daemon.info(), daemon.engines(), daemon.drain_status(), daemon.totals(), daemon.neighbours()
+        )
     if arguments.json:
-        as_json({"ready": ready, "info": info, "engines": engines, "drain": left})
-        return DONE if ready.ready else NOT_SO
-    print(f"kvferry {info.version} at {daemon.url}: {'ready' if ready.ready else 'not ready'}")
-    rows = [
-        ("device", info.device),
-        ("peers reach", info.advertise),
-        ("engine socket", info.engine_socket),
-        ("way", info.way + (", strict" if info.strict else "")),
-        ("transports", ", ".join(info.transports) or "none yet"),
-        ("up", duration(info.uptime_s * 1000)),
-        ("left", f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}"),
-    ]
-    for line in (*ready.reasons, *ready.warnings, *(f"{name:<14} {value}" for name, value in rows)):
-        print(f"  {printable(line)}")
-    print(table(
-        ("ENGINE", "RANK", "ATTACHED", "EPOCH", "GROUPS"),
-        [
-            (engine.engine_id, f"{engine.rank}/{engine.world_size}", "yes" if engine.attached else "no", engine.epoch,
-             ", ".join(group_summary(group) for group in engine.manifest.get("groups", [])))
-            for engine in engines
-        ],
-        "no engine has attached",
-    ))  # fmt: skip
-    for engine in engines:
-        for note in engine.notes:
-            print(printable(f"note on {engine.engine_id}: {note}"))
+        told = {"ready": ready, "info": info, "engines": engines, "drain": left, "totals": totals, "peers": peers}
+        as_json(told)
+    else:
+        print(f"kvferry {info.version} at {daemon.url}: {verdict(ready)}")
+        for line in (*_wrong(ready), *_figures(info, left, totals)):
+            print(f"  {printable(line)}")
+        print(_engines(engines))
+        for engine in engines:
+            for note in engine.notes:
+                print(printable(f"note on {engine.engine_id}: {note}"))
+    return DONE if ready.ready and not ready.warnings else NOT_SO
+
+
+def _readiness(ready: Readiness, *, json: bool) -> int:
+    """Print it alone; the exit status."""
+    if json:
+        as_json(ready)
+    else:
+        print("\n".join([verdict(ready), *(f"  {printable(line)}" for line in _wrong(ready))]))
     return DONE if ready.ready else NOT_SO
+
+
+def verdict(ready: Readiness) -> str:
+    said = "ready" if ready.ready else "not ready"
+    return f"{said}, {count(len(ready.warnings), 'warning')}" if ready.warnings else said
+
+
+def _wrong(ready: Readiness) -> Iterator[str]:
+    yield from (f"not ready: {reason}" for reason in ready.reasons)
+    yield from (f"warning: {warning}" for warning in ready.warnings)
+
+
+def _figures(info: Info, left: DrainStatus, totals: Totals) -> Iterator[str]:
+    failed = totals.transfers.get(TransferState.FAILED, 0)
+    arena = f"{size(totals.staging_bytes)} ({size(totals.staging_used_bytes)} in use)"
+    held_back = f"{size(totals.quarantined_bytes)} in quarantine, {size(totals.unfreed_bytes)} not given back"
+    rows = {
+        "device": info.device,
+        "peers reach": info.advertise,
+        "engine socket": info.engine_socket,
+        "way": info.way + (", strict" if info.strict else ""),
+        "transports": ", ".join(info.transports) or "none yet",
+        "up": duration(info.uptime_s * 1000),
+        "left": f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}",
+        "moved": f"{size(totals.read_bytes)} read, {size(totals.served_bytes)} served",
+        "remembered": f"{totals.transfers.get(TransferState.DONE, 0)} done, {failed} failed",
+        "memory": f"arenas {arena}, process {size(totals.process_bytes)}",
+    }
+    if totals.quarantined_bytes or totals.unfreed_bytes:
+        rows["held back"] = held_back
+    yield from (f"{name:<14} {value}" for name, value in rows.items())
+
+
+def _engines(engines: Sequence[EngineRecord]) -> str:
+    heads = ("ENGINE", "RANK", "ATTACHED", "CACHE", "ARENA", "EPOCH", "GROUPS")
+    rows = [
+        (
+            engine.engine_id, f"{engine.rank}/{engine.world_size}", "yes" if engine.attached else "no",
+            size(engine.cache_bytes), size(engine.arena_bytes), engine.epoch,
+            ", ".join(group_summary(group) for group in engine.manifest.get("groups", [])),
+        )
+        for engine in engines
+    ]  # fmt: skip
+    return table(heads, rows, "no engine has attached")
 
 
 def group_summary(group: dict[str, object]) -> str:

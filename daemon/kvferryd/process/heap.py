@@ -1,11 +1,13 @@
-"""What glibc does with memory that was freed: it keeps it while there is work, and gives it back when there is none."""
+"""This process's memory. glibc keeps what was freed while there is work, and gives it back when there is none."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 32 << 20
@@ -23,6 +25,11 @@ def keep() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, KEEP_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 async def give_back(done: Callable[[], object]) -> None:
