@@ -34,7 +34,10 @@ COPY pyproject.toml README.md LICENSE ./
 COPY clients clients
 COPY daemon daemon
 COPY proto proto
-RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
+# The tag's, as there is no git here: --build-arg VERSION=0.1.0. Without it the image says 0.0.
+ARG VERSION=
+RUN SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} \
+    /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM build AS build-cpu
 COPY deploy/locks/cpu.txt deploy/locks/

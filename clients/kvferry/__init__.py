@@ -7,12 +7,12 @@ An engine describes its cache (`ManifestBuilder`) and speaks to the daemon besid
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
+    __version__: str
     from kvferry.blocking import BlockingEngineClient, BlockingLease
     from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed, Unsettled
     from kvferry.errors import KvferryError
@@ -41,7 +41,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"kvferry.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _version() -> str:
+    """As it is installed. A checkout on PYTHONPATH has none: `0.0`, as a build without git."""
+    metadata = import_module("importlib.metadata")
+    try:
+        return str(metadata.version("kvferry"))
+    except metadata.PackageNotFoundError:
+        return "0.0"

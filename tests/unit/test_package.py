@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import email
+import importlib.metadata
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -36,12 +40,77 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(built(ROOT, "sdist", folder / "archive")) as archive:
         archive.extractall(folder, filter="data")
-    return folder / f"kvferry-{kvferry.__version__}"
+    (unpacked,) = folder.glob("kvferry-*")
+    return unpacked
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built(ROOT, "wheel", tmp_path_factory.mktemp("wheel")))
+
+
+def version(source: Path, **environment: str) -> str:
+    command = [sys.executable, "-m", "hatchling", "version"]
+    done = subprocess.run(
+        command, cwd=source, env=os.environ | environment, check=True, capture_output=True, timeout=60
+    )
+    return done.stdout.decode().strip()
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """With the sources' rule for versions, and one commit."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "one")
+    return folder
+
+
+def test_the_version_is_that_of_the_tag(repository: Path) -> None:
+    assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", version(repository)), "before the first tag: below 0.1.0"
+    git(repository, "tag", "v0.1.0")
+    assert version(repository) == "0.1.0"
+    git(repository, "commit", "--quiet", "--allow-empty", "--message", "two")
+    assert re.fullmatch(r"0\.1\.1\.dev1\+g[0-9a-f]+", version(repository))
+
+
+def test_a_shallow_clone_without_tags_has_a_version(repository: Path, tmp_path: Path) -> None:
+    git(repository, "tag", "v0.1.0")
+    git(repository, "commit", "--quiet", "--allow-empty", "--message", "two")
+    git(tmp_path, "clone", "--quiet", "--depth=1", "--no-tags", f"file://{repository}", "shallow")
+    assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", version(tmp_path / "shallow"))
+
+
+def test_without_git_the_version_is_unknown_unless_it_is_said(tmp_path: Path) -> None:
+    """As in an image's build, where VERSION says it, or is empty."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    name = "SETUPTOOLS_SCM_PRETEND_VERSION"
+    assert version(tmp_path) == version(tmp_path, **{name: ""}) == "0.0"
+    assert version(tmp_path, **{name: "0.1.0"}) == "0.1.0"
+    assert f"ARG VERSION=\nRUN {name}=${{VERSION}} " in (ROOT / "Dockerfile").read_text()
+
+
+def test_a_source_archive_has_the_version_of_its_name(sdist: Path) -> None:
+    assert sdist.name == f"kvferry-{version(sdist)}"
+
+
+def test_what_is_installed_says_its_version() -> None:
+    assert kvferry.__version__ == importlib.metadata.version("kvferry")
+
+
+def test_sources_that_are_not_installed_say_that_they_do_not_know_their_version() -> None:
+    code = "import kvferry, sys; assert 'importlib.metadata' not in sys.modules; print(kvferry.__version__)"
+    where = {"PYTHONPATH": str(ROOT / "clients")}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=where, capture_output=True, check=True, timeout=60)
+    assert done.stdout == b"0.0\n"
 
 
 def test_the_source_archive_has_all_that_a_checkout_has(sdist: Path) -> None:
