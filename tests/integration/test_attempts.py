@@ -12,7 +12,7 @@ from lives import engine_on
 from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled, waits_for
 from ranks import Blocks, Kv, Shape, TestEngine
 
-from kvferry.engine import EngineClient, Received, TransferFailed
+from kvferry.engine import EngineClient, Received
 from kvferry.errors import KvferryError
 from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import Awaited, LeaseState, OrderBody, TransferRecord, TransferState
@@ -192,25 +192,24 @@ async def test_a_daemon_takes_nothing_without_a_number(pair: Pair, request_id: s
 # one lease
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["whichever there is", "by its number"])
 async def test_a_reader_of_one_rank_reads_one_lease_of_both_ranks_of_the_source(
-    pair: Pair, near: DaemonService, stack: AsyncExitStack, request_id: str
+    pair: Pair, near: DaemonService, stack: AsyncExitStack, request_id: str, named: bool
 ) -> None:
-    """Rank 0 of the source has published anew when rank 1 has not."""
-    reader, _ = await engine_on(stack, "one-of-two", near, ONE)
+    """Rank 0 of the source has published anew when rank 1 has not, and is waited for."""
+    reader, router = await engine_on(stack, "one-of-two", near, ONE)
     await prefilled(pair, request_id)
     first, second = (rank.client for rank in pair.prefill.ranks)
     kv, theirs = Kv.random(TOKENS), pair.prefill.take(TOKENS)
     pair.prefill.write(kv, theirs)
     number = pair.prefill.next_lease()
     await first.publish(request_id, theirs.tables(), TOKENS, lease=number)
-    source, blocks, expected = pair.prefill.source(), reader.take(TOKENS), reader.snapshot()
-    with pytest.raises(TransferFailed) as failed:
-        await reader.receive(request_id, blocks, source=source)
-    assert failed.value.code == "lease_changed"
+    blocks, expected = reader.take(TOKENS), reader.snapshot()
+    source = pair.prefill.source().model_copy(update={"lease": number if named else None})
+    receiving = asyncio.create_task(reader.receive(request_id, blocks, source=source))
+    await until(lambda: waits_for(router, request_id, Awaited.PUBLISH), "rank 1 is waited for")
     assert not reader.differences(expected), "nothing was read before"
     reader.write_into(expected, kv, blocks)
-    named = source.model_copy(update={"lease": number})
-    receiving = asyncio.create_task(reader.receive(request_id, blocks, source=named))
     lease = await second.publish(request_id, theirs.tables(), TOKENS, lease=number)
     (received,) = await receiving
     assert received.lease == number

@@ -60,7 +60,6 @@ BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "s
          "restart reader", "time", "time", "order again", "late")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
 KNOWN = {
-    f"{NOT_DONE}: lease_ended": "an announcement is out of date at one rank, and all ranks begin again",
     f"{NOT_DONE}: peer_lost": "a stream does not say which start of a daemon it is for",
     "between daemons of ours: protocol": "a stream does not say which start of a daemon it is for",
     "needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails",

@@ -68,10 +68,11 @@ class Daemon:
         await registry.adopt(session, engine_pb2.Memory(region=0, nbytes=self.memory.nbytes), Files())
         return await registry.register(session, manifest)
 
-    def publish(self, request_id: str, blocks: range, digest: bytes = b"") -> None:
+    def publish(self, request_id: str, blocks: range, digest: bytes = b"", *, number: int = 0) -> None:
+        """number: of the lease; 0 for the next one."""
         said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False, digest=digest)
         leases = self.engine.leases
-        number = leases._newest(request_id) + 1
+        number = number or leases._newest(request_id) + 1
         self.world.loop.call(leases.publish, request_id, number, said, ttl_s=20.0, readers=1)
 
     def forget_pairings(self) -> None:

@@ -11,10 +11,12 @@ import pytest
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 from stepwise import Step, World
 
+from kvferry.errors import Full
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.paths.source import OPEN_AFTER_S
 from kvferryd.peers.peer import PeerEngine
+from kvferryd.staging.arena import Slot, Use
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transport.read import Read
@@ -105,25 +107,74 @@ def test_a_rank_that_has_forgotten_its_pairing_makes_another_though_a_rank_has_p
     assert transfer.problem is None and two.is_there(blocks)
 
 
-@pytest.mark.xfail(strict=True, reason="the protocol without I/O ends it: one retry for all ranks, not for each")
-def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_let_its_lease_go(two: Two) -> None:
-    """Rank 1's announcement is out of date; rank 0 has packed all."""
-    blocks, world = range(1), two.world
-    for source in two.sources:
-        source.publish("r", blocks)
-    world.run()
-    world.loop.call(two.sources[1].engine.leases.revoke, "r", "preempted")
-    two.sources[1].publish("r", blocks)
-    transfer = two.receive("r", blocks, "staged")
+def packed_all_of_rank_0(two: Two) -> None:
+    """Rank 1's daemon is not heard meanwhile. Rank 0 has released the lease then."""
 
     def all_but_rank_1() -> list[Step]:
-        copying = [each for copies in world.copies[::2] for each in list(copies.queue)[:1]]
-        return [*two._calls(SOURCES[0]), *(each.step for each in [*world.flights(), *copying])]
+        copying = [each for copies in two.world.copies[::2] for each in list(copies.queue)[:1]]
+        return [*two._calls(SOURCES[0]), *(each.step for each in [*two.world.flights(), *copying])]
 
     two.step_all(all_but_rank_1, until=lambda: two.sources[0].engine.leases.get("r") is None)
     assert two.sources[0].engine.leases.get("r") is None
+
+
+def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_let_its_lease_go(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has no slot at first; rank 0 has packed all."""
+    blocks, world, arena = range(1), two.world, two.sources[1].engine.arena
+    for source in two.sources:
+        source.publish("r", blocks)
     world.run()
-    assert transfer.problem is None and two.is_there(blocks)
+    transfer = two.receive("r", blocks, "staged")
+    assert arena is not None
+    lend, refused = arena.ask, []
+
+    def ask(use: Use) -> asyncio.Future[Slot]:
+        if refused:
+            return lend(use)
+        refused.append(use)
+        raise Full("full", "there is no slot")
+
+    monkeypatch.setattr(arena, "ask", ask)
+    packed_all_of_rank_0(two)
+    world.run()
+    assert refused and transfer.problem is None and two.is_there(blocks)
+    assert transfer.nbytes == two.reader.memory.nbytes * len(blocks) // BLOCKS
+
+
+@pytest.mark.parametrize("way", ["staged", "direct"])
+def test_a_request_that_is_published_anew_while_it_is_read_is_read_anew_of_all_ranks(two: Two, way: str) -> None:
+    """Rank 1's announcement is out of date; rank 0, which is asked for the lease that rank 1 has now, has it later."""
+    blocks, world, leases = range(1), two.world, [source.engine.leases for source in two.sources]
+    for source in two.sources:
+        source.publish("r", blocks)
+    world.run()
+    world.loop.call(leases[1].revoke, "r", "preempted")
+    two.sources[1].publish("r", blocks)
+    transfer = two.receive("r", blocks, way)
+    if way == "staged":
+        packed_all_of_rank_0(two)
+    world.run()
+    assert transfer.waits_for is Awaited.PUBLISH
+    two.sources[0].memory[:] += 1
+    two.sources[0].publish("r", blocks)
+    world.run()
+    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 2
+
+
+def test_a_rank_whose_announcement_is_older_than_that_of_another_is_asked_and_the_other_is_not(two: Two) -> None:
+    blocks, world = range(1), two.world
+    two.sources[1].publish("r", blocks)
+    world.run()
+    world.loop.call(two.sources[1].engine.leases.revoke, "r", "preempted")
+    two.sources[1].publish("r", blocks)
+    two.sources[0].publish("r", blocks, number=2)
+    two.step_all(lambda: two.of_rank(0))
+    transfer = two.receive("r", blocks, "direct")
+    world.run()
+    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 2
+    assert transfer.announced
 
 
 def test_an_announcement_of_another_prompt_does_not_fail_a_request_that_is_prefilled_anew(two: Two) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.errors import KvferryError
 from kvferry.tables import Tables
 from kvferryd.copy.runner import Copying
 from kvferryd.engine import Engine
@@ -43,6 +44,8 @@ class Moved:
     """Source ranks that bytes were read from."""
     descriptors: int = 0
     packed: frozenset[int] = frozenset()
+    failed: KvferryError | None = None
+    """Why other ranks were not read, which went by announcements: each may be read once more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +115,24 @@ class SourceReader:
 
     async def ask_again(self) -> None:
         """Go by the source's own answer instead of an announcement. The caller bounds the wait."""
-        if self.announced:
-            self.announced = False
-            ended = self._problem is not None and self._problem.code == "lease_ended"  # there may be another one since
-            if self._update is None and (self._problem is None or ended):
-                self._problem = None
-                self.close(complete=False)
-                self.nbytes = 0  # the source has been told
-                self.lease = peer_pb2.LeaseUpdate(more=True)
-                self._open()
-            self._apply(await self._next())
+        self.announced = False
+        ended = self._problem is not None and self._problem.code == "lease_ended"  # there may be another one since
+        if self._update is None and (self._problem is None or ended):
+            self._open_anew()
+        self._apply(await self._next())
+
+    async def ask_for(self, lease: int) -> None:
+        """Read the lease of this number, which another rank of the source has told of. The caller bounds the wait."""
+        self.named, self.announced, self._update = lease, False, None
+        self._open_anew()
+        self._apply(await self._next())
+
+    def _open_anew(self) -> None:
+        self._problem = None
+        self.close(complete=False)
+        self.nbytes = 0  # the source has been told
+        self.lease = peer_pb2.LeaseUpdate(more=True)
+        self._open()
 
     def _open(self) -> None:
         """The source answers unless it holds the very lease that was announced."""
@@ -255,13 +263,14 @@ def close_all(readers: Iterable[SourceReader], *, complete: bool) -> None:
 
 
 async def bound_to(
-    plan: Plan, readers: Iterable[SourceReader], own: Tables, tokens: tuple[int, int], *, states: bool = True
-) -> Bound:
-    """`bind` to what the leases hold now. Raises KvferryError."""
+    plan: Plan, readers: Iterable[SourceReader], own: Tables, tokens: tuple[int, int], *, states: bool = True,
+    without: Collection[int] = (),
+) -> Bound:  # fmt: skip
+    """`bind` to what the leases hold now. without: source ranks of which nothing is wanted. Raises KvferryError."""
     tables = {reader.source.rank: reader.tables for reader in readers}
 
     def work() -> Bound:
-        bound = bind(plan, tables, own, tokens, states=states)
+        bound = bind(plan, tables, own, tokens, states=states).without(without)
         _ = bound.nbytes  # counted here too
         return bound
 
@@ -284,7 +293,9 @@ class ChunkStream:
         """pair: gives another pairing for one that was forgotten. Raises KvferryError when the reading is over."""
         source = reader.source
         assert source.staging is not None
-        self.chunks, self.agent_name = chunks, source.agent_name
+        self.rank, self.chunks, self.agent_name = source.rank, chunks, source.agent_name
+        self.problem: KvferryError | None = None
+        """Why no more of them come."""
         self.span = source.staging.span
         """The source's arena."""
         self._address = source.address
@@ -377,7 +388,13 @@ class ChunkStream:
     def _fail_broken(self, why: str) -> None:
         self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))
 
+    @property
+    def may_begin_again(self) -> bool:
+        """It went by an announcement, and nothing of it has been packed: its source rank will be asked."""
+        return self._reader.announced
+
     def fail(self, why: KvferryError) -> None:
+        self.problem = self.problem or why
         futures: list[asyncio.Future[Any]] = [*self._packed, self._vouched]
         for future in futures:
             if not future.done():

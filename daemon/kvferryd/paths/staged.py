@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
 from kvferryd.copy import Chunk, cut, moves
@@ -52,7 +53,8 @@ class Staged:
 
     async def move(self, move: Move) -> Moved:
         """One descriptor for each chunk. Raises TransportError of the first read that fails, KvferryError of a source
-        that gives up."""
+        that gives up. Where it went by an announcement the other ranks are read to their end: theirs may have released
+        the lease by then."""
         peer, bound, arena = move.peer, move.bound, move.engine.arena
         assert arena is not None
         journey = _Journey(move, arena, move.engine.addresses)
@@ -80,10 +82,13 @@ class Staged:
         counts = [len(chunks) for chunks in by_rank.values()]
         # Ranks by turns, so that all sources work at once.
         every = [(stream, index) for index in range(max(counts)) for stream in streams if index < len(stream.chunks)]
-        turns = iter(every)
+        turns = (turn for turn in every if turn[0].problem is None)
         await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, arena.most, len(every))))
-        await together(stream.vouched() for stream in streams)
-        return Moved(move.ranks, len(every), packed=move.ranks)
+        whole = [stream for stream in streams if stream.problem is None]
+        await together(stream.vouched() for stream in whole)
+        ranks, failed = frozenset(stream.rank for stream in whole), (stream.problem for stream in streams)
+        carried = sum(len(stream.chunks) for stream in whole)
+        return Moved(ranks, carried, packed=ranks, failed=next(filter(None, failed), None))
 
 
 def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: int) -> int:
@@ -119,7 +124,12 @@ class _Journey:
             stream, index = turn
             coming = stream.want(index)
             while True:
-                packed, chunk = await coming, stream.chunks[index]
+                try:
+                    packed, chunk = await coming, stream.chunks[index]
+                except KvferryError:
+                    if not stream.may_begin_again:
+                        raise
+                    return next(turns, None)
                 flight = self._read(slot, stream, chunk, packed)
                 await flight.done
                 scatter = functools.partial(chunk.scatter, slot.address, self.addresses)

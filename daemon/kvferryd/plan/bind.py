@@ -7,7 +7,7 @@ segments times the plan's static rows. Vectorised; no Python loop over blocks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -69,6 +69,10 @@ class Bound:
         for copy, segments in self.pairs:
             found[copy.source_rank] += copy.bytes_per_token * int(segments.tokens.sum())
         return found
+
+    def without(self, ranks: Collection[int]) -> Bound:
+        """What is read from the other source ranks."""
+        return Bound(tuple(pair for pair in self.pairs if pair[0].source_rank not in ranks)) if ranks else self
 
     @property
     def segment_count(self) -> int:

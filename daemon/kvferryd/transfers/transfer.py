@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -338,15 +339,16 @@ class Transfer:
         peer, readers, others = await self._open(engine, self.order)
         through: list[SourceReader] = []
         self._reads = peer, through
+        whole: dict[int, int] = {}
         try:
             try:
-                await self._read_and_verify(engine, peer, readers)
+                await self._read_and_verify(engine, peer, readers, whole)
             except KvferryError as error:
                 if not any(reader.announced for reader in readers):
                     raise
                 log.info("announcement out of date", request_id=self.request_id, code=error.code)
                 await self._ask_again(readers)
-                await self._read_and_verify(engine, peer, readers)
+                await self._read_and_verify(engine, peer, readers, whole)
             through += [*readers, *others]  # ranks with nothing to read count this rank as a reader that has finished
         except BaseException as error:
             self._give_up(peer, readers, self._stop[1] if self._stop is not None else error)
@@ -397,23 +399,28 @@ class Transfer:
         return stale
 
     async def _ask_again(self, readers: list[SourceReader]) -> None:
-        """Begin again with the sources' own answers instead of announcements, once nothing of before can be written."""
+        """Once nothing of before can be written, have the answers of the source ranks that were read by announcements.
+        The others keep what they have."""
         self._move(TransferState.CONNECTING)
         for flight in self._flights:
             flight.abandon()
         await all_over([flight.quiet for flight in self._flights])
         self._flights.clear()
-        self.nbytes = self.descriptors = 0
-        await together(reader.ask_again() for reader in readers)
+        await together(reader.ask_again() for reader in readers if reader.announced)
 
-    async def _read_and_verify(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> None:
+    async def _read_and_verify(
+        self, engine: Engine, peer: PeerEngine, readers: list[SourceReader], whole: dict[int, int]
+    ) -> None:
+        """whole: bytes of each source rank that was read to its end, and proven by that."""
+        await self._agree(readers, whole)
         self._move(TransferState.READING)
         self.announced = any(reader.announced for reader in readers)
         self._bind(peer, readers)
-        moves = await self._read(engine, peer, readers)
+        moves = await self._read(engine, peer, readers, whole)
         self._move(TransferState.VERIFYING)
         self.phases.flew(self._flights)
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
+        unproven = [reader for reader in unproven if reader.source.rank not in whole]
         proofs = [reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven]
         if engine.rank and not (self.order and self.order.names_lease):
             proofs.append(self._compare_lease(engine))
@@ -421,6 +428,18 @@ class Transfer:
         if self._around.config.checksum:
             assert isinstance(self.reservation, Reservation) and self.tokens is not None
             await compare(engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
+
+    async def _agree(self, readers: list[SourceReader], whole: dict[int, int]) -> None:
+        """On the newest lease that any source rank has told of: the engine publishes it on all of them. Those that have
+        told of an older one are asked for it, and what was read of theirs is dropped."""
+        newest = max(reader.lease.lease for reader in readers)
+        behind = [reader for reader in readers if reader.lease.lease < newest]
+        if not behind or self._bound or (self.order is not None and self.order.lease):
+            return
+        for reader in behind:
+            whole.pop(reader.source.rank, None)
+        await together(reader.ask_for(newest) for reader in behind)
+        self.phases.published()
 
     def _bind(self, peer: PeerEngine, readers: list[SourceReader]) -> None:
         """To one lease, on all source ranks and for all ranks of this engine. Raises KvferryError (`lease_changed`)."""
@@ -457,14 +476,19 @@ class Transfer:
             why = f"rank {engine.rank} has read {ours}, rank 0 lease {first[1]} of epoch {first[0]}"
             raise lease_changed(self.request_id, why)
 
-    async def _read(self, engine: Engine, peer: PeerEngine, readers: list[SourceReader]) -> list[Moved]:
-        """Move tokens as they are published, and the state groups with the last of them."""
+    async def _read(
+        self, engine: Engine, peer: PeerEngine, readers: list[SourceReader], whole: dict[int, int]
+    ) -> list[Moved]:
+        """Move tokens as they are published, and the state groups with the last of them. whole: as of
+        `_read_and_verify`; of those ranks nothing is read, and others are added where a rank fails alone."""
         assert isinstance(self.reservation, Reservation) and self.order is not None
         _check_one_prompt(readers)
         wanted = self.reservation.tokens
         check_whole(peer.plan, self.reservation.tables, wanted or (0, 0))  # before the first part of it is moved
         first = at = wanted[0] if wanted else 0
         moves: list[Moved] = []
+        done, self.nbytes = dict(whole), sum(whole.values())
+        read: Counter[int] = Counter()
         while True:
             published = min(reader.lease.num_tokens for reader in readers)
             last = not any(reader.lease.more for reader in readers)
@@ -476,7 +500,7 @@ class Transfer:
                 for reader in readers:
                     reader.check()
                 own, tokens = self.reservation.tables, (at, max(at, until))
-                bound = await bound_to(peer.plan, readers, own, tokens, states=last)
+                bound = await bound_to(peer.plan, readers, own, tokens, states=last, without=done)
                 if bound.nbytes:
                     way = self.order.way or self._around.config.way
                     path = await paths.choose(way, bound, engine, peer)
@@ -486,13 +510,18 @@ class Transfer:
                         bound, own, tokens, last, engine, peer, readers, self.order.priority, self.deadline,
                         self._flights, moves, self._around.config.checksum,
                     )  # fmt: skip
-                    moves.append(await path.move(move))
+                    moves.append(moved := await path.move(move))
                     self.phases.moved(began)
-                    self.descriptors += moves[-1].descriptors
-                self.nbytes += bound.nbytes
-                by_rank = bound.nbytes_by_rank
-                for reader in readers:
-                    reader.nbytes += by_rank.get(reader.source.rank, 0)
+                    self.descriptors += moved.descriptors
+                    by_rank = {rank: bound.nbytes_by_rank[rank] for rank in moved.ranks}
+                    read.update(by_rank)
+                    for reader in readers:
+                        reader.nbytes += by_rank.get(reader.source.rank, 0)
+                    if moved.failed is not None:
+                        if last:
+                            whole |= {rank: read[rank] for rank in by_rank if paths.packed_whole(rank, moves)}
+                        raise moved.failed
+                    self.nbytes += bound.nbytes
                 at = tokens[1]
             if last:
                 break
