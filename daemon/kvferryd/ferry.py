@@ -70,7 +70,7 @@ class Ferry:
         self.proof = self.certificates or _shared_secret(config)
         """How peers prove themselves; None on loopback only."""
         self.peers_known = Peers(config, metrics, self.proof)
-        self.roster = Roster(config, self.peers_known.channels, Seed())
+        self.roster = Roster(config, self.peers_known.channels, Seed(), lambda engine: self.jobs.hand_back(engine))
         self.spans = spans.made(self.instance)
         self.notes = Notes(lambda: self.jobs.unfinished > 0)
         self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self._one_fewer, self.spans)
@@ -359,6 +359,8 @@ class Ferry:
             if engine.agent.broken:
                 why = f"NIXL has broken ({engine.agent.broken})"
                 reasons.append(f"{name}: {why}: start the daemon and the engine again")
+            if draining := sorted(engine.draining - {engine.rank}):
+                reasons.append(f"{name}: ranks {draining} are draining")
             if engine.unseeded:
                 reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":
@@ -456,6 +458,9 @@ class Ferry:
 
     def _set_draining(self, draining: bool, asked_by: str) -> None:
         self.jobs.draining = draining
+        for engine in self.registry:
+            self.jobs.hand_back(engine)
+        self.roster.say_draining(draining)
         left = self.drain_status().model_dump(include={"leases", "transfers"})
         log.warning("drain begins" if draining else "drain cancelled", asked_by=asked_by, **left)
         for session in self.registry.sessions:
@@ -494,6 +499,7 @@ class Ferry:
             [
                 Step("close the transfers", self.jobs.close),
                 Step("close the engines", self.registry.close),
+                Step("close the roster", self.roster.close),
                 Step("close the seed", self.roster.seed.close),
                 Step("close the peers", self.peers_known.close),
                 Step("write the notes", self.notes.flush),

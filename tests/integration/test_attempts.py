@@ -286,32 +286,3 @@ async def test_an_engine_that_was_started_anew_counts_from_1_again(
         async with asyncio.timeout(TIMEOUT_S):
             assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
         await reader.close()
-
-
-# rank 0 leads
-
-
-async def test_a_leader_that_drains_takes_no_order_at_any_rank_and_ends_what_it_has(
-    pair: Pair, daemons: Daemons, request_id: str
-) -> None:
-    ours = await daemons.start("drained", 2)
-    reader = await TestEngine.start("drained", ours, TWO)
-    kv, _ = await prefilled(pair, request_id)
-    blocks, expected = reader.take(TOKENS), reader.snapshot()
-    reader.write_into(expected, kv, blocks)
-    body = OrderBody(request_id=request_id, source=pair.prefill.source())
-    async with RouterClient(ours[0].url) as first, RouterClient(ours[1].url) as second:
-        ordered = await second.order(body)
-        await first.drain(wait_s=0)
-        for router in (first, second):
-            with pytest.raises(DaemonError) as refused:
-                await router.order(body.model_copy(update={"request_id": f"{request_id}-later"}))
-            assert (refused.value.code, refused.value.status) == ("draining", 503)
-        await reader.receive(request_id, blocks, attempt=1)
-        assert (await second.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)).state is TransferState.DONE
-        assert not reader.differences(expected)
-        late = await reader.outcomes(f"{request_id}-later", reader.take(16), source=pair.prefill.source(), attempt=2)
-        assert codes(late) <= {"draining", "rank_failed", "aborted"}
-        assert isinstance(late[0], KvferryError) and late[0].code == "draining"
-        await first.cancel_drain()
-    await reader.close()

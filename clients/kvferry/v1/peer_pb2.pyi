@@ -27,17 +27,21 @@ class Member(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     rank: builtins.int
     address: builtins.str
     epoch: builtins.str
+    draining: builtins.bool
+    """among ranks: its daemon takes no new transfers, and so the engine takes none"""
     def __init__(
         self,
         *,
         rank: builtins.int = ...,
         address: builtins.str = ...,
         epoch: builtins.str = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "epoch", b"epoch", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "rank", b"rank"]) -> None: ...
 
 Global___Member: typing_extensions.TypeAlias = Member
 

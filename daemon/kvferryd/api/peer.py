@@ -38,6 +38,7 @@ from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.observe import logs
 from kvferryd.peers import allow
+from kvferryd.peers.roster import Member
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import pairing_of, prepare_gather
 from kvferryd.transfers.order import attempt_from_proto, check_source, order_from_proto, reservation_from_proto
@@ -90,10 +91,16 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             )
         await self._ferry.roster.admit(request)
         seed = self._ferry.roster.seed
-        rank = request.engine_id, member.epoch, member.rank, request.world_size
-        async with aclosing(seed.join(*rank, member.address)) as joined:
+        place = request.engine_id, member.epoch, member.rank, request.world_size
+        async with aclosing(seed.join(*place, Member(member.address, member.draining))) as joined:
             async for members in joined:
-                yield peer_pb2.Roster(engine_id=request.engine_id, members=_members(members, member.epoch))
+                yield peer_pb2.Roster(
+                    engine_id=request.engine_id,
+                    members=[
+                        peer_pb2.Member(rank=rank, address=each.address, epoch=member.epoch, draining=each.draining)
+                        for rank, each in sorted(members.items())
+                    ],
+                )
 
     @unary
     async def Admit(self, request: peer_pb2.AdmitRequest, context: Context) -> peer_pb2.AdmitReply:

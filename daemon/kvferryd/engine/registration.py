@@ -58,6 +58,8 @@ class Engine:
     notes: tuple[str, ...]
     members: dict[int, str]
     """The daemons of the engine's ranks, as far as they are known."""
+    draining: frozenset[int] = field(default=frozenset(), init=False)
+    """Ranks whose daemons take no new transfers, as the roster has it."""
     make_arena: MakeArena | None
     """How to have an arena once one is needed; None where there is one, or must be none."""
     sums: Sums
@@ -91,8 +93,8 @@ class Engine:
         """By which engine `source` knows all ranks of this one as one reader. Each source is given another."""
         return _reader_key(self.roster_key or self._alone, source)
 
-    def set_members(self, members: dict[int, str]) -> None:
-        self.members, self.unseeded = members, ""
+    def set_members(self, members: dict[int, str], draining: frozenset[int] = frozenset()) -> None:
+        self.members, self.draining, self.unseeded = members, draining, ""
         self._members_changed.set()
         self._members_changed = asyncio.Event()
 

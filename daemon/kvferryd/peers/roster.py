@@ -11,12 +11,14 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2
+from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
@@ -28,11 +30,19 @@ RETRY_S = (0.1, 2.0)
 """First and longest pause before joining again."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Member:
-    """One joining: the same rank may join again from the same address."""
+class Member(NamedTuple):
+    """What a rank's daemon says of itself."""
 
     address: str
+    draining: bool = False
+    """It takes no new transfers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """One joining: the same rank may join again from the same address."""
+
+    member: Member
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -41,13 +51,13 @@ class _Ranks:
     """One engine in one epoch, for as long as any of its ranks is there."""
 
     world_size: int
-    members: dict[int, _Member] = field(default_factory=dict)
+    members: dict[int, _Joined] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     """Where each rank has joined from: it comes from nowhere else, also after it has left."""
 
     def wake(self) -> None:
-        for member in self.members.values():
-            member.changed.set()
+        for joined in self.members.values():
+            joined.changed.set()
 
 
 class Seed:
@@ -84,18 +94,18 @@ class Seed:
             )  # fmt: skip
 
     async def join(
-        self, engine_id: str, epoch: str, rank: int, world_size: int, address: str
-    ) -> AsyncGenerator[dict[int, str]]:
+        self, engine_id: str, epoch: str, rank: int, world_size: int, member: Member
+    ) -> AsyncGenerator[dict[int, Member]]:
         """The members now and after every change. Closing the iterator leaves."""
-        self.check(engine_id, epoch, rank, world_size, address)
+        self.check(engine_id, epoch, rank, world_size, member.address)
         ranks = self._joined.setdefault((engine_id, epoch), _Ranks(world_size))
-        ranks.places[rank] = address
-        own = ranks.members[rank] = _Member(address)
+        ranks.places[rank] = member.address
+        own = ranks.members[rank] = _Joined(member)
         try:
             ranks.wake()
             while not self._closed:
                 own.changed.clear()
-                yield {rank: member.address for rank, member in ranks.members.items()}
+                yield {rank: joined.member for rank, joined in ranks.members.items()}
                 await own.changed.wait()
         finally:
             if ranks.members.get(rank) is own:  # it may have joined again before this stream was seen to end
@@ -108,9 +118,15 @@ class Seed:
 class Roster:
     """The member's side: one task per engine of several ranks that keeps its members known, until `leave`."""
 
-    def __init__(self, config: Config, channels: Channels, seed: Seed) -> None:
-        self._config, self._channels, self.seed = config, channels, seed
+    def __init__(
+        self, config: Config, channels: Channels, seed: Seed, on_change: Callable[[Engine], None] = lambda _: None
+    ) -> None:
+        """on_change: called when an engine's ranks, or which of them are draining, are known anew."""
+        self._config, self._channels, self.seed, self._on_change = config, channels, seed, on_change
+        self._draining = False
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._telling = Tasks()
+        self._renewing = asyncio.Lock()
         self._joining: dict[bytes, Engine] = {}
         """By the challenge that the seed has to repeat."""
 
@@ -123,11 +139,21 @@ class Roster:
             self._tasks[engine] = asyncio.create_task(self._follow(engine, joined), name=f"roster-{engine.engine_id}")
         return joined
 
+    def say_draining(self, draining: bool) -> None:
+        """Tell the other ranks of every engine here whether this daemon takes new transfers."""
+        self._draining = draining
+        if self._tasks:
+            self._telling.spawn(self.renew())
+
     async def renew(self) -> None:
-        """Join again, by what proves us now. What stands goes on meanwhile, so that no rank is missed."""
-        await asyncio.gather(*(self._renew(engine, task) for engine, task in self._tasks.items()))
+        """Join again, by what proves us now and with what is to be said now. What stands goes on meanwhile, so that no
+        rank is missed. One renewal after another: the last that is said holds."""
+        async with self._renewing:
+            await asyncio.gather(*(self._renew(engine, task) for engine, task in self._tasks.items()))
 
     async def _renew(self, engine: Engine, before: asyncio.Task[None]) -> None:
+        if self._tasks.get(engine) is not before:  # it has left
+            return
         joined = self.follow(engine)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.connect_timeout_s):
@@ -154,7 +180,9 @@ class Roster:
         while not engine.session.retired.is_set():
             try:
                 async for members in self._members(engine):
-                    engine.set_members(members)
+                    draining = frozenset(rank for rank, member in members.items() if member.draining)
+                    engine.set_members({rank: member.address for rank, member in members.items()}, draining)
+                    self._on_change(engine)
                     joined.set()
                     pause = RETRY_S[0]
             except KvferryError as error:
@@ -163,14 +191,14 @@ class Roster:
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_S[1])
 
-    async def _members(self, engine: Engine) -> AsyncIterator[dict[int, str]]:
+    async def _members(self, engine: Engine) -> AsyncIterator[dict[int, Member]]:
         seed, own = self._config.roster, self._config.advertise
         if seed is None or seed == own:
             engine.roster_key = self.seed.key(engine.engine_id, engine.epoch)
-            async for members in self.seed.join(*engine.session.rank, own):
+            async for members in self.seed.join(*engine.session.rank, Member(own, self._draining)):
                 yield members
             return
-        member = peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch)
+        member = peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch, draining=self._draining)
         request = peer_pb2.JoinRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine.engine_id, member=member,
             world_size=engine.world_size, challenge=secrets.token_bytes(32),
@@ -179,7 +207,7 @@ class Roster:
         try:
             async with self._channels.calling(seed) as stub:
                 async for roster in stub.Join(request):
-                    yield {member.rank: member.address for member in roster.members}
+                    yield {each.rank: Member(each.address, each.draining) for each in roster.members}
         finally:
             self._joining.pop(request.challenge, None)
 
@@ -202,6 +230,13 @@ class Roster:
         )  # fmt: skip
         async with self._channels.calling(member.address) as stub:
             await stub.Admit(admission, timeout=self._config.connect_timeout_s)
+
+    async def close(self) -> None:
+        """End what is said to other ranks. Their engines leave by themselves."""
+        for task in self._telling:
+            task.cancel()
+        if self._telling:
+            await asyncio.wait(self._telling)
 
     async def leave(self, engine: Engine) -> None:
         task = self._tasks.pop(engine, None)

@@ -33,6 +33,7 @@ from kvferryd.transfers.transfer import Surroundings, Transfer
 log = logs.get(__name__)
 ATTEMPTS = 1 << 16
 """Requests whose last attempt is remembered after its record is forgotten, and order ids."""
+ELSEWHERE = "send the request to another decode worker"
 HIGHER = "give every attempt at a request a higher number, the same on all ranks"
 Key = tuple[str, str, str]
 """Engine, epoch, request."""
@@ -254,7 +255,7 @@ class Transfers:
             for later in self._waiting.get(key, ()):
                 if attempt.before(later):
                     raise _stale(key[2], later)
-            self._check_room(engine)
+            self._check_room(engine, handed=True)
             if reservation is not None:
                 self._check_tables_allowed()
                 claim = self._claim(engine, key[2], reservation)
@@ -394,15 +395,41 @@ class Transfers:
             self._claims[engine] = Claims(engine.manifest)
         return self._claims[engine].take(reservation, request_id)
 
-    def _check_room(self, engine: Engine) -> None:
-        most, elsewhere = self._config.max_transfers, "send the request to another decode worker"
-        if self.draining:
-            raise Unavailable("draining", "the daemon is draining and takes no new transfers", remedy=elsewhere)
+    def hand_back(self, engine: Engine) -> None:
+        """Where a rank of the engine is draining, end the orders that wait for a reservation here: their router gives
+        them to another engine. What has been handed on goes on."""
+        if (why := self._draining(engine)) is not None:
+            waiting = [
+                each
+                for key, waiting in self._waiting.items()
+                if key[:2] == engine.session.rank[:2]
+                for each in waiting.values()
+            ]
+            for each in waiting:
+                if not each.handed_on:
+                    each.stop(TransferState.FAILED, why)
+
+    def _draining(self, engine: Engine) -> KvferryError | None:
+        """Why the engine takes no new transfers: one of its ranks is draining. None where none is."""
+        rank = engine.rank if self.draining else min(engine.draining - {engine.rank}, default=None)
+        if rank is None:
+            return None
+        if engine.world_size == 1:
+            return Unavailable("draining", "the daemon is draining and takes no new transfers", remedy=ELSEWHERE)
+        where = f"rank {rank} of engine {engine.engine_id} at {engine.members.get(rank, self._config.advertise)}"
+        why = f"{where} is draining, and the engine takes no new transfers"
+        return Unavailable("draining", why, field="rank", value=rank, remedy=ELSEWHERE)
+
+    def _check_room(self, engine: Engine, *, handed: bool = False) -> None:
+        """handed: rank 0 has taken the order, and knows what other ranks say."""
+        most, draining = self._config.max_transfers, self._draining(engine)
+        if draining is not None and (self.draining or not handed):
+            raise draining
         if not engine.session.attached:
             why = f"engine {engine.engine_id} is gone; only what it published is still here"
-            raise NotFound("unknown_engine", why, field="engine_id", value=engine.engine_id, remedy=elsewhere)
+            raise NotFound("unknown_engine", why, field="engine_id", value=engine.engine_id, remedy=ELSEWHERE)
         if self.unfinished >= most:
-            why, remedy = f"{most} transfers are under way", f"try again shortly, or {elsewhere}"
+            why, remedy = f"{most} transfers are under way", f"try again shortly, or {ELSEWHERE}"
             raise Full("full", why, field="max_transfers", value=most, remedy=remedy)
 
     def replace_weights(self, engine: Engine) -> int:
