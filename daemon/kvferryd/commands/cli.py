@@ -21,6 +21,7 @@ INTERRUPTED = 130
 EPILOG = """\
 examples:
   kvferry demo                                two engines of different shape on this machine, every token compared
+  kvferry run -- vllm serve MODEL             an engine, and a daemon beside each of its ranks
   kvferry serve --device cpu                  a daemon for host memory
   kvferry serve --device cuda:0 --config /etc/kvferry.toml
   kvferry keep --device cuda:0                the same, started again when it dies, under living engines
@@ -42,6 +43,7 @@ class Forwarded:
 
 
 FORWARDED = {
+    "run": Forwarded("kvferryd.run", "an engine and its daemons, as one command: kvferry run -- vllm serve MODEL"),
     "keep": Forwarded(
         "kvferryd.process.keeper", "run the daemon, and start it again when it dies; holds its GPU memory"
     ),
@@ -100,15 +102,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
 
-    def command(name: str, help: str, description: str, *examples: str) -> _Parser:
+    def command(name: str, help: str, description: str, *examples: str) -> Parser:
         return commands.add_parser(
             name, help=help, description=description, epilog="\n  ".join(("examples:", *examples)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
 
-    def asking(name: str, help: str, description: str, *examples: str) -> _Parser:
+    def asking(name: str, help: str, description: str, *examples: str) -> Parser:
         asks = command(name, help, description, *examples)
         asks.set_defaults(command=partial(_ask, name))
         asks.add_argument("--daemon", metavar="URL", help="its REST address (default: that of this machine's daemon)")
@@ -161,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     transfers.add_argument("--request-id", metavar="ID", help="only those of one request")
     transfers.add_argument("--state", metavar="STATE", help="only those in one state, for example reading or failed")
     transfers.add_argument(
-        "--watch", nargs="?", const=2.0, type=_seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
+        "--watch", nargs="?", const=2.0, type=seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
     )
     leases = asking(
         "leases", "what was published here, and who reads it",
@@ -187,13 +189,13 @@ def _parser() -> argparse.ArgumentParser:
         "kvferry drain --cancel       take new work again",
     )  # fmt: skip
     instead = drain.add_mutually_exclusive_group()
-    instead.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
+    instead.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help="how long to wait (default: 0)")
     instead.add_argument("--status", action="store_true", help="ask only: neither begin nor end a drain")
     instead.add_argument("--cancel", action="store_true", help="end the drain; new transfers are taken again")
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Of one command. settings: it takes a flag for every setting, also in the spelling of the file.
 
     They are added when they are needed, as pydantic is loaded for them.
@@ -225,7 +227,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, action=action, metavar=form(field).metavar, help=help)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 86400 seconds")

@@ -24,6 +24,8 @@ from kvferryd.observe.foreign import LOST, Writer, event
 
 LOADED, SERVING = "loaded", "serving"
 """What a daemon says of itself."""
+READY = b"READY=1"
+"""Sent to NOTIFY_SOCKET, once, when the first daemon serves: systemd listens there, or `kvferry run`."""
 MOST = 4096
 """Bytes of a message."""
 LASTED_S = 5.0
@@ -84,6 +86,7 @@ class Deaths:
 class Keeper:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = arguments
+        self._starter = os.environ.pop("NOTIFY_SOCKET", "")
         self._selector = selectors.DefaultSelector()
         self._served = self._stopping = self._upgrading = self._json = False
         self._wished = False
@@ -178,6 +181,8 @@ class Keeper:
                     self._current.signal(signal.SIGTERM)
             case "serving":
                 daemon.loading = False
+                if not self._served:
+                    _notify(self._starter)
                 daemon.since, self._served = time.monotonic(), True
                 if self._wished:
                     self._upgrade()
@@ -269,19 +274,19 @@ class Keeper:
                     self._standby.process.returncode = status
                     self._next_standby, self._standby = self._standby.started + STANDBYS_APART_S, None
                     if self._upgrading and self._current.told:
-                        self._report(f"the new daemon is dead ({_words(status)}): another one is loaded")
+                        self._report(f"the new daemon is dead ({how_ended(status)}): another one is loaded")
                     elif self._upgrading:
                         self._upgrading = False
-                        self._report(f"the new daemon does not load ({_words(status)}): the one that serves stays")
+                        self._report(f"the new daemon does not load ({how_ended(status)}): the one that serves stays")
                     else:
-                        self._report(f"the daemon that stood by is dead ({_words(status)}): another one is loaded")
+                        self._report(f"the daemon that stood by is dead ({how_ended(status)}): another one is loaded")
 
     def _current_ended(self, status: int) -> None:
         if self._stopping or not self._served:
             self._end_standby()
             self._ended(status)
             return
-        why, pause_s, now = _words(status), 0.0, time.monotonic()
+        why, pause_s, now = how_ended(status), 0.0, time.monotonic()
         if self._upgrading:
             why = "it was upgraded"
         elif pause_s := self._deaths.pause_s(0.0 if self._current.since is None else now - self._current.since):
@@ -332,7 +337,14 @@ def _received(channel: socket.socket) -> bytes:
         return b""
 
 
-def _words(status: int) -> str:
+def _notify(address: str) -> None:
+    """As sd_notify does."""
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told, contextlib.suppress(OSError):
+            told.sendto(READY, address.replace("@", "\0", 1) if address[0] == "@" else address)
+
+
+def how_ended(status: int) -> str:
     return f"it was ended by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
 
 

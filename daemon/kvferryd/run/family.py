@@ -1,0 +1,140 @@
+"""Processes that belong to this one: what ties them, and how none of them is left.
+
+`kvferry run` is two processes. The first, which the user knows, hands signals on to the second, which does the work.
+When one of them is killed, the other one ends all that is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ORPHANED_S = 10.0
+"""How long what is left may take when its launcher was killed: each has been told to stop by `tied`."""
+CLEANS_S = 5.0
+"""How long what removes the shared memory of the dead may take."""
+CLEANS = b"multiprocessing.resource_tracker"
+"""In the command line of Python's process for that. It ends by itself when all are dead that it watches."""
+TIE = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The same program, which is told to stop when this process ends, however it does."""
+    return [sys.executable, "-I", "-S", "-c", TIE, str(os.getpid()), *command]
+
+
+def guarded(work: Callable[[], int], leave: Callable[[], None]) -> int:
+    """Do `work` in a child, and hand signals on to it; returns its status. leave: takes away what was made for it.
+
+    Not to be called beside threads, as it forks.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    first = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)  # a terminal's Ctrl-C is the first one's to hand on
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        status = 1
+        try:
+            if os.getppid() == first:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
+                status = work()
+        finally:
+            leave()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    for number in HANDED_ON:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
+    while (ended := os.waitpid(-1, 0))[0] != child:  # others are orphans of ours
+        pass
+    for number in HANDED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    end(lambda: living(os.getpid()), ORPHANED_S)
+    leave()
+    status = os.waitstatus_to_exitcode(ended[1])
+    return status if status >= 0 else 128 - status
+
+
+def end(left: Callable[[], Set[int]], patience_s: float) -> None:
+    """Wait until none of them is left, or `patience_s` has passed; then kill them."""
+    deadline, cleaners_spared = time.monotonic() + patience_s, True
+    while alive := left():
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            for pid in alive:
+                if not (cleaners_spared and _cleans(pid)):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            left_s, cleaners_spared = CLEANS_S, False
+            deadline = time.monotonic() + left_s
+        _await_one(alive, left_s)
+
+
+def living(pid: int, spared: Set[int] = frozenset()) -> set[int]:
+    """The descendants of a process that have not ended; without those of `spared`, and these. Children of this process
+    that have ended are reaped, unless they are spared."""
+    parents = dict(_parents())
+    children: dict[int, list[int]] = {}
+    for each, (parent, ended) in parents.items():
+        if parent == os.getpid() and ended and each not in spared:
+            with suppress(ChildProcessError):
+                os.waitpid(each, os.WNOHANG)
+        elif not ended:
+            children.setdefault(parent, []).append(each)
+    found, above = set[int](), [pid]
+    while above:
+        below = [each for each in children.get(above.pop(), ()) if each not in spared]
+        found.update(below)
+        above += below
+    return found
+
+
+def _parents() -> Iterator[tuple[int, tuple[int, bool]]]:
+    """(process, (its parent, whether it has ended)) of all that can be seen."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal():
+            with suppress(OSError):  # it has gone meanwhile
+                state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+                yield int(path.name), (int(parent), state in "ZX")
+
+
+def _cleans(pid: int) -> bool:
+    try:
+        return CLEANS in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _await_one(pids: Set[int], longest_s: float) -> None:
+    """Until one of them has ended."""
+    poll, opened = select.poll(), []
+    try:
+        for pid in pids:
+            try:
+                opened.append(os.pidfd_open(pid))
+            except OSError:  # it has ended
+                return
+            poll.register(opened[-1], select.POLLIN)
+        poll.poll(longest_s * 1000)
+    finally:
+        for each in opened:
+            os.close(each)

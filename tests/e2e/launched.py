@@ -1,0 +1,130 @@
+"""`kvferry run` in a test: its processes by what they are, and whether anything of it is left."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from kvferryd.demo.fleet import HOST, Fleet, Service, _kvferry
+from kvferryd.run.plan import APART
+
+WAIT_S = 120.0
+
+
+@dataclass(eq=False)
+class Launched:
+    """service: the first process. rest, peer: of rank 0's daemon. url: where the engine serves."""
+
+    fleet: Fleet
+    service: Service
+    rest: int
+    peer: int
+    ranks: int
+    url: str
+    seen: set[psutil.Process] = field(default_factory=set)
+
+    @property
+    def said(self) -> str:
+        return self.service.log.read_text(errors="replace")
+
+    def says(self, what: str) -> None:
+        """Wait until it has said so."""
+        self.eventually(lambda: what in self.said, f"it says {what!r}")
+
+    @property
+    def first(self) -> psutil.Process:
+        """Which the user knows."""
+        return psutil.Process(self.service.process.pid)
+
+    @property
+    def second(self) -> psutil.Process:
+        """Which does the work."""
+        (second,) = self.first.children()
+        return second
+
+    def child(self, name: str) -> psutil.Process:
+        """As the log names it: daemon-0 for the keeper of rank 0, engine."""
+        self.says(f"{name} is process")
+        found = re.findall(rf"{name} is process (\d+)", self.said)
+        return psutil.Process(int(found[-1]))
+
+    def serving(self, rank: int = 0) -> psutil.Process:
+        """The daemon that serves now."""
+        return psutil.Process(int(re.findall(rf"daemon-{rank} .* serving .*\bpid=(\d+)", self.said)[-1]))
+
+    def look(self) -> None:
+        """Note all that lives of it now."""
+        self.seen |= {self.first, *self.first.children(recursive=True)}
+
+    def wait(self) -> int:
+        return self.service.process.wait(WAIT_S)
+
+    def eventually(self, holds: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < deadline, f"never: {what}\n{self.service.tail(60)}"
+            time.sleep(0.02)
+
+    def leaves_nothing(self) -> None:
+        """No process, no socket, no port. Memory of daemons has no name: it is gone with them."""
+        self.eventually(lambda: not any(map(_lives, self.seen)), "all its processes have ended")
+        left = [path for path in self.fleet.directory.rglob("*") if path.is_socket() or "kvferry-run-" in path.name]
+        assert not left, left
+        for port, rank in itertools.product((self.rest, self.peer), range(self.ranks)):
+            assert _free(port + rank * APART), f"port {port + rank * APART} is taken\n{self.service.tail(60)}"
+
+
+def launched(
+    fleet: Fleet,
+    command: Sequence[str],
+    *,
+    ranks: int = 1,
+    flags: Sequence[str] = (),
+    port: int = 0,
+    path: str = "/health",
+) -> Launched:
+    """Start it. command: the engine's, with `{port}` for its port."""
+    rest, peer, port = _base(fleet, ranks), _base(fleet, ranks), port or fleet.free_port()
+    own = ["run", f"--rest={HOST}:{rest}", f"--peer={HOST}:{peer}", "--device=cpu", "--arena-mb=16", *flags, "--"]
+    words = [word.replace("{port}", str(port)) for word in command]
+    process, log = fleet._start("run", _kvferry([*own, *words]))
+    service = fleet._add(Service("kvferry run", f"http://{HOST}:{port}", path, process, log))
+    return Launched(fleet, service, rest, peer, ranks, service.url)
+
+
+def refused(command: Sequence[str]) -> str:
+    """What `kvferry run` says that does not start."""
+    done = subprocess.run(_kvferry(["run", *command]), capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 2, done
+    return done.stderr
+
+
+def _base(fleet: Fleet, ranks: int) -> int:
+    while True:
+        port = fleet.free_port()
+        if all(_free(port + rank * APART) for rank in range(1, ranks)):
+            return port
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
