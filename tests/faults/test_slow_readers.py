@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import Daemons, peer_stub, resident_mb
+from fleet import Daemons, agent_of, peer_stub, resident_mb
 from lives import engine_on
 from ranks import TestEngine
 
@@ -28,6 +28,7 @@ async def test_announcements_do_not_queue_for_a_reader_that_does_not_read(
     opening = peer_pb2.ReadOpening(engine_id="announcing", epoch=engine.epoch, reader=reader)
     client, tables = engine.ranks[0].client, engine.take(16).tables()
     async with peer_stub(daemon) as stub:
+        opening.agent_name = await agent_of(stub, "announcing")
         call = stub.Read()
         await call.write(peer_pb2.ReadRequest(opening=opening))
         await _publish(engine, "warm-up", tables, 100)

@@ -245,11 +245,15 @@ async def test_readers(attacked: Target, rng: random.Random, count: int) -> None
     async with raw_engine(attacked) as raw, doors(attacked) as (_, door):
         for request_id in REQUESTS:
             await own.client.publish(f"own-{request_id}", blocks().tables(), 20, readers=1 << 20, ttl_s=LONG_S)
+        asked_first = peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.engine.engine_id)
+        met = unary(door, "Peer", "Handshake", peer_pb2.HandshakeReply, asked_first)
+        assert isinstance(met, peer_pb2.HandshakeReply)
         opening = peer_pb2.ReadRequest(
             opening=peer_pb2.ReadOpening(
                 engine_id=attacked.engine.engine_id,
                 epoch=attacked.engine.epoch,
                 reader=peer_pb2.Reader(engine_id="reader", epoch="1", rank=0, world_size=1),
+                agent_name=met.agent_name,
             )
         )
         pairing = peer_pb2.PairRequest(

@@ -205,11 +205,20 @@ def resident_mb(daemon: DaemonService) -> float:
     return psutil.Process(daemon.process.pid).memory_info().rss / (1 << 20)
 
 
+async def agent_of(stub: peer_pb2_grpc.PeerAsyncStub, engine_id: str) -> str:
+    """The name that an opening for this engine has to give; empty where the handshake is refused."""
+    try:
+        met = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=engine_id))
+    except grpc.aio.AioRpcError:
+        return ""
+    return met.agent_name
+
+
 class ByHand:
     """A reader that says what a test wants; `opening` names whom it reads."""
 
     def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, opening: peer_pb2.ReadOpening) -> None:
-        self.call = stub.Read()
+        self._stub, self.call = stub, stub.Read()
         self._opening: peer_pb2.ReadOpening | None = opening
 
     async def say(self, **request: Any) -> None:
@@ -218,9 +227,11 @@ class ByHand:
             await self.call.write(peer_pb2.ReadRequest(**request))
 
     async def introduce(self) -> None:
-        """Say whom it reads and nothing else: grpc.aio loses a refusal that comes while a write is under way."""
+        """Say whom it reads, after meeting that engine, and nothing else: grpc.aio loses a refusal that comes while a
+        write is under way."""
         if self._opening is not None:
             opening, self._opening = self._opening, None
+            opening.agent_name = opening.agent_name or await agent_of(self._stub, opening.engine_id)
             await self.call.write(peer_pb2.ReadRequest(opening=opening))
 
     async def open(self, request_id: str, reading: int = 1) -> peer_pb2.ReadReply:

@@ -59,6 +59,7 @@ async def test_a_handshake_with_an_engine_that_is_not_here_is_refused(victim: Vi
 OPENS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown engine": ({"engine_id": "nobody"}, "unknown_engine"),
     "an old epoch": ({"epoch": "old"}, "stale_epoch"),
+    "another registration of the engine": ({"agent_name": "kvferry-0123456789abcdef"}, "stale_instance"),
     "no reader": ({"reader": peer_pb2.Reader()}, "malformed_reader"),
     "a reader outside its world": (
         {"reader": peer_pb2.Reader(engine_id="x", epoch="1", rank=3, world_size=2)},

@@ -59,11 +59,7 @@ HIGHEST = (1 << 31) - 1
 BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "stream", "restart source",
          "restart reader", "time", "time", "order again", "late")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
-KNOWN = {
-    f"{NOT_DONE}: peer_lost": "a stream does not say which start of a daemon it is for",
-    "between daemons of ours: protocol": "a stream does not say which start of a daemon it is for",
-    "needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails",
-}
+KNOWN = {"needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails"}
 """Kinds of violations that are known, and why they are there. The protocol without I/O ends them. A night reports all
 others."""
 

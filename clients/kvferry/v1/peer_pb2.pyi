@@ -468,12 +468,15 @@ class ReadOpening(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     READER_FIELD_NUMBER: builtins.int
     SEVERAL_FIELD_NUMBER: builtins.int
+    AGENT_NAME_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the source engine"""
     epoch: builtins.str
     """the epoch the reader planned against"""
     several: builtins.bool
     """the reader takes several replies in one"""
+    agent_name: builtins.str
+    """as the handshake told it: each registration of an engine, at each start of a daemon, has its own"""
     @property
     def reader(self) -> Global___Reader: ...
     def __init__(
@@ -483,9 +486,10 @@ class ReadOpening(google.protobuf.message.Message):
         epoch: builtins.str = ...,
         reader: Global___Reader | None = ...,
         several: builtins.bool = ...,
+        agent_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "reader", b"reader", "several", b"several"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_name", b"agent_name", "engine_id", b"engine_id", "epoch", b"epoch", "reader", b"reader", "several", b"several"]) -> None: ...
 
 Global___ReadOpening: typing_extensions.TypeAlias = ReadOpening
 

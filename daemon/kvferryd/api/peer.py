@@ -129,7 +129,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             if not first.HasField("opening"):
                 raise Malformed("malformed_stream", "the first message names reader and source", field="opening")
             opening = first.opening
-            engine = self._of_epoch(opening.engine_id, opening.epoch)
+            engine = self._as_met(opening)
             who = replace(_reader(opening.reader), host=host_of(context))
             gatherer = Gatherer(engine.manifest, engine.addresses, engine.arena, engine.pairings)
             retired, announcing = engine.session.retired, not engine.strict
@@ -140,7 +140,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             async with aclosing(served.replies(requests)) as replies:
                 async for reply in replies:
                     yield reply
-            self._of_epoch(opening.engine_id, opening.epoch)  # raises when it is over: the reader shakes hands anew
+            self._as_met(opening)  # raises when it is over: the reader shakes hands anew
         except KvferryError as error:
             # As a message: gRPC loses the status of a call whose caller is writing when it ends.
             yield peer_pb2.ReadReply(problem=problem_to_proto(error))
@@ -264,6 +264,16 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if not engine.has_rank_with(key):
             why, remedy = f"only ranks of engine {engine.engine_id} hand on its orders", "POST /v1/transfers"
             raise Forbidden("not_a_rank", why, field="key", remedy=remedy)
+        return engine
+
+    def _as_met(self, opening: peer_pb2.ReadOpening) -> Engine:
+        """The engine, for a reader that has met it as it is registered now. Raises KvferryError."""
+        engine = self._of_epoch(opening.engine_id, opening.epoch)
+        if engine.agent.name != opening.agent_name:
+            raise Conflict(
+                "stale_instance", f"engine {engine.engine_id} was registered here anew", field="agent_name",
+                value=opening.agent_name, remedy="shake hands again, and name the agent that is met then",
+            )  # fmt: skip
         return engine
 
     def _of_epoch(self, engine_id: str, epoch: str) -> Engine:

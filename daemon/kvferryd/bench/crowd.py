@@ -94,7 +94,9 @@ async def _reader(number: int, engine_id: str, address: str) -> None:
     await agent.add_peer(source)
     await agent.warm(source.alias, Span(said.regions[0].address, said.regions[0].nbytes, "host"))
     reader = peer_pb2.Reader(**rank._asdict(), key=secrets.token_bytes(32))
-    opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=said.manifest.epoch, reader=reader, several=True)
+    opening = peer_pb2.ReadOpening(
+        engine_id=engine_id, epoch=said.manifest.epoch, reader=reader, several=True, agent_name=said.agent_name
+    )
     _kept.append(ReaderStream(channel.stub, channel.contact, opening, several=True))
 
 

@@ -584,7 +584,9 @@ def _rank(
         if region.id not in regions or regions[region.id].nbytes < region.nbytes:
             raise wrong(f"gave no address for region {region.id}", "regions", region.id)
     reader = reader_of(engine, engine_id)
-    opening = peer_pb2.ReadOpening(engine_id=engine_id, epoch=manifest.epoch, reader=reader, several=True)
+    opening = peer_pb2.ReadOpening(
+        engine_id=engine_id, epoch=manifest.epoch, reader=reader, several=True, agent_name=reply.agent_name
+    )
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
     slow = any(region.slow for region in reply.regions)
     return PeerRank(channel, manifest, *told, regions, opening, staging, slow, reply.several)

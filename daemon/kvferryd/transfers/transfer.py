@@ -32,7 +32,9 @@ from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
 log = logs.get(__name__)
-STALE = frozenset({"stale_epoch", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"})
+STALE = frozenset(
+    {"stale_epoch", "stale_instance", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"}
+)
 """Errors after which a peer is no longer what it was at the handshake: the next order shakes hands anew."""
 
 
@@ -372,7 +374,8 @@ class Transfer:
             except BaseException as error:
                 stale = self._give_up(peer, readers, error)
                 peers.leave(peer)
-                if not stale or not again or order.epoch:
+                over = isinstance(error, KvferryError) and error.code == "stale_epoch" and order.epoch
+                if not stale or not again or over:
                     raise
                 self._readers = []
                 self.phases.published()  # this source, which said `unpublished`, is not asked again
