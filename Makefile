@@ -9,6 +9,8 @@ VLLM          ?= 0.32.0
 SGLANG_VENV   ?= .venv-sglang
 SGLANG_READY  := $(SGLANG_VENV)/.ready
 SGLANG        ?= 0.5.23
+RELEASE_VENV  ?= .venv-release
+RELEASE_READY := $(RELEASE_VENV)/.ready
 # Three processes, on two cores as well: much of a test is waiting for others; more starve the daemons on a slow machine.
 # tests/conftest.py says what goes together.
 BESIDE        ?= --numprocesses 3 --dist loadgroup --no-loadscope-reorder
@@ -23,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $$(test ! -f $(1)/pyvenv.cfg || echo --clear) $(1)
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise soak soak-vllm lint format proto reference models bench clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise soak soak-vllm lint format proto reference models bench release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,5 +127,14 @@ bench-tcp: $(READY) $(ENGINES_READY) ## host memory over TCP alone, beside NIXL 
 bench-sglang: $(READY) $(SGLANG_READY) ## handover between real SGLang engines, beside SGLang's own NIXL backend
 	@$(BIN)/python tests/engines/bench_sglang.py $(BENCH)
 
+release: $(RELEASE_READY) ## wheel, source archive, chart, images, SBOM and checksums of a tag, into dist/ (docs/releasing.md)
+	@$(RELEASE_VENV)/bin/python deploy/release.py
+
+$(RELEASE_READY): deploy/locks/build.txt deploy/locks/sbom.txt
+	@echo "setting up $(RELEASE_VENV): half a minute"
+	@$(call venv,$(RELEASE_VENV))
+	@$(RELEASE_VENV)/bin/python -m pip install --quiet --require-hashes --requirement deploy/locks/build.txt --requirement deploy/locks/sbom.txt
+	@touch $@
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(RELEASE_VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,7 +35,7 @@ def pattern(said: str) -> str:
     return ".*?".join(r"\s+".join(map(re.escape, part.split())) for part in said.split("..."))
 
 
-def follow(page: Path, folder: Path) -> None:
+def follow(page: Path, folder: Path, binaries: Path = Path(sys.executable).parent) -> None:
     """In a shell of its own, with ports and a folder that nobody else has."""
     fleet = Fleet(folder)
     text = {port: str(fleet.free_port()) for port in ("7410", "7411", "7420", "7421")} | {"/tmp/kvferry": str(folder)}
@@ -46,7 +46,7 @@ def follow(page: Path, folder: Path) -> None:
         for old, new in text.items():
             commands = commands.replace(old, new)
         script += f"{commands}\necho END-{number}\n"
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         ["bash"], cwd=ROOT, env=environment, stdin=-1, stdout=-1, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -69,6 +69,25 @@ def follow(page: Path, folder: Path) -> None:
 @pytest.mark.parametrize("page", [ROOT / "docs" / "start.md"], ids=lambda page: page.name)
 def test_the_page_can_be_followed(page: Path, tmp_path: Path) -> None:
     follow(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_page_can_be_followed_with_a_wheel_in_a_fresh_environment(tmp_path: Path) -> None:
+    """The pip install that it begins with, of the wheel of a release; from the registry that pip is configured with."""
+    dist, fresh, page = tmp_path / "dist", tmp_path / "fresh", ROOT / "docs" / "start.md"
+    released = os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION": "0.1.0"}
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", dist]
+    subprocess.run(build, cwd=ROOT, env=released, check=True, capture_output=True, timeout=60)
+    (wheel,) = dist.glob("kvferry-0.1.0-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", fresh], check=True, timeout=120)
+    installs = re.findall(r"^pip install (.+)$", page.read_text(), re.MULTILINE)
+    assert installs == ['".[daemon]"', "--no-deps nixl-cu13"]
+    for wanted in ([f"{wheel}[daemon]"], ["--no-deps", "nixl-cu13"]):
+        subprocess.run([fresh / "bin" / "pip", "install", "--quiet", *wanted], check=True, timeout=400)
+    told = subprocess.run([fresh / "bin" / "kvferry", "--version"], check=True, capture_output=True, timeout=60)
+    assert told.stdout == b"kvferry 0.1.0\n"
+    follow(page, tmp_path / "run", fresh / "bin")
 
 
 def test_a_page_that_promises_something_else_is_noticed(tmp_path: Path) -> None:
