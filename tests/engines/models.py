@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -65,6 +64,8 @@ TOKENS = 70
 """A request has at least so many: blocks of 16 and of 64, the last ones in part; or what makes a second block."""
 PROMPT = 8192
 """Tokens of the request whose `plan` and `bind` are timed."""
+REPEATS = 100
+"""Calls, the fastest of which is told."""
 NHD, HND = "LBNHC", "LBHNC"
 
 
@@ -393,8 +394,8 @@ def row(name: str) -> list[str]:
 
 
 def times(name: str) -> list[str]:
-    """Milliseconds of a core that `plan` and `bind` take, of the whole model: the longest of the pairs, each the median
-    of 9."""
+    """Milliseconds of a core that `plan` and `bind` take, of the whole model: the longest of the pairs, each the
+    fastest of many."""
     heads.NOTED.clear()
     longest = [0.0, 0.0]
     for source, reader in map(SHAPES.__getitem__, TIMED):
@@ -406,31 +407,34 @@ def times(name: str) -> list[str]:
         except (NotRun, KvferryError):
             continue
         tables = {i: each.tables for i, each in enumerate(sources)}
-        taken = [_median_ms(planned, sources, own), _median_ms(bind, found, tables, own.tables, (0, PROMPT))]
+        taken = [_best_ms(planned, sources, own), _best_ms(bind, found, tables, own.tables, (0, PROMPT))]
         longest = list(map(max, longest, taken))
     return [f"{each:.2g}" if each else "-" for each in longest]
 
 
-def _median_ms(call: Any, *arguments: Any) -> float:
+def _best_ms(call: Any, *arguments: Any) -> float:
+    """A core's time, of the fastest: a machine with other work disturbs it least."""
     taken = []
-    for _ in range(9):
+    for _ in range(REPEATS):
         start = time.thread_time()
         call(*arguments)
         taken.append(1000 * (time.thread_time() - start))
-    return median(taken)
+    return min(taken)
 
 
-def write(chosen: Sequence[str]) -> None:
-    """Put the rows of these models into the page, those of others as they are. A process each: memory is given back."""
-    for name in chosen:
-        run = [sys.executable, __file__, "--times", name]
-        found = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
-        head, rest = PAGE.read_text().split(BEGIN)
-        table, tail = rest.split(END)
-        rows = {line.split("|")[1].strip(): line for line in [*table.splitlines()[2:], found[-1]]}
-        ordered = [rows[each] for each in MODELS if each in rows]
-        PAGE.write_text(head + BEGIN + "\n".join([*TITLES, *ordered, END]) + tail)
-        print(found[-1], flush=True)
+def row_of(name: str, *, timed: bool) -> str:
+    """The row of a model, from a process of its own: it gives its memory back, and vLLM's groups are of one model."""
+    run = [sys.executable, __file__, *(["--times"] if timed else []), name]
+    return subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+
+
+def write(line: str) -> None:
+    """Put this row into the page, those of other models as they are."""
+    head, rest = PAGE.read_text().split(BEGIN)
+    table, tail = rest.split(END)
+    rows = {each.split("|")[1].strip(): each for each in [*table.splitlines()[2:], line]}
+    ordered = [rows[each] for each in MODELS if each in rows]
+    PAGE.write_text(head + BEGIN + "\n".join([*TITLES, *ordered, END]) + tail)
 
 
 TITLES = [_line(["model", *SHAPES, "plan, ms", "bind, ms"]), "|---" * (len(SHAPES) + 3) + "|"]
@@ -443,11 +447,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/models.md, with times")
     options = parser.parse_args()
     torch.set_num_threads(1)  # tensors are small, and threads wait for one another
-    if options.write:
-        write(options.models or list(MODELS))
+    if len(options.models) == 1 and not options.write:
+        (name,) = options.models
+        print(_line([name, *row(name), *(times(name) if options.times else [])]))
         return
     for name in options.models or MODELS:
-        print(_line([name, *row(name), *(times(name) if options.times else [])]), flush=True)
+        line = row_of(name, timed=options.times or options.write)
+        print(line, flush=True)
+        if options.write:
+            write(line)
 
 
 if __name__ == "__main__":
