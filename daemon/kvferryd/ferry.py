@@ -48,7 +48,7 @@ log = logs.get(__name__)
 LOOK_S, COME_ALONG_S = 1.0, 3.0
 """How often the files of what proves us are looked at; how long callers have to connect anew by theirs."""
 NAMED = 32
-"""Readers of one lease that a line of the log names."""
+"""Readers of one lease that a line of the log names, and missing ranks of which /readyz says why."""
 UNMET, UNMET_S = 64, 600.0
 """Daemons without a handshake that are said not to answer, and for how long after the last call."""
 
@@ -353,7 +353,9 @@ class Ferry:
         for engine in registered:
             name = f"engine {engine.engine_id}"
             if missing := engine.missing_ranks():
-                reasons.append(f"{name}: the daemons of ranks {missing} have not joined, or have gone")
+                known = [self.roster.seed.why_missing(engine.engine_id, engine.epoch, rank) for rank in missing[:NAMED]]
+                why = "".join(f"; {each}" for each in known if each)
+                reasons.append(f"{name}: the daemons of ranks {missing} have not joined, or have gone{why}")
             if fault := self.roster.fault(engine):
                 reasons.append(f"{name}: {fault}")
             if engine.agent.broken:

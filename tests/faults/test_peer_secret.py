@@ -93,7 +93,7 @@ async def test_daemons_move_bytes_with_one_secret_and_none_with_two(
     _, stranger = await engine_on(stack, "x", await start(daemons, "x", theirs))
     kv, _ = await published(source, "one")
     await receives(reader, "one", kv, source.source())
-    assert await prewarm(stranger, source.source()) == "peer_unreachable"
+    assert await prewarm(stranger, source.source()) == "proof_failed"
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ async def test_an_impostor_that_is_dialled_gets_no_call(
         await server.start()
         try:
             source = SourceBody(engine_id="s", address=f"127.0.0.1:{port}")
-            assert await prewarm(router, source) == "peer_unreachable"
+            assert await prewarm(router, source) == ("proof_failed" if credentials else "peer_unreachable")
         finally:
             await server.stop(0)
     assert calls == []
@@ -183,7 +183,7 @@ async def test_an_impostor_sees_no_certificate_of_a_daemon_that_dials_it(
     stack.callback(server.close)
     _, router = await engine_on(stack, "r3", await start(daemons, "r3", ours))
     source = SourceBody(engine_id="s", address=f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    assert await prewarm(router, source) == "peer_unreachable"
+    assert await prewarm(router, source) == "proof_failed"
     assert not any(seen)
 
 

@@ -293,7 +293,7 @@ async def test_who_is_left_with_an_old_secret_is_cut_off_in_connections_that_sta
     assert (await refusal(stale.Handshake(peer_pb2.HandshakeRequest()))).code == "proof_over", "nor a new call"
     with pytest.raises(TransferFailed):
         await asyncio.wait_for(reading, TIMEOUT_S)
-    assert await prewarm(router, behind.source()) == "peer_unreachable"
+    assert await prewarm(router, behind.source()) == "proof_failed"
     kv, _ = await published(source, "after")
     await receives(reader, "after", kv, source.source())
 
@@ -335,10 +335,10 @@ async def test_a_caller_is_let_in_by_its_certificate(
 
 
 SERVERS = {
-    "of another authority": ("other", (HERE,), "peer_unreachable"),
-    "run out": ("expired", (HERE,), "peer_unreachable"),
-    "for another name": ("ours", ("elsewhere.example",), "peer_unreachable"),
-    "for another address": ("ours", ("127.0.0.9",), "peer_unreachable"),
+    "of another authority": ("other", (HERE,), "proof_failed"),
+    "run out": ("expired", (HERE,), "proof_failed"),
+    "for another name": ("ours", ("elsewhere.example",), "proof_failed"),
+    "for another address": ("ours", ("127.0.0.9",), "proof_failed"),
     "right": ("ours", (HERE,), "malformed_manifest"),  # let in: what it answers there is nonsense
 }
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
-import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
@@ -22,10 +24,12 @@ from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
 from kvferryd.commands import say
+from kvferryd.commands.cli import main
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 pytestmark = pytest.mark.anyio
-MAIN = "import sys; from kvferryd.commands.cli import main; sys.exit(main())"
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+Kvferry: TypeAlias = Callable[..., Awaitable[tuple[int, str]]]
 
 
 @dataclass
@@ -55,22 +59,31 @@ class Scene:
             await self.moved(f"again-{uuid.uuid4().hex}")
         return not (await self.router.ready()).warnings
 
-    async def failed(self, request_id: str, address: str, deadline_s: float = 20.0) -> str:
-        """The code with which a request fails that is to be read from there."""
+    async def read_again(self) -> bool:
+        """The same, whatever warnings there are of others."""
+        with suppress(TransferFailed):
+            await self.moved(f"again-{uuid.uuid4().hex}")
+            return True
+        return False
+
+    async def failure(self, request_id: str, address: str, deadline_s: float = 20.0) -> TransferFailed:
+        """The error of a request that is to be read from there."""
         source = SourceBody(engine_id=self.source.engine_id, address=address)
         with pytest.raises(TransferFailed) as failed:
             await self.reader.receive(request_id, self.reader.take(50), source=source, deadline_s=deadline_s)
-        return failed.value.code
+        return failed.value
 
 
-async def kvferry(*arguments: str) -> tuple[int, str]:
+@pytest.fixture
+def kvferry(capsys: pytest.CaptureFixture[str]) -> Kvferry:
     """A command's exit status, and what it printed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", MAIN, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    said, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
-    assert process.returncode is not None
-    return process.returncode, said.decode()
+
+    async def command(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = await asyncio.to_thread(main, arguments)
+        return status, capsys.readouterr().out
+
+    return command
 
 
 @contextmanager
@@ -93,7 +106,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
 
 
 async def test_a_peer_is_shown_with_how_it_fares_and_with_the_ways_that_cannot_be_had(
-    scene: Scene, request_id: str
+    scene: Scene, kvferry: Kvferry, request_id: str
 ) -> None:
     await scene.moved(request_id)
     status, said = await kvferry("peers", "--daemon", scene.here.url)
@@ -111,10 +124,12 @@ async def test_a_peer_is_shown_with_how_it_fares_and_with_the_ways_that_cannot_b
     assert (reads[0], reads[1], reads[3]) == ("seen-reader", "0/1", "seen-source")
 
 
-async def test_a_peer_that_stands_still_comes_first_and_is_an_exit_status(scene: Scene, request_id: str) -> None:
+async def test_a_peer_that_stands_still_comes_first_and_is_an_exit_status(
+    scene: Scene, kvferry: Kvferry, request_id: str
+) -> None:
     await scene.moved(request_id)
     with standing_still(scene.there):
-        await scene.failed(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
+        await scene.failure(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
         status, said = await kvferry("peers", "--daemon", scene.here.url)
         assert status == 1
         row = said.splitlines()[1].split()
@@ -131,7 +146,7 @@ async def test_a_peer_that_stands_still_comes_first_and_is_an_exit_status(scene:
     assert (await kvferry("peers", "--daemon", scene.here.url))[0] == 0
 
 
-async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, request_id: str) -> None:
+async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
     await scene.moved(request_id)
     status, said = await kvferry("status", "--daemon", scene.here.url)
     assert status == 0
@@ -145,7 +160,7 @@ async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, request_id
     assert engine.cache_bytes == scene.reader.ranks[0].region.nbytes
 
     with standing_still(scene.there):
-        await scene.failed(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
+        await scene.failure(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
         status, said = await kvferry("status", "--daemon", scene.here.url)
         assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "ready, 1 warning")
         assert f"warning: engine seen-source: rank 0 at {scene.there.peer} has not answered" in said
@@ -155,7 +170,7 @@ async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, request_id
     await until(scene.well, "the peer is well again")
 
 
-async def test_leases_are_listed_with_who_reads_them(scene: Scene, request_id: str) -> None:
+async def test_leases_are_listed_with_who_reads_them(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
     await scene.moved(request_id)
     await published(scene.source, f"{request_id}-held")
     status, said = await kvferry("leases", "--daemon", scene.there.url)
@@ -172,9 +187,11 @@ async def test_leases_are_listed_with_who_reads_them(scene: Scene, request_id: s
     await scene.source_router.revoke_lease(f"{request_id}-held")
 
 
-async def test_an_address_where_nobody_ever_answered_is_shown(scene: Scene, request_id: str) -> None:
+async def test_an_address_where_nobody_ever_answered_is_shown(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
     nowhere = "127.0.0.1:9"
-    assert await scene.failed(request_id, nowhere) == "peer_unreachable"
+    failed = await scene.failure(request_id, nowhere)
+    assert failed.code == "peer_unreachable"
+    assert f"nobody listens at {nowhere}: the connection was refused" in str(failed)
     status, said = await kvferry("peers", "--daemon", scene.here.url)
     assert status == 1
     row = said.splitlines()[1].split()
@@ -182,3 +199,60 @@ async def test_an_address_where_nobody_ever_answered_is_shown(scene: Scene, requ
     assert "peer_unreachable" in row
     (warning,) = [each for each in (await scene.router.ready()).warnings if nowhere in each]
     assert "a daemon that was never met" in warning
+
+
+async def test_the_rest_port_in_place_of_the_peer_port_is_named(
+    scene: Scene, kvferry: Kvferry, request_id: str
+) -> None:
+    rest = scene.there.url.removeprefix("http://")
+    failed = await scene.failure(request_id, rest)
+    assert f"what listens at {rest} is no kvferry peer port" in str(failed)
+    assert "is this the REST port" in failed.remedy
+    for command in ("status", "peers"):
+        status, said = await kvferry(command, "--daemon", scene.here.url)
+        assert status == 1
+        assert f"what listens at {rest} is no kvferry peer port" in said
+
+
+async def test_silence_is_told_in_seconds(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
+    await scene.moved(request_id)
+    with standing_still(scene.there):
+        await scene.failure(f"{request_id}-late", scene.there.peer)
+
+        async def told() -> bool:
+            status, said = await kvferry("peers", "--daemon", scene.here.url)
+            return status == 1 and f"{scene.there.peer} has not answered for " in said
+
+        await until(told, "the silence is told in seconds")
+    await until(scene.read_again, "the peer is well again")
+
+
+async def test_certificates_for_another_name_are_told_with_both_names(
+    scene: Scene, kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    recipe = re.search(r"```sh\n(openssl req -x509.*?)```", OPERATIONS.read_text(), re.DOTALL)
+    assert recipe is not None
+    made = await asyncio.create_subprocess_exec(
+        "sh", "-e", "-c", recipe[1].replace("10.0.0.8", "127.0.0.1"), cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    assert await asyncio.wait_for(made.wait(), TIMEOUT_S) == 0
+
+    def proof(host: str) -> list[str]:
+        files = {"cert": f"{host}.pem", "key": f"{host}.key", "ca": "ca.pem"}
+        return [part for kind, file in files.items() for part in (f"--tls-{kind}", str(tmp_path / file))]
+
+    (wrong,), (right,) = await asyncio.gather(
+        daemons.start("wrong", 1, *proof("10.0.0.7")), daemons.start("right", 1, *proof("127.0.0.1"))
+    )
+    await engine_on(stack, "wrong-source", wrong)
+    reader, router = await engine_on(stack, "right-reader", right)
+    with pytest.raises(TransferFailed) as failed:
+        await reader.receive("r", reader.take(50), source=SourceBody(engine_id="wrong-source", address=wrong.peer))
+    assert failed.value.code == "proof_failed"
+    why = "a certificate for 127.0.0.1 was expected, one for 10.0.0.7 was shown: it is for another name"
+    assert f"{wrong.peer} does not prove itself: {why}" in str(failed.value)
+    assert any(why in warning for warning in (await router.ready()).warnings)
+    for command in ("status", "peers"):
+        status, said = await kvferry(command, "--daemon", right.url)
+        assert status == 1
+        assert why in said

@@ -69,6 +69,29 @@ async def test_a_handshake_names_the_ranks_that_are_missing(
     assert "ranks [1]" in readiness.reasons[0]
 
 
+async def test_rank_0_says_why_another_rank_is_not_there(
+    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack
+) -> None:
+    first, second = two
+    await retired(first, second)
+    await rank_of(stack, "apart", first, 0, epoch="1")
+    router = await stack.enter_async_context(RouterClient(first.url))
+
+    async def says(why: str) -> None:
+        async def so() -> bool:
+            return any(why in reason for reason in (await router.ready()).reasons)
+
+        await until(so, f"rank 0 says: {why}")
+
+    await says("the daemons of ranks [1] have not joined")
+    other = await start_rank("apart", second.socket, TP2, 1, "2")
+    await says(f"rank 1 has joined from {second.peer} in epoch 2, and this one is in 1")
+    await other.client.close()
+    (stranger,) = await daemons.start("stranger", 1, "--advertise", "127.0.0.1:9", "--roster", first.peer)
+    await rank_of(stack, "apart", stranger, 1, epoch="1")
+    await says("rank 1 was not let in: nobody listens at 127.0.0.1:9: the connection was refused")
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [

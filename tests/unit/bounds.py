@@ -145,7 +145,8 @@ UNDER_WAY: dict[str, Row] = {
     # These worlds have no rosters, known peers or engines that hand files over.
     **dict.fromkeys(
         ("KnownPeers._failed", "KnownPeers._meeting", "KnownPeers._met", "KnownPeers._resolved", "KnownPeers._tasks",
-         "Roster._joining", "Roster._tasks", "Roster._telling", "Seed._joined"),
+         "Roster._joining", "Roster._tasks", "Roster._telling", "Seed._joined",
+         "Seed._kept_out"),
         lambda kept: 0,
     ),
 }  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from cryptography.x509.oid import NameOID
 from kvferryd.commands.cli import main
 from kvferryd.commands.doctor import CHECK, CHECKS, ports
 from kvferryd.config import OPTIONS
+from kvferryd.peers.certificates import is_for
 
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 NO_GPU = not list(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -93,6 +97,7 @@ def test_certificates_that_expire_are_told_in_time(
     made = (
         x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(own.public_key()).serial_number(1)
         .not_valid_before(now - timedelta(days=30)).not_valid_after(now + timedelta(days=days, hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
         .sign(own, hashes.SHA256())
     )  # fmt: skip
     cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
@@ -100,6 +105,57 @@ def test_certificates_that_expire_are_told_in_time(
     key.write_bytes(own.private_bytes(pem, plain, serialization.NoEncryption()))
     _, told = found(capsys, "--tls-cert", str(cert), "--tls-key", str(key), "--tls-ca", str(cert))
     assert {each["level"] for each in told.get("certificates", [])} == ({level} if level else set())
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the openssl commands of docs/operations.md were run."""
+    (recipe,) = re.findall(r"```sh\n(openssl req -x509.*?)```", OPERATIONS.read_text(), re.DOTALL)
+    folder = tmp_path_factory.mktemp("issued")
+    subprocess.run(["sh", "-e", "-c", recipe], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def tls(folder: Path, host: str, authority: str = "ca.pem") -> tuple[str, ...]:
+    files = {"cert": f"{host}.pem", "key": f"{host}.key", "ca": authority}
+    return tuple(part for kind, file in files.items() for part in (f"--tls-{kind}", str(folder / file)))
+
+
+def test_certificates_of_the_recipe_are_right(issued: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, told = found(capsys, *tls(issued, "10.0.0.7"), "--advertise", "10.0.0.7:7411", "--allow-peers", "10.0.0.0/8")
+    assert "certificates" not in told
+
+
+def test_a_certificate_for_another_name_than_is_advertised_is_wrong(
+    issued: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, told = found(capsys, *tls(issued, "10.0.0.7"), "--advertise", "10.0.0.8:7411", "--allow-peers", "10.0.0.0/8")
+    (said,) = told["certificates"]
+    assert said["level"] == "wrong"
+    assert said["what"].endswith("10.0.0.7.pem is for 10.0.0.7, and peers dial 10.0.0.8, the host of advertise")
+    assert "subjectAltName IP:10.0.0.8" in said["remedy"]
+
+
+def test_a_certificate_of_another_authority_than_tls_ca_is_wrong(
+    issued: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = tls(issued, "10.0.0.7", "10.0.0.8.pem")
+    said = checked(capsys, *files, "--advertise", "10.0.0.7:7411", "--allow-peers", "10.0.0.0/8")
+    assert f"no authority in {issued}/10.0.0.8.pem has signed {issued}/10.0.0.7.pem" in said
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "answer"),
+    [
+        ("decode-0.peers.svc", ["*.peers.svc"], True),
+        ("a.decode-0.peers.svc", ["*.peers.svc"], False),
+        ("peers.svc", ["*.peers.svc"], False),
+        ("Decode.svc", ["decode.SVC"], True),
+        ("10.0.0.7", ["10.0.0.8", "10.0.0.7"], True),
+    ],
+)
+def test_a_wildcard_stands_for_one_label(host: str, names: list[str], answer: bool) -> None:
+    assert is_for(host, names) is answer
 
 
 # serve --check

@@ -37,7 +37,6 @@ from kvferryd.leases.lease import ReaderId, reader_id
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.observe import logs
-from kvferryd.peers import allow
 from kvferryd.peers.roster import Member
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import pairing_of, prepare_gather
@@ -84,7 +83,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Join(self, request: peer_pb2.JoinRequest, context: Context) -> AsyncIterator[peer_pb2.Roster]:
         protocol(request.protocol_min, request.protocol_max)
         member = request.member
-        allow.check(member.address, self._ferry.config.allow_peers)
         if max(len(request.engine_id), len(member.epoch)) > 256 or request.world_size > MAX_WORLD_SIZE:
             raise Malformed(
                 "malformed_member", "engine_id, epoch or rank are out of bounds", field="member", value=member.rank

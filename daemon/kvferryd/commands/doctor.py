@@ -88,11 +88,22 @@ def roster(config: Config) -> Iterator[Finding]:
 
 
 def certificates(config: Config) -> Iterator[Finding]:
-    from kvferryd.peers.certificates import CertificateFiles, expires_at
+    from kvferryd.peers.certificates import CertificateFiles, expires_at, is_for, names_in
 
     if config.tls is None:
         return
-    CertificateFiles.of(config)  # raises when they do not fit
+    files = CertificateFiles(*config.tls)  # raises when they do not fit
+    own, (host, _) = files.current(), split_address(config.advertise)
+    names = names_in(own.certificate)
+    if not is_for(host, names):
+        kind = "IP" if ":" in host or host.replace(".", "").isdigit() else "DNS"
+        yield wrong(
+            f"{config.tls[0]} is for {', '.join(names) or 'no name'}, and peers dial {host}, the host of advertise",
+            f"issue it with the subjectAltName {kind}:{host}, or advertise a name that it is for",
+        )
+    if not own.vouches_for(own.certificate):
+        what = f"no authority in {config.tls[2]} has signed {config.tls[0]}: peers with that tls_ca do not take it"
+        yield wrong(what, "issue it by an authority that the tls_ca of all daemons has, its chain in the same file")
     for file in (config.tls[0], config.tls[2]):
         ends = expires_at(file.read_bytes())
         left = (ends - datetime.now(UTC)).total_seconds() / 86400 if ends else RENEW_DAYS

@@ -6,7 +6,7 @@ import abc
 import functools
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -126,6 +126,30 @@ def expires_at(pem: bytes) -> datetime | None:
         return x509.load_pem_x509_certificate(pem).not_valid_after_utc
     except (ValueError, x509.InvalidVersion):
         return None
+
+
+def names_in(pem: bytes) -> list[str]:
+    """The names and addresses that the first certificate of a PEM file is for; its common name, which nobody checks,
+    where it has none."""
+    from cryptography import x509  # 60 ms, for who has certificates
+
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        try:
+            found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except x509.ExtensionNotFound:
+            return [f"{str(each.value)!r} (by its common name)" for each in certificate.subject]
+        names = found.get_values_for_type(x509.DNSName)
+        return [*names, *map(str, found.get_values_for_type(x509.IPAddress))]
+    except (ValueError, x509.InvalidVersion):
+        return []
+
+
+def is_for(host: str, names: Iterable[str]) -> bool:
+    """Whether who dials this host takes a certificate for these names: the name itself, or a wildcard for its first
+    label."""
+    behind = host.partition(".")[2]
+    return any(each.lower() in (host.lower(), f"*.{behind.lower()}") for each in names)
 
 
 class CertificateFiles(Certificates):

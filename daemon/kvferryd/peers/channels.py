@@ -132,6 +132,7 @@ class _Shared:
         self, address: str, identity: Identity | None, contact: Contact, closed: Callable[[_Shared], None]
     ) -> None:
         self.address, self.identity, self.contact, self.users = address, identity, contact, 0
+        contact.expected = (identity.name or allow.split(address)[0]) if identity else ""
         self._closed = closed
         self._channel = _dial(address, identity)
         self.stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(self._channel)

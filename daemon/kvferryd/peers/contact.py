@@ -12,8 +12,9 @@ import grpc
 
 from kvferry.errors import Caused, Kind, KvferryError, PeerFailed
 from kvferry.rpc import SILENT, UNREACHABLE, error_of
+from kvferryd.peers.unreached import unreached
 
-LOST = frozenset({"peer_unreachable", "peer_lost"})
+LOST = frozenset({"peer_unreachable", "peer_lost", "proof_failed"})
 """Codes that say nothing of a daemon but that it did not answer."""
 
 
@@ -22,6 +23,8 @@ class Contact:
     """One daemon elsewhere, by its address. Times are seconds since 1970."""
 
     address: str
+    expected: str = ""
+    """The name for which its certificate must be; empty where it need not prove itself."""
     answered_at: float | None = None
     failures: int = 0
     """In a row."""
@@ -48,9 +51,10 @@ class asking:  # noqa: N801  used like a function
 
     def __init__(self, contact: Contact, ended: KvferryError | None = None) -> None:
         self._contact, self._ended = contact, ended
+        self._began = 0.0
 
     async def __aenter__(self) -> None:
-        return None
+        self._began = time.monotonic()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -60,7 +64,7 @@ class asking:  # noqa: N801  used like a function
             # kept for long, so it must not hold those frames.
             error.__traceback__ = None
             del traceback
-            problem = self._problem(error)
+            problem = await self._problem(error)
             if problem.code in LOST:
                 self._contact.failed(problem)
             else:
@@ -69,13 +73,16 @@ class asking:  # noqa: N801  used like a function
         if error is None or isinstance(error, KvferryError):
             self._contact.answered()
 
-    def _problem(self, error: BaseException) -> KvferryError:
+    async def _problem(self, error: BaseException) -> KvferryError:
         address = self._contact.address
         if not isinstance(error, grpc.aio.AioRpcError):  # of a call on a channel that is closed
             return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
         problem = error_of(error, f"peer {address}", self._ended)
         if problem.code not in (UNREACHABLE, SILENT):
             return of_peer(problem)
+        took_s = time.monotonic() - self._began
+        if known := await unreached(error, address, self._contact.expected, took_s):
+            return known
         return PeerFailed(
             "peer_unreachable", problem.message, field=problem.field, value=problem.value, remedy=problem.remedy
         )

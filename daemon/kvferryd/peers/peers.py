@@ -30,7 +30,7 @@ from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.certificates import Certificates
 from kvferryd.peers.channels import Channel, Channels
-from kvferryd.peers.contact import asking
+from kvferryd.peers.contact import LOST, asking
 from kvferryd.peers.peer import Home, PeerEngine, PeerRank, Staging
 from kvferryd.plan import Plan, plan
 from kvferryd.plan.cost import COSTS, cheapest
@@ -54,7 +54,7 @@ HOMES = 4096
 """Engines whose daemons are remembered after they are forgotten as peers."""
 FORGOTTEN = 64
 """Engines that are listed, where they do not answer, after they are forgotten as peers."""
-OVER = frozenset({"peer_unreachable", "peer_lost", "unknown_engine"})
+OVER = frozenset({"unknown_engine", *LOST})
 """What a handshake is answered with where the engine is no more."""
 
 

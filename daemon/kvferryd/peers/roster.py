@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cachetools import LRUCache
+
 from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2
@@ -28,6 +30,8 @@ from kvferryd.peers.channels import Channels
 log = logs.get(__name__)
 RETRY_S = (0.1, 2.0)
 """First and longest pause before joining again."""
+KEPT_OUT = 256
+"""Ranks of which is remembered why they may not join."""
 
 
 class Member(NamedTuple):
@@ -65,6 +69,8 @@ class Seed:
 
     def __init__(self) -> None:
         self._joined: dict[tuple[str, str], _Ranks] = {}
+        self._kept_out: LRUCache[tuple[str, int], str] = LRUCache(KEPT_OUT)
+        """Why the last joining of a rank, by engine and number, came to nothing."""
         self._secret = secrets.token_bytes(32)
         self._closed = False
 
@@ -93,6 +99,20 @@ class Seed:
                 field="rank", value=rank, remedy="give every rank its own daemon and number",
             )  # fmt: skip
 
+    def why_missing(self, engine_id: str, epoch: str, rank: int) -> str:
+        """Why this rank has not joined, as far as that is known here: it has tried, or was there; empty where not."""
+        for (joined, other), ranks in self._joined.items():
+            if joined == engine_id and other != epoch and rank in ranks.members:
+                return f"rank {rank} has joined from {ranks.places[rank]} in epoch {other}, and this one is in {epoch}"
+        if why := self._kept_out.get((engine_id, rank)):
+            return f"rank {rank} was not let in: {why}"
+        here = self._joined.get((engine_id, epoch))
+        return f"rank {rank} was there, from {here.places[rank]}" if here and rank in here.places else ""
+
+    def keep_out(self, engine_id: str, rank: int, why: KvferryError) -> None:
+        """It has called, and may not join."""
+        self._kept_out[engine_id, rank] = str(why)
+
     async def join(
         self, engine_id: str, epoch: str, rank: int, world_size: int, member: Member
     ) -> AsyncGenerator[dict[int, Member]]:
@@ -100,6 +120,7 @@ class Seed:
         self.check(engine_id, epoch, rank, world_size, member.address)
         ranks = self._joined.setdefault((engine_id, epoch), _Ranks(world_size))
         ranks.places[rank] = member.address
+        self._kept_out.pop((engine_id, rank), None)
         own = ranks.members[rank] = _Joined(member)
         try:
             ranks.wake()
@@ -222,7 +243,15 @@ class Roster:
 
     async def admit(self, request: peer_pb2.JoinRequest) -> None:
         """Give the key to the daemon at the member's address, if it is the one that joins. Raises KvferryError."""
+        try:
+            await self._admit(request)
+        except KvferryError as error:
+            self.seed.keep_out(request.engine_id, request.member.rank, error)
+            raise
+
+    async def _admit(self, request: peer_pb2.JoinRequest) -> None:
         member, engine_id = request.member, request.engine_id
+        allow.check(member.address, self._config.allow_peers)
         self.seed.check(engine_id, member.epoch, member.rank, request.world_size, member.address)
         admission = peer_pb2.AdmitRequest(
             engine_id=engine_id, epoch=member.epoch, challenge=request.challenge,

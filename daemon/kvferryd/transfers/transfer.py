@@ -22,6 +22,7 @@ from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move, Moved, PathName
 from kvferryd.paths.checksums import compare
 from kvferryd.paths.source import Computed, SourceReader, bound_to, close_all, readers_of
+from kvferryd.peers.contact import LOST
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import check_whole
@@ -32,9 +33,7 @@ from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
 log = logs.get(__name__)
-STALE = frozenset(
-    {"stale_epoch", "stale_instance", "unknown_engine", "peer_unreachable", "peer_lost", "transport_failed"}
-)
+STALE = frozenset({"stale_epoch", "stale_instance", "unknown_engine", "transport_failed", *LOST})
 """Errors after which a peer is no longer what it was at the handshake: the next order shakes hands anew."""
 
 
