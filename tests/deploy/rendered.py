@@ -57,12 +57,18 @@ def kustomize(overlay: str) -> list[Resource]:
     return json.loads(_kustomize(overlay))
 
 
-@functools.cache
-def _kustomize(overlay: str) -> str:
+def kustomize_command() -> list[str]:
     command = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     if shutil.which(command[0]) is None:
         pytest.skip("neither kustomize nor kubectl is installed")
-    done = subprocess.run([*command, str(OVERLAYS / overlay)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    return command
+
+
+@functools.cache
+def _kustomize(overlay: str) -> str:
+    done = subprocess.run(
+        [*kustomize_command(), str(OVERLAYS / overlay)], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stderr
     return json.dumps(list(yaml.safe_load_all(done.stdout)))
 

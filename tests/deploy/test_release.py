@@ -47,7 +47,7 @@ def cut(folder: Path) -> None:
 
 @functools.cache
 def made(folder: Path) -> str:
-    """What `make release` says."""
+    """The output of `make release`."""
     command = ["make", "--no-print-directory", "release", f"RELEASE_VENV={ROOT / '.venv-release'}", "IMAGES="]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
