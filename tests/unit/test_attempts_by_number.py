@@ -165,6 +165,17 @@ def test_an_order_that_names_an_attempt_to_come_waits_and_ends_nothing(rank: Ran
     assert rank.receive(3, first=4) is later
 
 
+def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(rank: Rank) -> None:
+    """Other ranks, which have the engine's order alone, read that one: it has ended here, and the next one is there."""
+    for number in (1, 2):
+        rank.source.publish("r", range(2), number=number)
+    waiting, _ = rank.order()
+    transfer = rank.receive(1, order=replace(ORDER, epoch=rank.source.engine.epoch, lease=1))
+    assert transfer is waiting
+    rank.world.run()
+    assert transfer.problem is not None and transfer.problem.code == "lease_ended"
+
+
 def test_the_highest_number_that_a_router_may_give_stands_in_no_way(rank: Rank) -> None:
     """It waits for a reservation that never comes; its own deadline ends it."""
     ordered, _ = rank.order(replace(ORDER, deadline_s=10.0), number=HIGHEST)

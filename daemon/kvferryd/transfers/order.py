@@ -74,6 +74,10 @@ class Order:
         """Whether both read from one engine, and one lease as far as they name it."""
         return self.engine_id == other.engine_id and (self.lease == other.lease or not (self.lease and other.lease))
 
+    def naming(self, other: Order) -> Order:
+        """This order, of the lease that the other one names, where it names none itself."""
+        return self if self.lease or not other.lease else replace(self, epoch=other.epoch, lease=other.lease)
+
     @property
     def source(self) -> SourceBody:
         epoch, lease = self.epoch or None, self.lease or None

@@ -216,6 +216,8 @@ class Transfers:
         if found is not None and found.ended.is_set():
             raise _over(found).kept()
         if found is not None and order is not None and _has(found, order, exactly=False):
+            if found.order is not None and found.reservation is None:
+                found.order = found.order.naming(order)  # which other ranks may have alone
             order = None
         if found is None:
             self._check_room(engine)
