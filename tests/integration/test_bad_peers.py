@@ -8,14 +8,18 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
 import pytest
 from fleet import BEFORE, SPOKEN, TIMEOUT_S, ByHand, Daemons, Joining, peer_stub, refusal, serving
+from lives import engine_on
 from ranks import Blocks, Shape, start_rank
 from victim import NOWHERE, Victim
 
+from kvferry.engine import TransferFailed
 from kvferry.outbox import SEVERAL
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState
@@ -186,6 +190,54 @@ async def test_an_order_between_ranks_is_checked_like_any_other(daemons: Daemons
             assert (await refusal(call(request))).code == code  # type: ignore[operator]
         held.cancel()
     await real.client.close()
+
+
+class Renumbering(peer_pb2_grpc.PeerServicer):
+    """A source that has the handshake of a real one, and tells of leases of these numbers when it is asked."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.said = numbers, peer_pb2.HandshakeReply()
+
+    async def Handshake(self, request: peer_pb2.HandshakeRequest, context: object) -> peer_pb2.HandshakeReply:
+        return self.said
+
+    async def Read(
+        self, requests: AsyncIterator[peer_pb2.ReadRequest], context: object
+    ) -> AsyncIterator[peer_pb2.ReadReply]:
+        tables, word = tables_to_proto(Blocks((1, 2), 1).tables()), self.said.regions[0].address
+        async for request in requests:
+            for version, number in enumerate(self.numbers if request.HasField("open") else [], 1):
+                update = peer_pb2.LeaseUpdate(
+                    tables=tables,
+                    num_tokens=version,
+                    more=True,
+                    word_address=word,
+                    word=1,
+                    version=version,
+                    lease=number,
+                )
+                yield peer_pb2.ReadReply(reading=request.open.reading, update=update)
+
+
+@pytest.mark.parametrize("numbers", [[0], [3, 4], [3, 0]], ids=["none", "another one", "none at last"])
+async def test_a_source_that_does_not_say_which_lease_it_tells_of_is_refused(
+    daemons: Daemons, stack: AsyncExitStack, victim: Victim, request_id: str, numbers: list[int]
+) -> None:
+    """Or tells of two in one reading."""
+    (daemon,) = await daemons.start(f"renumbering-{len(numbers)}-{sum(numbers)}")
+    real, _ = await engine_on(stack, daemon.name, daemon)
+    played = Renumbering(numbers)
+    async with peer_stub(daemon) as stub, serving(played) as address:
+        played.said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=daemon.name))
+        played.said.members[0].address = address
+        source = real.source().model_copy(update={"address": address})
+        with pytest.raises(TransferFailed) as failed:
+            await victim.engine.receive(request_id, victim.engine.take(20), source=source)
+        assert (failed.value.code, failed.value.field, failed.value.value) == (
+            "malformed_update", "lease", str(numbers[-1]),
+        )  # fmt: skip
+        assert failed.value.blocks_safe
+        await victim.router.forget_peer(daemon.name)
 
 
 GARBAGE = {

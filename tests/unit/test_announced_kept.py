@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvferry.errors import KvferryError
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.leases.lease import announced_as
@@ -86,6 +87,13 @@ async def test_announcements_are_of_a_lease(leases: list[int], asked: int, given
         for number, lease in (asked, given), (0, then):
             update = stream.announced("r", number)
             assert (update.lease if update is not None else 0) == lease
+
+
+async def test_an_announcement_without_a_number_ends_the_stream_by_name() -> None:
+    async with announced(of(1), of(0)) as stream:
+        with pytest.raises(KvferryError) as ended:
+            stream.check()
+    assert (ended.value.code, ended.value.field) == ("malformed_update", "lease")
 
 
 @pytest.mark.parametrize(("closed", "kept"), [(1, 2), (2, 0), (3, 0)])

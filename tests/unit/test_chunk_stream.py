@@ -285,7 +285,7 @@ async def test_of_many_updates_the_newest_is_kept_and_what_ended_the_reading_com
     """A source may send more of them than a long read takes."""
     view = await pair.opened("first")
     for tokens in range(1000):
-        view.on_reply(peer_pb2.ReadReply(update=peer_pb2.LeaseUpdate(num_tokens=tokens, more=True)))
+        view.on_reply(peer_pb2.ReadReply(update=peer_pb2.LeaseUpdate(lease=1, num_tokens=tokens, more=True)))
     view.on_lost(PeerFailed("peer_lost", "for a test"))
     async with asyncio.timeout(60):
         await view.advance()

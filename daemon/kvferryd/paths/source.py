@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import Conflict, KvferryError
+from kvferry.errors import Conflict, KvferryError, PeerFailed
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
@@ -71,6 +71,8 @@ class SourceReader:
         """It goes by an announcement, which the source has not confirmed."""
         self.number = 0
         """Of this reading on its stream."""
+        self._told_of = 0
+        """The lease of this reading, as its first update said."""
         self._update: peer_pb2.LeaseUpdate | None = None
         """The newest one that `_next` has not returned. An update includes all earlier ones."""
         self._problem: KvferryError | None = None
@@ -146,7 +148,7 @@ class SourceReader:
     def _follow(self) -> ReaderStream:
         """Take a number on the stream: replies come here from now on."""
         self._open_no_more()
-        self._stream = self.source.stream
+        self._stream, self._told_of = self.source.stream, 0
         self.number = self._stream.follow(self)
         return self._stream
 
@@ -196,7 +198,10 @@ class SourceReader:
 
     def on_reply(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("update"):
-            self._update = reply.update
+            if not reply.update.lease or self._told_of not in (0, reply.update.lease):
+                self._fail(self._malformed(reply.update))
+                return
+            self._update, self._told_of = reply.update, reply.update.lease
             self._told.set()
         elif reply.HasField("problem"):
             self._fail(of_peer(problem_from_proto(reply.problem)))
@@ -206,6 +211,12 @@ class SourceReader:
             if not reply.pack.HasField("problem"):
                 self.announced = False  # the source gathers, so it still has the announced version
             self._chunks.on_reply(reply.pack)
+
+    def _malformed(self, update: peer_pb2.LeaseUpdate) -> KvferryError:
+        after = f"after lease {self._told_of}" if self._told_of else "which is no number"
+        why = f"peer {self.source.address} told of lease {update.lease} of request {self.request_id}, {after}"
+        remedy = "see what listens there: a reading is of one lease, which its source's engine has numbered from 1"
+        return PeerFailed("malformed_update", why, field="lease", value=update.lease, remedy=remedy)
 
     def on_lost(self, why: KvferryError) -> None:
         self._fail(why)

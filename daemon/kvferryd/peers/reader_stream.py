@@ -115,6 +115,9 @@ class ReaderStream:
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("announced"):
             name, update = reply.announced.request_id, reply.announced.update
+            if not update.lease:
+                why = f"peer {self._contact.address} announced a lease without a number"
+                raise PeerFailed("malformed_update", why, field="lease", value=0, remedy="see what listens there")
             before = self._announced.get(name)
             if before is not None and before.lease > update.lease:
                 return
