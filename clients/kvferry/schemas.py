@@ -372,6 +372,8 @@ class EngineRecord(_Answer):
     attached: bool
     members: dict[int, str] = {}
     """Peer address by rank, as far as known."""
+    rest: dict[int, str] = {}
+    """The URL of REST by rank, of an engine of several ranks: of those that this daemon's host can reach."""
     notes: list[str] = []
     weights: str = ""
     """The name of those that took the place of the ones that it registered with; empty before."""

@@ -246,6 +246,7 @@ class Ferry:
                 **session.rank._asdict(),
                 attached=session.attached,
                 members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
+                rest=self.roster.rest(engine) if engine else {},
                 notes=list(engine.notes) if engine else [],
                 weights=engine.weights if engine else "",
                 cache_bytes=sum(region.span.nbytes for region in session.regions.values()),

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
 from lives import engine_on, published, receives
-from ranks import TestEngine
+from ranks import Shape, TestEngine
 
 from kvferry import __version__
 from kvferry.engine import TransferFailed
@@ -225,6 +225,38 @@ async def test_silence_is_told_in_seconds(scene: Scene, kvferry: Kvferry, reques
 
         await until(told, "the silence is told in seconds")
     await until(scene.read_again, "the peer is well again")
+
+
+async def test_all_ranks_of_an_engine_are_asked_by_its_roster(
+    kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    ranks = await daemons.start("ranks", 2)
+    engine = await TestEngine.start("ranks", ranks, Shape.tp(2, num_blocks=16))
+    stack.push_async_callback(engine.close)
+    await daemons.fleet.ready(*ranks, timeout_s=TIMEOUT_S, path="/readyz")  # both know of both
+    urls = dict(enumerate(daemon.url for daemon in ranks))
+    for daemon in ranks:  # at any of them
+        status, said = await kvferry("status", "--all", "--daemon", daemon.url)
+        assert status == 0
+        rows = [line.split()[:4] for line in said.splitlines()[1:]]
+        assert rows == [["ready", "ranks", str(rank), url] for rank, url in urls.items()]
+    status, said = await kvferry("top", "--times", "2", "--every", "0.1", "--daemon", ranks[1].url)
+    assert status == 0
+    assert said.count("READ/S") == 2
+    assert said.count("no transfers") == 2
+
+    ranks[1].process.kill()
+    ranks[1].process.wait(TIMEOUT_S)
+
+    async def told() -> bool:
+        status, said = await kvferry("status", "--all", "--json", "--daemon", ranks[0].url)
+        first, second = json.loads(said)["ranks"]
+        return status == 1 and not first["ready"]["ready"] and second["error"] is not None
+
+    await until(told, "a rank that has gone is shown")
+    status, said = await kvferry("status", "--all", "--daemon", ranks[0].url)
+    assert [line.split()[0] for line in said.splitlines()[1:3]] == ["not", "no"]
+    assert "ranks rank 0: not ready: engine ranks: the daemons of ranks [1] have not joined, or have gone" in said
 
 
 async def test_certificates_for_another_name_are_told_with_both_names(

@@ -146,7 +146,7 @@ UNDER_WAY: dict[str, Row] = {
     **dict.fromkeys(
         ("KnownPeers._failed", "KnownPeers._meeting", "KnownPeers._met", "KnownPeers._resolved", "KnownPeers._tasks",
          "Roster._joining", "Roster._tasks", "Roster._telling", "Seed._joined",
-         "Seed._kept_out"),
+         "Seed._kept_out", "Roster._rest"),
         lambda kept: 0,
     ),
 }  # fmt: skip

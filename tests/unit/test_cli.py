@@ -15,7 +15,7 @@ from kvferryd.commands import cli, say, transfers
 from kvferryd.commands.cli import FORWARDED, main
 from kvferryd.config import OPTIONS
 
-OWN = ("serve", "doctor", "status", "transfers", "leases", "peers", "drain")
+OWN = ("serve", "doctor", "status", "top", "transfers", "leases", "peers", "drain")
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_check_refuses_a_peer_port_that_is_open_to_strangers(capsys: pytest.Capt
     assert "-> set peer_secret_file, or tls_cert, tls_key and tls_ca" in said
 
 
-@pytest.mark.parametrize("command", ["status", "transfers", "leases", "peers", "drain"])
+@pytest.mark.parametrize("command", ["status", "top", "transfers", "leases", "peers", "drain"])
 def test_a_daemon_that_does_not_answer_exits_2_with_a_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--daemon", "127.0.0.1:9") == 2
     said = capsys.readouterr().err

@@ -28,11 +28,14 @@ class Member(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    REST_FIELD_NUMBER: builtins.int
     rank: builtins.int
     address: builtins.str
     epoch: builtins.str
     draining: builtins.bool
     """among ranks: its daemon takes no new transfers, and so the engine takes none"""
+    rest: builtins.str
+    """among ranks: the URL of its daemon's REST service; of loopback, for who is on its host"""
     def __init__(
         self,
         *,
@@ -40,8 +43,9 @@ class Member(google.protobuf.message.Message):
         address: builtins.str = ...,
         epoch: builtins.str = ...,
         draining: builtins.bool = ...,
+        rest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "rank", b"rank", "rest", b"rest"]) -> None: ...
 
 Global___Member: typing_extensions.TypeAlias = Member
 

@@ -83,19 +83,22 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Join(self, request: peer_pb2.JoinRequest, context: Context) -> AsyncIterator[peer_pb2.Roster]:
         protocol(request.protocol_min, request.protocol_max)
         member = request.member
-        if max(len(request.engine_id), len(member.epoch)) > 256 or request.world_size > MAX_WORLD_SIZE:
+        if max(map(len, (request.engine_id, member.epoch, member.rest))) > 256 or request.world_size > MAX_WORLD_SIZE:
             raise Malformed(
-                "malformed_member", "engine_id, epoch or rank are out of bounds", field="member", value=member.rank
+                "malformed_member",
+                "engine_id, epoch, rank or rest are out of bounds",
+                field="member",
+                value=member.rank,
             )
         await self._ferry.roster.admit(request)
         seed = self._ferry.roster.seed
         place = request.engine_id, member.epoch, member.rank, request.world_size
-        async with aclosing(seed.join(*place, Member(member.address, member.draining))) as joined:
+        async with aclosing(seed.join(*place, Member.of(member))) as joined:
             async for members in joined:
                 yield peer_pb2.Roster(
                     engine_id=request.engine_id,
                     members=[
-                        peer_pb2.Member(rank=rank, address=each.address, epoch=member.epoch, draining=each.draining)
+                        peer_pb2.Member(rank=rank, epoch=member.epoch, **each._asdict())
                         for rank, each in sorted(members.items())
                     ],
                 )

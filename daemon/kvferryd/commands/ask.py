@@ -19,7 +19,11 @@ DONE, NOT_SO = 0, 1
 
 def client(config: Config, arguments: argparse.Namespace) -> RouterClient:
     """The client of the daemon named by --daemon, else of this machine's."""
-    url = arguments.daemon or config.url
+    return at(config, arguments.daemon or config.url)
+
+
+def at(config: Config, url: str) -> RouterClient:
+    """The client of the daemon there, with what proves this machine's."""
     if "://" not in url:
         url = f"http://{url}"
     tls = _tls(config) if url.startswith("https:") else None

@@ -153,8 +153,10 @@ def _parser() -> argparse.ArgumentParser:
         "Shows a daemon, its warnings and its engines. Exits 0 when it is ready and nothing is wrong, 1 when it is not"
         " ready or has warnings, 2 when it does not answer.",
         "kvferry status", "kvferry status --daemon http://10.0.0.7:7410 --token-file token",
+        "kvferry status --all         every rank of the engine, by its roster",
         "kvferry status --ready       a readiness probe: warnings do not count",
     )  # fmt: skip
+    status.add_argument("--all", action="store_true", help="every rank of the engines here: 0 when all are so")
     status.add_argument("--ready", action="store_true", help="only whether it is ready: 0, also with warnings, or 1")
     transfers = asking(
         "transfers", "what moves and what has moved", "Lists transfers, unfinished ones first.",
@@ -165,6 +167,14 @@ def _parser() -> argparse.ArgumentParser:
     transfers.add_argument(
         "--watch", nargs="?", const=2.0, type=seconds, metavar="SECONDS", help="again every 2 seconds, until Ctrl-C"
     )
+    top = asking(
+        "top", "all ranks of an engine and what they move, refreshed",
+        "Shows the daemons of all ranks of the engines beside a daemon, what they read and serve a second, and the"
+        " newest transfers. Exits as the last look found them: 0 when all are ready and nothing is wrong, else 1.",
+        "kvferry top", "kvferry top --every 10 --times 6 > log",
+    )  # fmt: skip
+    top.add_argument("--every", type=seconds, default=2.0, metavar="SECONDS", help="how often (default: 2)")
+    top.add_argument("--times", type=int, default=0, metavar="N", help="end after N looks (default: at Ctrl-C)")
     leases = asking(
         "leases", "what was published here, and who reads it",
         "Lists leases, those that are held first, with their readers.",

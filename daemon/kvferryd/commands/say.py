@@ -12,6 +12,8 @@ from pydantic import TypeAdapter
 
 UNBROKEN = 1 << 16
 """Columns where the output is no terminal."""
+CLEAR = "\x1b[H\x1b[2J"
+"""Begins a terminal's screen anew."""
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], none: str, bad: Container[str] = ()) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Totals, TransferState
 from kvferryd.commands.ask import DONE, NOT_SO, client
+from kvferryd.commands.ranks import Rank, ranks_of, ranks_text
 from kvferryd.commands.say import as_json, count, duration, printable, size, table
 from kvferryd.config import Config
 
@@ -16,6 +17,8 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
     async with client(config, arguments) as daemon:
         if arguments.ready:
             return _readiness(await daemon.ready(), json=arguments.json)
+        if arguments.all:
+            return _all(await ranks_of(config, daemon), json=arguments.json)
         ready, info, engines, left, totals, peers = await asyncio.gather(
             daemon.ready(), daemon.info(), daemon.engines(), daemon.drain_status(), daemon.totals(), daemon.neighbours()
         )
@@ -40,6 +43,15 @@ def _readiness(ready: Readiness, *, json: bool) -> int:
     else:
         print("\n".join([verdict(ready), *(f"  {printable(line)}" for line in _wrong(ready))]))
     return DONE if ready.ready else NOT_SO
+
+
+def _all(found: Sequence[Rank], *, json: bool) -> int:
+    """Print every rank; the exit status."""
+    if json:
+        as_json({"ranks": found})
+    else:
+        print(ranks_text(found))
+    return DONE if found and all(rank.well for rank in found) else NOT_SO
 
 
 def verdict(ready: Readiness) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvferry.schemas import TransferRecord, TransferState
 from kvferryd.commands.ask import DONE, bad_argument, client
-from kvferryd.commands.say import as_json, duration, moment, rate, size, table
+from kvferryd.commands.say import CLEAR, as_json, duration, moment, rate, size, table
 from kvferryd.config import Config
 
 
@@ -23,7 +23,7 @@ async def transfers(config: Config, arguments: argparse.Namespace) -> int:
                 as_json({"transfers": records})
             else:
                 if arguments.watch is not None and sys.stdout.isatty():
-                    print("\x1b[H\x1b[2J", end="")
+                    print(CLEAR, end="")
                 print(transfer_table(records), flush=True)
             if arguments.watch is None:
                 return DONE

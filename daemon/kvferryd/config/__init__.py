@@ -131,6 +131,14 @@ class Config(BaseModel):
             host = "127.0.0.1"
         return f"http{'s' if self.rest_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
+    @property
+    def rest_url(self) -> str:
+        """Where others reach the daemon over REST: of loopback, those of this host alone."""
+        if not is_wildcard(self.rest):
+            return self.url
+        host, port = split_address(self.advertise)[0], split_address(self.rest)[1]
+        return f"http{'s' if self.rest_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
     def warnings(self) -> Iterator[str]:
         """What is allowed but should be known, one sentence each."""
         if not is_loopback(self.rest) and self.token_file is None and not self.rest_tls:

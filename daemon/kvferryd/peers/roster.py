@@ -22,6 +22,7 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import Tasks
 from kvferryd.config import Config
+from kvferryd.config.types import Wrong, is_loopback
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers import allow
@@ -40,6 +41,12 @@ class Member(NamedTuple):
     address: str
     draining: bool = False
     """It takes no new transfers."""
+    rest: str = ""
+    """The URL of its REST service."""
+
+    @classmethod
+    def of(cls, told: peer_pb2.Member) -> Member:
+        return cls(told.address, told.draining, told.rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +152,7 @@ class Roster:
         """on_change: called when an engine's ranks, or which of them are draining, are known anew."""
         self._config, self._channels, self.seed, self._on_change = config, channels, seed, on_change
         self._draining = False
+        self._rest: dict[Engine, dict[int, str]] = {}
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
         self._telling = Tasks()
         self._renewing = asyncio.Lock()
@@ -159,6 +167,16 @@ class Roster:
                 log.warning("roster cannot be joined", engine_id=engine.engine_id, rank=engine.rank, why=fault)
             self._tasks[engine] = asyncio.create_task(self._follow(engine, joined), name=f"roster-{engine.engine_id}")
         return joined
+
+    def rest(self, engine: Engine) -> dict[int, str]:
+        """Where the REST service of each rank's daemon can be asked from this host, by rank."""
+        here = {rank: url for rank, url in self._rest.get(engine, {}).items() if url and rank in engine.members}
+        own = allow.split(self._config.advertise)[0]
+        return {
+            rank: url
+            for rank, url in here.items()
+            if not _of_loopback(url) or allow.split(engine.members[rank])[0] == own
+        }
 
     def say_draining(self, draining: bool) -> None:
         """Tell the other ranks of every engine here whether this daemon takes new transfers."""
@@ -203,6 +221,7 @@ class Roster:
                 async for members in self._members(engine):
                     draining = frozenset(rank for rank, member in members.items() if member.draining)
                     engine.set_members({rank: member.address for rank, member in members.items()}, draining)
+                    self._rest[engine] = {rank: member.rest for rank, member in members.items()}
                     self._on_change(engine)
                     joined.set()
                     pause = RETRY_S[0]
@@ -216,10 +235,14 @@ class Roster:
         seed, own = self._config.roster, self._config.advertise
         if seed is None or seed == own:
             engine.roster_key = self.seed.key(engine.engine_id, engine.epoch)
-            async for members in self.seed.join(*engine.session.rank, Member(own, self._draining)):
+            async for members in self.seed.join(
+                *engine.session.rank, Member(own, self._draining, self._config.rest_url)
+            ):
                 yield members
             return
-        member = peer_pb2.Member(rank=engine.rank, address=own, epoch=engine.epoch, draining=self._draining)
+        member = peer_pb2.Member(
+            rank=engine.rank, address=own, epoch=engine.epoch, draining=self._draining, rest=self._config.rest_url
+        )  # fmt: skip
         request = peer_pb2.JoinRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine.engine_id, member=member,
             world_size=engine.world_size, challenge=secrets.token_bytes(32),
@@ -228,7 +251,7 @@ class Roster:
         try:
             async with self._channels.calling(seed) as stub:
                 async for roster in stub.Join(request):
-                    yield {each.rank: Member(each.address, each.draining) for each in roster.members}
+                    yield {each.rank: Member.of(each) for each in roster.members}
         finally:
             self._joining.pop(request.challenge, None)
 
@@ -269,6 +292,15 @@ class Roster:
 
     async def leave(self, engine: Engine) -> None:
         task = self._tasks.pop(engine, None)
+        self._rest.pop(engine, None)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+
+def _of_loopback(url: str) -> bool:
+    """Also of what is no URL of a daemon: nobody else is to ask there."""
+    try:
+        return is_loopback(url.partition("://")[2])
+    except Wrong:
+        return True

@@ -1,0 +1,117 @@
+"""All ranks of the engines beside a daemon, each asked at its own REST service, which the roster names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from pydantic import BaseModel
+
+from kvferry.errors import KvferryError
+from kvferry.router import RouterClient
+from kvferry.schemas import EngineRecord, ErrorBody, Readiness, Totals, TransferState
+from kvferryd.commands.ask import at
+from kvferryd.commands.say import rate, size, table
+from kvferryd.config import Config
+
+SILENT = "no answer"
+HEADS: tuple[str, ...] = (
+    "STATE",
+    "ENGINE",
+    "RANK",
+    "REST",
+    "MOVING",
+    "LEASES",
+    "READ",
+    "SERVED",
+    "FAILED",
+    "ARENAS",
+    "PROCESS",
+)
+
+
+class Rank(BaseModel):
+    """What the daemon of one rank says. error: why it could not be asked; `ready` and `totals` are missing then."""
+
+    engine_id: str
+    rank: int
+    rest: str = ""
+    ready: Readiness | None = None
+    totals: Totals | None = None
+    error: ErrorBody | None = None
+
+    @property
+    def state(self) -> str:
+        return SILENT if self.ready is None else "ready" if self.ready.ready else "not ready"
+
+    @property
+    def well(self) -> bool:
+        return self.ready is not None and self.ready.ready and not self.ready.warnings
+
+
+async def ranks_of(config: Config, daemon: RouterClient) -> list[Rank]:
+    """Of every engine that the daemon serves, by engine and rank."""
+    engines = await daemon.engines()
+    wanted = [
+        (engine.engine_id, rank, daemon.url if rank == engine.rank else engine.rest.get(rank, ""))
+        for engine in engines
+        for rank in range(engine.world_size)
+    ]
+    return await asyncio.gather(*(_asked(config, *each) for each in wanted))
+
+
+async def _asked(config: Config, engine_id: str, rank: int, url: str) -> Rank:
+    found = Rank(engine_id=engine_id, rank=rank, rest=url)
+    try:
+        if not url:
+            found.error = ErrorBody(
+                code="unknown_rest", message="its REST address is not known here",
+                remedy="see that it has joined; a daemon whose `rest` is loopback is asked on its own host",
+            )  # fmt: skip
+            return found
+        async with at(config, url) as daemon:
+            engines, ready, totals = await asyncio.gather(daemon.engines(), daemon.ready(), daemon.totals())
+    except KvferryError as error:
+        found.error = ErrorBody(code=error.code, message=error.message, remedy=error.remedy)
+        return found
+    if not any(_is(each, engine_id, rank) for each in engines):
+        found.error = ErrorBody(code="another_daemon", message=f"the daemon at {url} has no rank {rank} of {engine_id}")
+        return found
+    found.ready, found.totals = ready, totals
+    return found
+
+
+def _is(engine: EngineRecord, engine_id: str, rank: int) -> bool:
+    return (engine.engine_id, engine.rank) == (engine_id, rank)
+
+
+def ranks_text(found: Sequence[Rank], speeds: Sequence[tuple[float, float]] = ()) -> str:
+    """A row for each rank, and a line for all that is wrong. speeds: bytes a second that each reads and serves."""
+    rows = [_row(each) for each in found]
+    heads = HEADS
+    if speeds:
+        heads = (*HEADS, "READ/S", "SERVED/S")
+        rows = [(*row, rate(read), rate(served)) for row, (read, served) in zip(rows, speeds, strict=True)]
+    return "\n".join([table(heads, rows, "no engine has attached", bad=(SILENT, "not ready")), *_wrong(found)])
+
+
+def _row(rank: Rank) -> tuple[str, ...]:
+    known = rank.totals
+    figures = ("-",) * 7 if known is None else (
+        str(sum(count for state, count in known.transfers.items() if not TransferState(state).ended)),
+        str(sum(known.leases.get(state, 0) for state in ("publishing", "published"))),
+        size(known.read_bytes), size(known.served_bytes), str(known.transfers.get(TransferState.FAILED, 0)),
+        f"{size(known.staging_used_bytes)} of {size(known.staging_bytes)}", size(known.process_bytes),
+    )  # fmt: skip
+    return (rank.state, rank.engine_id, str(rank.rank), rank.rest or "-", *figures)
+
+
+def _wrong(found: Sequence[Rank]) -> Iterator[str]:
+    for each in found:
+        name = f"{each.engine_id} rank {each.rank}"
+        if each.error is not None:
+            remedy = f" -> {each.error.remedy}" if each.error.remedy else ""
+            yield f"{name}: {each.error.code}: {each.error.message}{remedy}"
+        if each.ready is not None:
+            yield from (f"{name}: not ready: {reason}" for reason in each.ready.reasons)
+            yield from (f"{name}: warning: {warning}" for warning in each.ready.warnings)
