@@ -11,7 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rendered import Cluster, Engine, Resource, argument, container_port, matches, port_of, set_variable, variable
+from rendered import (
+    PLACED,
+    SCHEDULED,
+    Cluster,
+    Engine,
+    Resource,
+    argument,
+    container_port,
+    matches,
+    port_of,
+    set_variable,
+    variable,
+)
 
 import kvferry
 from kvferry.errors import KvferryError
@@ -254,6 +266,99 @@ def nobody_is_root(cluster: Cluster) -> Iterator[str]:
         context = template["spec"]["securityContext"]
         if not context.get("runAsNonRoot") or not context.get("runAsUser"):
             yield f"{name} runs as root"
+
+
+# ---- where it goes, what it needs from there ----
+
+
+def _template(cluster: Cluster) -> Resource:
+    return cluster.engines[0].spec["template"]
+
+
+@policy(
+    only="gpu",
+    none=on_engine(lambda engine: engine.pod.pop("tolerations")),
+    another=on_engine(lambda engine: engine.pod.update(tolerations=[{"key": "another", "operator": "Exists"}])),
+    one_value=on_engine(lambda engine: engine.pod.update(tolerations=[{"key": "nvidia.com/gpu", "value": "a100"}])),
+)
+def engines_tolerate_the_usual_taint_of_gpus(cluster: Cluster) -> Iterator[str]:
+    for engine in cluster.engines:
+        if {"key": "nvidia.com/gpu", "operator": "Exists"} not in engine.pod.get("tolerations", []):
+            yield f"{engine.name}: no node whose GPUs are tainted takes it"
+
+
+@policy(
+    only="placed",
+    annotations=lambda cluster: _template(cluster)["metadata"].pop("annotations"),
+    node_selector=on_engine(lambda engine: engine.pod["nodeSelector"].pop("example.org/pool")),
+    tolerations=on_engine(lambda engine: engine.pod["tolerations"].pop(0)),
+    affinity=on_engine(lambda engine: engine.pod["affinity"].pop("nodeAffinity")),
+    priority=on_engine(lambda engine: engine.pod.pop("priorityClassName")),
+    proxys_annotations=lambda cluster: _proxy(cluster)["metadata"].pop("annotations"),
+    proxys_nodes=lambda cluster: _proxy(cluster)["spec"].pop("nodeSelector"),
+    proxys_priority=lambda cluster: _proxy(cluster)["spec"].pop("priorityClassName"),
+)
+def pods_go_where_the_values_say(cluster: Cluster) -> Iterator[str]:
+    for name, template in cluster.pods:
+        pod = template["spec"]
+        for what, asked in SCHEDULED.items():
+            has = template["metadata"].get(what) if what == "annotations" else pod.get(what)
+            if isinstance(asked, dict):
+                kept = asked.items() <= (has or {}).items()
+            else:
+                kept = all(one in (has or []) for one in asked) if isinstance(asked, list) else has == asked
+            if not kept:
+                yield f"{name} has lost {what}"
+
+
+@policy(
+    only="placed",
+    engines=on_engine(lambda engine: engine.pod.pop("imagePullSecrets")),
+    proxy=lambda cluster: _proxy(cluster)["spec"].pop("imagePullSecrets"),
+)
+def images_come_from_a_registry_that_asks_who_pulls(cluster: Cluster) -> Iterator[str]:
+    for name, template in cluster.pods:
+        if template["spec"].get("imagePullSecrets") != PLACED["imagePullSecrets"]:
+            yield f"{name}: its images cannot be pulled"
+
+
+def _models(change: Callable[[Resource], object]) -> Loss:
+    return on_engine(lambda engine: change(next(one for one in engine.pod["volumes"] if one["name"] == "models")))
+
+
+@policy(
+    only="placed",
+    another=_models(put("persistentVolumeClaim", "claimName", value="another")),
+    downloaded=_models(lambda volume: [volume.pop("persistentVolumeClaim"), volume.update(emptyDir={})]),
+    elsewhere=on_engine(lambda engine: set_variable(engine.engine, "HF_HOME", "/tmp")),
+    written=on_engine(
+        lambda engine: next(one for one in engine.engine["volumeMounts"] if one["name"] == "models").pop("readOnly")
+    ),
+    looked_up=on_engine(lambda engine: set_variable(engine.engine, "HF_HUB_OFFLINE", None)),
+    no_token=on_engine(lambda engine: set_variable(engine.engine, "HF_TOKEN", None)),
+    token_in_the_open=on_engine(lambda engine: _open_token(engine.engine)),
+)
+def models_come_from_a_claim_and_gated_ones_by_a_token(cluster: Cluster) -> Iterator[str]:
+    """A claim with the model is mounted read-only, and then nothing is looked up or written."""
+    for engine in cluster.engines:
+        volume = engine.volume(engine.engine, variable(engine.engine, "HF_HOME"))
+        claim = (volume or {}).get("persistentVolumeClaim", {})
+        if claim.get("claimName") != PLACED["models"]["claim"]:
+            yield f"{engine.name}: the model does not come from the claim"
+        mounts = [one for one in engine.engine["volumeMounts"] if one["mountPath"] == "/models"]
+        if not claim.get("readOnly") or not mounts[0].get("readOnly") or not variable(engine.engine, "HF_HUB_OFFLINE"):
+            yield f"{engine.name}: something may be written beside the model"
+        tokens = [
+            one.get("valueFrom", {}).get("secretKeyRef") for one in engine.engine["env"] if one["name"] == "HF_TOKEN"
+        ]
+        if tokens != [{"name": PLACED["models"]["hfTokenSecret"], "key": "token"}]:
+            yield f"{engine.name}: no token out of a Secret for a gated model"
+
+
+def _open_token(container: Resource) -> None:
+    token = next(one for one in container["env"] if one["name"] == "HF_TOKEN")
+    del token["valueFrom"]
+    token["value"] = "hf_secret"
 
 
 # ---- the GPU, the NIC ----
@@ -792,14 +897,69 @@ def prometheus_reads_every_daemon(cluster: Cluster) -> Iterator[str]:
             yield f"{engine.name}: nobody reads {daemon['name']}'s metrics"
         elif not endpoints[0].get("authorization", {}).get("credentials", {}).get("key"):
             yield f"{engine.name}: Prometheus has no token"
-        if not any(
-            "namespaceSelector" in one and _opens(rule, rest, rest)
-            for policy in cluster.of("NetworkPolicy")
-            for rule in policy["spec"]["ingress"]
-            if "ports" in rule
-            for one in rule.get("from", [])
-        ):
+        if not _prometheus_reaches(cluster, rest):
             yield f"{engine.name}: Prometheus does not reach {rest}"
+
+
+def _prometheus_reaches(cluster: Cluster, port: int) -> bool:
+    return any(
+        "namespaceSelector" in one and _opens(rule, port, port)
+        for policy in cluster.of("NetworkPolicy")
+        for rule in policy["spec"]["ingress"]
+        if "ports" in rule
+        for one in rule.get("from", [])
+    )
+
+
+def _metrics(cluster: Cluster) -> Resource | None:
+    return next((one for one in cluster.of("Service") if one["metadata"]["name"].endswith("metrics")), None)
+
+
+def on_metrics(change: Callable[[Resource], object]) -> Loss:
+    def lose(cluster: Cluster) -> None:
+        service = _metrics(cluster)
+        assert service is not None
+        change(service)
+
+    return lose
+
+
+@policy(
+    only="metrics-service",
+    none=lambda cluster: cluster.resources.remove(_metrics(cluster)),
+    one_address=on_metrics(drop("spec", "clusterIP")),
+    ready_ones=on_metrics(drop("spec", "publishNotReadyAddresses")),
+    other_pods=on_metrics(put("spec", "selector", value={"app": "another"})),
+    daemons=on_metrics(lambda service: service["spec"]["ports"].pop()),
+    engines=on_metrics(lambda service: service["spec"]["ports"].pop(0)),
+    shut_out=lambda cluster: [
+        one["spec"].update(ingress=[rule for rule in one["spec"]["ingress"] if "monitoring" not in str(rule)])
+        for one in cluster.of("NetworkPolicy")
+    ],
+)
+def a_service_shows_prometheus_every_daemon_and_engine(cluster: Cluster) -> Iterator[str]:
+    """By an endpoint for each pod: behind one address a scrape would be of any of them. No operator is needed."""
+    service = _metrics(cluster)
+    if service is None:
+        yield "there is no Service of metrics"
+        return
+    spec = service["spec"]
+    if spec.get("clusterIP") != "None" or not spec.get("publishNotReadyAddresses"):
+        yield "not every pod has an endpoint"
+    if cluster.of("PodMonitor"):
+        yield "a PodMonitor needs the operator"
+    for engine in cluster.engines:
+        if not matches(spec["selector"], engine.labels):
+            yield f"{engine.name} is not in the Service of metrics"
+        for container, port in [
+            (engine.engine, 8000),
+            *((one, port_of(variable(one, "KVFERRY_REST"))) for one in engine.daemons),
+        ]:
+            shown = [one for one in spec["ports"] if container_port(container, one["targetPort"]) == port]
+            if [one["port"] for one in shown] != [port]:
+                yield f"{engine.name}: nobody reads {container['name']}'s metrics"
+            if not _prometheus_reaches(cluster, port):
+                yield f"{engine.name}: Prometheus does not reach {port}"
 
 
 @policy(
@@ -832,13 +992,13 @@ def services_lead_to_containers(cluster: Cluster) -> Iterator[str]:
         name, selector = service["metadata"]["name"], dict(service["spec"]["selector"])
         selector.pop("statefulset.kubernetes.io/pod-name", None)
         pods = [pod for _, pod in cluster.pods if matches(selector, pod["metadata"]["labels"])]
-        if len(pods) != 1:
+        if len(pods) != (2 if service is _metrics(cluster) else 1):
             yield f"{name} leads to {len(pods)} kinds of pod"
-            continue
-        containers = [*pods[0]["spec"].get("initContainers", []), *pods[0]["spec"]["containers"]]
-        for port in service["spec"]["ports"]:
-            if not any(container_port(one, port["targetPort"]) for one in containers):
-                yield f"{name}: no container has the port {port['targetPort']}"
+        for pod in pods:
+            containers = [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+            for port in service["spec"]["ports"]:
+                if not any(container_port(one, port["targetPort"]) for one in containers):
+                    yield f"{name}: no container has the port {port['targetPort']}"
 
 
 # ---- fronts and engines ----

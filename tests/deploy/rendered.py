@@ -25,31 +25,61 @@ Resource = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to deploy. has: what it has beside a prefill and a decode engine, one rank each."""
+    """One thing to deploy. has: what it has beside a prefill and a decode engine, one rank each.
 
-    overlay: str
+    overlay: empty where only the chart makes it.
+    """
+
+    name: str
     has: frozenset[str]
     values: Mapping[str, Any] = field(hash=False)
     """The chart's values for the same thing."""
+    overlay: str
 
     def __str__(self) -> str:
-        return self.overlay
+        return self.name
 
 
 def _variant(overlay: str, has: str, **values: Any) -> Variant:
-    return Variant(overlay, frozenset(has.split()), values)
+    return Variant(overlay, frozenset(has.split()), values, overlay)
 
 
+def _chart_alone(name: str, has: str, **values: Any) -> Variant:
+    return Variant(name, frozenset(has.split()), values, "")
+
+
+OPERATOR = {"monitoring": {"kind": "podMonitor"}}
 RDMA = {"rdma": {"enabled": True}, "tls": {"enabled": True}}
+UNWATCHED = {"monitoring": {"kind": "none"}}
+SCHEDULED = {
+    "annotations": {"example.org/team": "serving"},
+    "nodeSelector": {"example.org/pool": "llm"},
+    "tolerations": [{"key": "example.org/llm", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [
+        {"weight": 1, "preference": {"matchExpressions": [{"key": "example.org/fast", "operator": "Exists"}]}}
+    ]}},
+    "priorityClassName": "serving",
+}  # fmt: skip
+"""What a cluster may ask of pods: of the engines' in the variants `placed`, and of the proxy's."""
+PLACED = {
+    "pods": {"engine": SCHEDULED, "proxy": SCHEDULED},
+    "imagePullSecrets": [{"name": "registry"}],
+    "models": {"claim": "models", "readOnly": True, "hfTokenSecret": "hf"},
+}
 VARIANTS = [
-    _variant("gpu", "dra monitoring proxy"),
-    _variant("gpu-rdma", "dra rdma tls monitoring proxy", **RDMA),
-    _variant("gpu-runtime-class", "runtime-class monitoring proxy", gpu={"mode": "runtimeClass"}),
-    _variant("gpu-same-node", "dra same-node monitoring proxy", gpu={"sameNode": True}),
-    _variant("gpu-tp2-one-node", "dra proxy one-node", ranksPerPod=2, monitoring={"enabled": False}),
-    _variant("gpu-tp2-two-nodes", "dra rdma tls proxy two-nodes", nodes=2, monitoring={"enabled": False}, **RDMA),
-    _variant("llm-d", "dra rdma tls monitoring llm-d", front={"kind": "llm-d"}, **RDMA),
-    _variant("cpu", "cpu monitoring proxy", gpu={"mode": "none"}),
+    _variant("gpu", "gpu dra monitoring proxy", **OPERATOR),
+    _variant("gpu-rdma", "gpu dra rdma tls monitoring proxy", **RDMA, **OPERATOR),
+    _variant("gpu-runtime-class", "gpu runtime-class monitoring proxy", gpu={"mode": "runtimeClass"}, **OPERATOR),
+    _variant("gpu-same-node", "gpu dra same-node monitoring proxy", gpu={"sameNode": True}, **OPERATOR),
+    _variant("gpu-tp2-one-node", "gpu dra proxy one-node", ranksPerPod=2, **UNWATCHED),
+    _variant("gpu-tp2-two-nodes", "gpu dra rdma tls proxy two-nodes", nodes=2, **RDMA, **UNWATCHED),
+    _variant("llm-d", "gpu dra rdma tls monitoring llm-d", front={"kind": "llm-d"}, **RDMA, **OPERATOR),
+    _variant("cpu", "cpu metrics-service proxy", gpu={"mode": "none"}),
+    _chart_alone("placed", "gpu dra metrics-service proxy placed", **PLACED),
+    _chart_alone(
+        "placed-runtime-class", "gpu runtime-class metrics-service proxy placed", gpu={"mode": "runtimeClass"}, **PLACED
+    ),
+    _chart_alone("metrics-of-two-ranks", "gpu dra one-node metrics-service proxy", ranksPerPod=2),
 ]
 
 
@@ -181,12 +211,14 @@ def argument(container: Resource, name: str, default: str = "") -> str:
 def variable(container: Resource, name: str) -> str:
     """A variable's value, with the variables in it as the kubelet would expand them; empty where it is not set.
 
-    Like the kubelet it leaves alone what is defined later or not at all. Fields are shown as <FIELD>.
+    Like the kubelet it leaves alone what is defined later or not at all. Fields are shown as <FIELD>,
+    what a Secret has as <secret>.
     """
     known: dict[str, str] = {}
     for one in container.get("env", []):
         if "valueFrom" in one:
-            known[one["name"]] = f"<{one['valueFrom']['fieldRef']['fieldPath']}>"
+            source = one["valueFrom"]
+            known[one["name"]] = f"<{source['fieldRef']['fieldPath']}>" if "fieldRef" in source else "<secret>"
         else:
             known[one["name"]] = re.sub(r"\$\((\w+)\)", lambda m: known.get(m[1], m[0]), one.get("value") or "")
     return known.get(name, "")

@@ -37,6 +37,8 @@ def test_the_grace_period_follows_its_steps(step: str) -> None:
     [
         ({"gpu": {"mode": "mig"}}, "gpu.mode is dra, runtimeClass or none"),
         ({"front": {"kind": "nginx"}}, "front.kind is proxy, llm-d or none"),
+        ({"monitoring": {"kind": "grafana"}}, "monitoring.kind is service, podMonitor or none"),
+        ({"models": {"readOnly": True}}, "models.readOnly needs models.claim"),
         ({"nodes": 2, "decode": {"replicas": 2}}, "one engine of each role"),
     ],
 )

@@ -155,3 +155,38 @@ app.kubernetes.io/part-of: kvferry
 {{- end -}}
 {{- join "," $gpus -}}
 {{- end }}
+
+{{- /* What a pod's spec has of pods.engine or pods.proxy. With `reserved` (gpu.mode runtimeClass) its nodes are kept for kvferry. */ -}}
+{{- define "kvferry.scheduling" -}}
+{{- $selector := deepCopy .pod.nodeSelector -}}
+{{- $tolerations := .pod.tolerations -}}
+{{- $affinity := deepCopy .pod.affinity -}}
+{{- if .gpu -}}
+{{- $tolerations = append $tolerations (dict "key" "nvidia.com/gpu" "operator" "Exists") -}}
+{{- end -}}
+{{- if .reserved -}}
+{{- $_ := set $selector "kvferry.io/gpu" "true" -}}
+{{- $tolerations = append $tolerations (dict "key" "kvferry.io/gpu" "operator" "Exists") -}}
+{{- $anti := deepCopy (default dict $affinity.podAntiAffinity) -}}
+{{- $labels := dict "matchLabels" (dict "app.kubernetes.io/part-of" "kvferry") -}}
+{{- $alone := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" $labels -}}
+{{- $rules := append (default list $anti.requiredDuringSchedulingIgnoredDuringExecution) $alone -}}
+{{- $_ := set $anti "requiredDuringSchedulingIgnoredDuringExecution" $rules -}}
+{{- $_ := set $affinity "podAntiAffinity" $anti -}}
+{{- end -}}
+{{- with $selector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
