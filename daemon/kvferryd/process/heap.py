@@ -19,7 +19,7 @@ def keep() -> None:
     """Let glibc keep what numpy frees, up to KEEP_BYTES, instead of handing it back and faulting it in again.
 
     A request's runs are arrays of hundreds of KiB that live for a millisecond: with glibc's defaults most of the time
-    that `bind` takes for 16,384 blocks is page faults (docs/decisions.md).
+    that `bind` takes for 16,384 blocks is page faults.
     """
     with contextlib.suppress(OSError, AttributeError):  # another libc
         libc = ctypes.CDLL(None)

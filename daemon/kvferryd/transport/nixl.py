@@ -64,8 +64,8 @@ def _end_without_destructors() -> None:
 def make_agent(name: str, *, threads: int) -> Any:
     """A nixl_agent with the UCX backend, no listen thread, and a progress thread that sleeps.
 
-    The Python wrapper fixes pthrDelay to 0, which spins one core per agent and halves the rate of scattered reads
-    (docs/decisions.md); so its binding is wrapped for the moment of construction.
+    The Python wrapper fixes pthrDelay to 0, which spins one core per agent and halves the rate of scattered reads. So
+    its binding is wrapped for the moment of construction.
     """
     api = load()
     binding = api.nixlBind
