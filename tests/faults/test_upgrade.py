@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
-import tarfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from fleet import TIMEOUT_S, Daemons
+from older import CODE, git, unpacked
 from scene import DIRECT, Scene, scened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
-CODE = ("clients", "daemon")
 SILENT_S = 12.0
 """Longer than any version waits for a peer that says nothing."""
-
-
-def git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"an older version needs the git history of this tree: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> str:
     """Its PYTHONPATH."""
-    if shutil.which("git") is None:
-        pytest.skip("an older version needs git")
     last = git("log", "-1", "--first-parent", "--format=%H", "--", *CODE)
-    commit = git("rev-parse", f"{last}^")
-    archive = tmp_path / "old.tar"
-    git("archive", f"--output={archive}", commit, *CODE)
-    with tarfile.open(archive) as packed:
-        packed.extractall(tmp_path / "old", filter="data")
-    return os.pathsep.join(str(tmp_path / "old" / folder) for folder in CODE)
+    return unpacked(git("rev-parse", f"{last}^"), tmp_path)
 
 
 @pytest.mark.parametrize("upgraded", ["source", "reader"])
