@@ -276,10 +276,7 @@ class SchedulerSide:
         tables = self._tables(block_ids(request.request_id), 0, end)
         exchange.digest = exchange.digest or digest_of(request, prompt)
         num_tokens = self._room(end) if last else end
-        exchange.lease = exchange.lease or next(self._leases)
-        self._step.computed.append(
-            Publish(request.request_id, exchange.lease, tables, num_tokens, last, exchange.digest, exchange.since)
-        )
+        self._step.computed.append(self._publish(exchange, tables, num_tokens, exchange.digest, last=last))
         exchange.complete = last
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -305,10 +302,7 @@ class SchedulerSide:
             metadata = json.dumps({"first_token": first}).encode() if first is not None else b""
             tables = self._tables(block_ids, 0, num_tokens)
             digest = digest_of(request, num_tokens)
-            exchange.lease = exchange.lease or next(self._leases)
-            self._step.finished.append(
-                Publish(request.request_id, exchange.lease, tables, room, True, digest, exchange.since, metadata)
-            )
+            self._step.finished.append(self._publish(exchange, tables, room, digest, last=True, metadata=metadata))
         self._step.hold.append(request.request_id)
         if (prompt := _prompt_of(request.request_id)) != request.request_id:
             # One of several answers: the client gets the kv_transfer_params of the one that ends last.
@@ -321,6 +315,16 @@ class SchedulerSide:
             num_tokens=num_tokens, room=room, tp=self._parallel.tensor_parallel_size,
             second_turn=not handoff.do_remote_decode, first_token=first,
         ).model_dump()  # fmt: skip
+
+    def _publish(
+        self, exchange: Exchange, tables: dict[str, BlockTable], num_tokens: int, digest: bytes, *, last: bool,
+        metadata: bytes = b"",
+    ) -> Publish:  # fmt: skip
+        """Of the request's lease, which has its number from the first publish on."""
+        exchange.lease = exchange.lease or next(self._leases)
+        return Publish(
+            exchange.request.request_id, exchange.lease, tables, num_tokens, last, digest, exchange.since, metadata
+        )
 
     def _revoke(self, exchange: Exchange) -> None:
         if exchange.lease:
