@@ -70,10 +70,12 @@ class Ferry:
         self.proof = self.certificates or _shared_secret(config)
         """How peers prove themselves; None on loopback only."""
         self.peers_known = Peers(config, metrics, self.proof)
-        self.roster = Roster(config, self.peers_known.channels, Seed(), lambda engine: self.jobs.hand_back(engine))
+        self.roster = Roster(
+            config, self.peers_known.channels, Seed(), self.instance, lambda engine: self.jobs.on_roster(engine)
+        )
         self.spans = spans.made(self.instance)
         self.notes = Notes(lambda: self.jobs.unfinished > 0)
-        self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self._one_fewer, self.spans)
+        self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self._one_fewer, self.instance, self.spans)
         # What an engine that has left published may still be read; nothing more is read for it.
         self.registry = Engines(
             config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire

@@ -145,6 +145,9 @@ class Silent(Joining):
     async def Abort(self, request: peer_pb2.AbortRequest, context: Any) -> peer_pb2.AbortReply:  # type: ignore[override]
         return peer_pb2.AbortReply()
 
+    async def Prewarm(self, request: peer_pb2.PrewarmRequest, context: Any) -> peer_pb2.PrewarmReply:  # type: ignore[override]
+        return peer_pb2.PrewarmReply()
+
 
 @pytest.mark.slow
 async def test_a_rank_whose_daemon_answers_nothing(

@@ -123,16 +123,29 @@ class Tap:
 
     def __init__(self) -> None:
         self.to = ""
+        """Nobody is let through while it is empty."""
+        self._through: set[asyncio.StreamWriter] = set()
         self.said: list[bytearray] = []
         """What each connection's caller sent."""
         self.answered = bytearray()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.to:
+            writer.close()
+            return
         host, _, port = self.to.rpartition(":")
         there, back = await asyncio.open_connection(host, int(port))
         self.said.append(bytearray())
+        self._through |= {writer, back}
         with contextlib.suppress(ConnectionError):
             await asyncio.gather(self._pass(reader, back, self.said[-1]), self._pass(there, writer, self.answered))
+        self._through -= {writer, back}
+
+    def cut(self) -> None:
+        """Every connection is reset, and none is made until `to` is set again."""
+        self.to = ""
+        for writer in self._through:
+            writer.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
         while chunk := await reader.read(1 << 16):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, retired, until
+from fleet import TIMEOUT_S, Daemons, Tap, retired, tap, until
 from pair import TOKENS, Pair, is_in, prefilled
-from ranks import Shape, TestEngine
+from ranks import Kv, Shape, TestEngine
 
+from kvferry.engine import Received, TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import DaemonError, RouterClient
-from kvferry.schemas import OrderBody, PeerRequest, TransferState
+from kvferry.schemas import OrderBody, PeerRequest, TransferRecord, TransferState
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -51,6 +52,41 @@ async def led(services: list[DaemonService]) -> AsyncIterator[Led]:
     await engine.close()
 
 
+@dataclass
+class Parted(Led):
+    """As Led; what either rank's daemon says to the other passes one that can cut it off."""
+
+    taps: list[Tap]
+    """Before the daemons, by rank."""
+    services: list[DaemonService]
+
+    def heal(self) -> None:
+        for tapping, service in zip(self.taps, self.services, strict=True):
+            tapping.to = service.peer
+
+
+@pytest.fixture(scope="module")
+async def parted(shared_daemons: Daemons) -> AsyncIterator[Parted]:
+    async with tap() as (before_first, first_address), tap() as (before_second, second_address):
+        (first,) = await shared_daemons.start("parted", 1, "--advertise", first_address)
+        before_first.to = first.peer
+        seed = replace(first, peer=first_address)
+        second = await shared_daemons.start_rank("parted-1", seed, "--advertise", second_address)
+        before_second.to = second.peer
+        engine = await TestEngine.start("parted", [first, second], TWO)
+        async with RouterClient(first.url) as zero, RouterClient(second.url) as one:
+            yield Parted(engine, [zero, one], [before_first, before_second], [first, second])
+        await engine.close()
+
+
+@pytest.fixture
+async def whole(parted: Parted) -> AsyncIterator[Parted]:
+    for router in parted.routers:
+        await until(lambda router=router: is_ready(router), "both ranks have joined")
+    yield parted
+    parted.heal()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_prewarm_at_any_rank_reaches_all(led: Led, pair: Pair, rank: int) -> None:
     answered = await led.routers[rank].prewarm(PeerRequest(engine_id="prefill", address=pair.prefill.address))
@@ -77,7 +113,7 @@ async def test_a_prewarm_names_the_rank_that_could_not(led: Led, pair: Pair, ran
 async def test_the_drain_of_one_rank_is_that_of_the_engine_and_can_be_taken_back(
     led: Led, pair: Pair, request_id: str, draining: int
 ) -> None:
-    """What has begun goes on; what waits for its reservation is given back."""
+    """A transfer that has begun goes on; an order that waits for its reservation is given back."""
     begun, waiting, source = f"{request_id}-begun", f"{request_id}-waiting", pair.prefill.source()
     router, others = led.routers[draining], led.routers
     kv, _ = await prefilled(pair, begun)
@@ -113,3 +149,100 @@ async def test_the_drain_of_one_rank_is_that_of_the_engine_and_can_be_taken_back
     led.engine.write_into(expected, kv, blocks)
     await led.engine.receive(request_id, blocks, source=source)
     assert not led.engine.differences(expected)
+
+
+# a leader that is parted from another rank
+
+
+class Begun:
+    """An attempt by a router's order, which both ranks read, and of which the first tokens are published."""
+
+    def __init__(self, parted: Parted, source: TestEngine, request_id: str) -> None:
+        self._source, self._request_id, self._parted = source, request_id, parted
+        self._theirs, self._number = source.take(TOKENS), source.next_lease()
+        self.blocks, self.expected = parted.engine.take(TOKENS), parted.engine.snapshot()
+        self.transfer_id = ""
+        self.receives: list[asyncio.Task[Received]] = []
+        """By rank."""
+
+    async def begin(self, deadline_ms: float) -> None:
+        kv, engine = Kv.random(TOKENS), self._parted.engine
+        self._source.write(kv, self._theirs)
+        engine.write_into(self.expected, kv, self.blocks)
+        await self.publish(48)
+        named = self._source.source(epoch=self._source.epoch).model_copy(update={"lease": self._number})
+        order = OrderBody(request_id=self._request_id, source=named, deadline_ms=deadline_ms)
+        self.transfer_id = (await self._parted.routers[0].order(order)).transfer_id
+        tables, attempt = self.blocks.tables(), engine.next_attempt()
+        self.receives = [
+            asyncio.create_task(rank.client.receive(self._request_id, tables, attempt=attempt)) for rank in engine.ranks
+        ]
+        for router in self._parted.routers:
+            await until(lambda router=router: is_in(router, self._request_id, TransferState.READING), "it reads")
+
+    async def publish(self, tokens: int) -> None:
+        tables, more = self._theirs.tables(), {"lease": self._number, "more": tokens < TOKENS}
+        ranks = self._source.ranks
+        await asyncio.gather(*(each.client.publish(self._request_id, tables, tokens, **more) for each in ranks))
+
+    async def ended(self) -> TransferRecord:
+        """As rank 0 knows it."""
+        return await self._parted.routers[0].wait(self.transfer_id, timeout_s=TIMEOUT_S)
+
+
+def is_lost(record: TransferRecord) -> None:
+    (error,) = [share.error for share in record.ranks if share.rank == 1]
+    assert error is not None and (error.code, error.field, error.value) == ("rank_lost", "rank", "1")
+    assert record.state is TransferState.FAILED and record.error is not None and record.error.code == "rank_lost"
+
+
+async def test_a_rank_that_is_parted_from_the_leader_goes_on_and_the_leader_is_never_done(
+    whole: Parted, pair: Pair, request_id: str
+) -> None:
+    begun = Begun(whole, pair.prefill, request_id)
+    await begun.begin(1e3 * TIMEOUT_S)
+    for tapping in whole.taps:
+        tapping.cut()
+    is_lost(await begun.ended())
+    with pytest.raises(TransferFailed) as failed:
+        await begun.receives[0]
+    assert failed.value.code == "rank_failed"
+    assert await is_in(whole.routers[1], request_id, TransferState.READING)
+    await begun.publish(TOKENS)
+    assert (await begun.receives[1]).tokens == (0, TOKENS)
+    whole.heal()
+    for router in whole.routers:
+        await until(lambda router=router: is_ready(router), "both ranks have joined again")
+    is_lost(await begun.ended())
+    again = Begun(whole, pair.prefill, f"{request_id}-again")
+    await again.begin(1e3 * TIMEOUT_S)
+    await again.publish(TOKENS)
+    await asyncio.gather(*again.receives)
+    assert (await again.ended()).state is TransferState.DONE
+    assert not whole.engine.differences(again.expected)
+
+
+async def test_a_rank_that_the_leader_cannot_reach_until_the_deadline_is_lost(
+    whole: Parted, pair: Pair, request_id: str
+) -> None:
+    """It reaches the leader all the while. Both ranks are done, and the leader knows of its own part only."""
+    begun = Begun(whole, pair.prefill, request_id)
+    await begun.begin(4000.0)
+    whole.taps[1].cut()
+    await begun.publish(TOKENS)
+    await asyncio.gather(*begun.receives)
+    is_lost(await begun.ended())
+    assert not whole.engine.differences(begun.expected)
+
+
+async def test_a_rank_that_the_leader_reaches_again_in_time_is_done(whole: Parted, pair: Pair, request_id: str) -> None:
+    begun = Begun(whole, pair.prefill, request_id)
+    await begun.begin(1e3 * TIMEOUT_S)
+    whole.taps[1].cut()
+    await begun.publish(TOKENS)
+    await asyncio.gather(*begun.receives)
+    assert await is_in(whole.routers[0], request_id, TransferState.READING), "the leader has not heard of the end"
+    whole.heal()
+    record = await begun.ended()
+    assert record.state is TransferState.DONE and {share.state for share in record.ranks} == {TransferState.DONE}
+    assert not whole.engine.differences(begun.expected)

@@ -205,6 +205,7 @@ REMEMBERED: dict[str, Row] = {
     "Callers._under_way": lambda kept: callers.MAX_CALLS,
     "Callers._from": lambda kept: kept("Callers._under_way"),
     "Engine.members": lambda kept: kept.ranks,
+    "Engine.instances": lambda kept: kept.ranks,
     "Engines._by_id": lambda kept: 1,
     "Engines._current": lambda kept: 1,
     "Engines._epochs": lambda kept: registry.EPOCHS,

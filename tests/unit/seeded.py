@@ -181,6 +181,7 @@ class Run:
         """How each source rank's last lease of a request ended, and the number of its publish."""
         self.sources = {rank: self._daemon("prefill", rank) for rank in self.addresses["prefill"]}
         self.readers = {rank: self._daemon("decode", rank) for rank in self.addresses["decode"]}
+        self._join()
         self.log.append(f"{ranks[0]} ranks read by {ranks[1]}, {self.way}")
 
     def _daemon(self, engine: str, rank: int) -> Daemon:
@@ -195,6 +196,14 @@ class Run:
         if engine == "prefill":
             self._watch(rank, daemon)
         return daemon
+
+    def _join(self) -> None:
+        """The reading ranks' rosters name the daemons that there are now."""
+        instances = {rank: daemon.ferry.instance for rank, daemon in self.readers.items()}
+        for daemon in self.readers.values():
+            daemon.engine.set_members(daemon.engine.members, instances)
+            with self.world.within(daemon.process):
+                self.world.loop.call(daemon.ferry.jobs.on_roster, daemon.engine)
 
     def _watch(self, rank: int, daemon: Daemon) -> None:
         tell = daemon.engine.leases.on_end
@@ -607,6 +616,7 @@ class Run:
         else:
             for part in self._parts(rank):
                 part.blocks, part.holds, part.lost = [], None, True
+            self._join()
         self.log.append(f"  rank {rank} of {engine}")
 
     # ---- blows have stopped ----

@@ -56,7 +56,7 @@ class Daemon:
             self.ferry = Ferry(settings, METRICS)
             self.process.service = PeerService(self.ferry, Callers(settings.allow_peers, None))
             self.engine = world.loop.complete(self._registered(manifest))
-        self.engine.set_members(members)
+        self.engine.set_members(members, {})
         self.engine.roster_key = KEY
         world.memory.keep(self.engine.leases.words._words)
 

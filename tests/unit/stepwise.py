@@ -482,6 +482,7 @@ class Unary:
 
     def __init__(self, world: World, address: str, method: str, request: Any) -> None:
         self._world, self._address, self._method, self._request = world, address, method, request
+        self._client = PROCESS.get(None)
         self._reply: asyncio.Future[Any] = world.loop.create_future()
         self._serving: asyncio.Task[Any] | None = None
         self.over = False
@@ -492,7 +493,8 @@ class Unary:
 
     def _step(self) -> None:
         process = self._world.processes.get(self._address)
-        if self._serving is None and process is not None and process.alive:
+        said = self._client is None or self._client.alive
+        if self._serving is None and said and process is not None and process.alive:
             with self._world.within(process):
                 method = getattr(process.service, self._method)
                 self._serving = self._world.loop.create_task(method(self._request, _Context()))
@@ -657,7 +659,7 @@ class Stream:
 
     def _begin(self) -> None:
         process = self._world.processes.get(self._address)
-        if process is None or not process.alive:
+        if process is None or not process.alive or not self._client.alive:
             self._to_client.end(_End(_gone()), lost=True)
             self._serving = self._world.loop.create_task(_nothing())
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -294,19 +293,22 @@ def test_an_end_elsewhere_means_the_attempt_that_it_names(other: Rank) -> None:
     assert later.problem is not None and later.problem.code == "rank_failed"
 
 
-def test_a_part_ends_when_the_last_call_of_rank_0_lets_go(other: Rank) -> None:
-    """Two calls follow it where rank 0's stream broke and another has begun already."""
-    part = other.handed(1)
+def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(other: Rank) -> None:
+    """What the first one has handed on is lost with it; what the second hands on is not."""
+    part, engine, members = other.handed(1, replace(ORDER, leader="one")), other.daemon.engine, dict(enumerate(READERS))
 
-    async def follow() -> None:
-        with part.followed():
-            with part.followed():
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not part.ended.is_set()
+    def joined(members: dict[int, str], instances: dict[int, str]) -> None:
+        engine.set_members(members, instances)
+        other.call(other.jobs.on_roster)
 
-    other.world.loop.complete(follow())
+    joined(members, {0: "one", 1: "own"})
+    joined({1: READERS[1]}, {1: "own"})
+    assert not part.ended.is_set()
+    joined(members, {0: "two", 1: "own"})
+    later = other.handed(2, replace(ORDER, leader="two"))
+    joined(members, {0: "two", 1: "own"})
     assert isinstance(part.problem, PeerFailed) and (part.problem.code, part.problem.value) == ("rank_failed", "0")
+    assert not later.ended.is_set()
 
 
 # ---- what is kept ----

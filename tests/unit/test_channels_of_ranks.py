@@ -59,9 +59,9 @@ async def silent() -> AsyncIterator[str]:
 
 
 async def test_a_rank_that_is_told_of_an_end_after_its_engine_has_gone_keeps_no_channel() -> None:
-    config, metrics = Config(connect_timeout_s=0.1), Metrics()
+    config, metrics = Config(connect_timeout_s=0.1, deadline_s=1.0), Metrics()
     peers = Peers(config, metrics)
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None)
+    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None, "instance")
     async with asyncio.timeout(60), silent() as address:
         engine = first_of(address)
         transfer = jobs.receive(engine, "r", 1, reserved(engine), Order("p", address), None)
@@ -103,7 +103,7 @@ class Rank2(peer_pb2_grpc.PeerServicer):
 async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_none_waiting() -> None:
     config, metrics = Config(), Metrics()
     peers, servers, addresses = Peers(config, metrics), [], []
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None)
+    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None, "instance")
     for service in (Rank1(), Rank2()):
         servers.append(grpc.aio.server(options=PEER_OPTIONS))
         peer_pb2_grpc.add_PeerServicer_to_server(service, servers[-1])
@@ -124,7 +124,7 @@ async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_no
 async def jobs() -> AsyncIterator[Transfers]:
     config, metrics = Config(connect_timeout_s=0.2), Metrics()
     peers = Peers(config, metrics)
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None)
+    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None, "instance")
     yield jobs
     await jobs.close()
     await peers.close()
@@ -178,7 +178,7 @@ async def test_a_rank_that_was_away_is_dialled_once_when_it_is_back(monkeypatch:
         return True
 
     ours = channels.Channels(Config())
-    ranks, (server, port) = Ranks(Config(), ours), await serve()
+    ranks, (server, port) = Ranks(Config(), ours, "instance"), await serve()
     address = f"127.0.0.1:{port}"
     engine = first_of(address)
     assert await told()

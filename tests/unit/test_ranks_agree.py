@@ -248,6 +248,58 @@ def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Rank
     assert transfer.ranks[1].state is TransferState.DONE and transfer.problem is None
 
 
+def test_a_rank_whose_stream_breaks_is_asked_again_and_its_end_is_known(ranks: Ranks) -> None:
+    """It goes on meanwhile: its part is the same."""
+    transfer, part = ranks.own(0), ranks.own(1)
+    ranks.own(2)
+    ranks.world.run(500)
+    for _ in range(3):
+        for call in [each for each in ranks.world.streams() if (each._method, each._address) == ("Order", RANKS[1])]:
+            call.break_down()
+        ranks.world.run(500)
+        ranks.world.loop.pass_time(0.2)
+        ranks.world.run(500)
+    assert not part.ended.is_set()
+    ranks.publish(0)
+    ranks.world.run(5000)
+    ranks.world.loop.pass_time(2.0)
+    ranks.world.run(5000)
+    assert part.state is TransferState.DONE and transfer.state_of_all is TransferState.DONE, transfer.problem
+
+
+def test_an_end_is_told_again_until_the_rank_has_heard_it(ranks: Ranks) -> None:
+    """Rank 1's daemon cannot be reached when rank 0's part ends."""
+    transfer, part = ranks.own(0), ranks.own(1)
+    ranks.world.run(500)
+    away = ranks.world.processes.pop(RANKS[1])
+    for call in [each for each in ranks.world.streams() if each._address == RANKS[1]]:
+        call.break_down()
+    ranks.stop(transfer)
+    for _ in range(4):
+        ranks.world.run(500)
+        ranks.world.loop.pass_time(1.0)
+    share = transfer.ranks[1]
+    assert share.error is not None and (share.state, share.error.code) == (TransferState.FAILED, "rank_lost")
+    assert not part.ended.is_set()
+    ranks.world.processes[RANKS[1]] = away
+    for _ in range(4):
+        ranks.world.run(500)
+        ranks.world.loop.pass_time(1.0)
+    assert part.problem is not None and part.problem.code == "aborted"
+
+
+def test_a_rank_that_is_lost_is_never_done_at_the_leader_and_goes_on(ranks: Ranks) -> None:
+    ranks.publish(0)
+    transfer, part = ranks.own(0), ranks.own(1)
+    ranks.own(2)
+    ranks.world.processes.pop(RANKS[1])
+    ranks.come_to_rest()
+    assert part.ended.is_set() and transfer.state is TransferState.DONE
+    share = transfer.ranks[1]
+    assert share.error is not None and (share.error.code, share.error.value) == ("rank_lost", "1")
+    assert (transfer.over, transfer.state_of_all) == (True, TransferState.FAILED)
+
+
 DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.own, Ranks.own, Ranks.anew, Ranks.publish,
          Ranks.abort, Ranks.restart)  # fmt: skip
 DONE_AT = st.tuples(st.sampled_from(DEEDS), st.integers(0, len(RANKS) - 1), st.integers(0, 30), st.integers(0, 7))

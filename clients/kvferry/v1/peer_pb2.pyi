@@ -29,6 +29,7 @@ class Member(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     REST_FIELD_NUMBER: builtins.int
+    INSTANCE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     address: builtins.str
     epoch: builtins.str
@@ -36,6 +37,8 @@ class Member(google.protobuf.message.Message):
     """among ranks: its daemon takes no new transfers, and so the engine takes none"""
     rest: builtins.str
     """among ranks: the URL of its daemon's REST service; of loopback, for who is on its host"""
+    instance: builtins.str
+    """Among ranks, of its daemon: what an earlier one was told, or has handed on, is lost with it."""
     def __init__(
         self,
         *,
@@ -44,8 +47,9 @@ class Member(google.protobuf.message.Message):
         epoch: builtins.str = ...,
         draining: builtins.bool = ...,
         rest: builtins.str = ...,
+        instance: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "rank", b"rank", "rest", b"rest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "instance", b"instance", "rank", b"rank", "rest", b"rest"]) -> None: ...
 
 Global___Member: typing_extensions.TypeAlias = Member
 
@@ -1062,6 +1066,7 @@ class OrderRequest(google.protobuf.message.Message):
     ORDERED_S_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
+    LEADER_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
     request_id: builtins.str
@@ -1076,6 +1081,8 @@ class OrderRequest(google.protobuf.message.Message):
     """what deadline_s was when the order came; 0: the same"""
     key: builtins.bytes
     """of the roster: orders come from rank 0 of the same engine only"""
+    leader: builtins.str
+    """the instance of rank 0's daemon"""
     @property
     def source(self) -> kvferry.v1.engine_pb2.Source: ...
     @property
@@ -1104,9 +1111,10 @@ class OrderRequest(google.protobuf.message.Message):
         ordered_s: builtins.float = ...,
         attempt: Global___Attempt | None = ...,
         key: builtins.bytes = ...,
+        leader: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["attempt", b"attempt", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "ordered_s", b"ordered_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "leader", b"leader", "ordered_s", b"ordered_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
 

@@ -157,7 +157,8 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Order(self, request, context):
-        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended.
+        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended;
+        a stream that breaks ends nothing, and rank 0 calls again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -373,7 +373,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     """A checksum of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
 
     Order: _PeerOrderType
-    """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended."""
+    """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended;
+    a stream that breaks ends nothing, and rank 0 calls again.
+    """
 
     Lead: _PeerLeadType
     """A router's order that has come to another rank of the same engine: rank 0 takes it."""
@@ -517,7 +519,9 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.peer_pb2.OrderRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.RankTransfer], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.RankTransfer]]:
-        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended."""
+        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended;
+        a stream that breaks ends nothing, and rank 0 calls again.
+        """
 
     @abc.abstractmethod
     def Lead(

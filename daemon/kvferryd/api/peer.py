@@ -188,13 +188,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         attempt = attempt_from_proto(request.attempt)
         own = reservation_from_proto(request, engine.manifest) if request.HasField("tables") else None
         transfer = ferry.jobs.handed(engine, request.request_id, attempt, order, own)
-        with transfer.followed():
-            await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
-            while not transfer.ended.is_set():
-                changed = transfer.changed
-                yield _share(transfer)
-                await changed.wait()
+        await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
+        while not transfer.ended.is_set():
+            changed = transfer.changed
             yield _share(transfer)
+            await changed.wait()
+        yield _share(transfer)
 
     @unary
     async def Lead(self, request: peer_pb2.LeadRequest, context: Context) -> peer_pb2.LeadReply:

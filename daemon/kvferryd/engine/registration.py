@@ -58,6 +58,8 @@ class Engine:
     notes: tuple[str, ...]
     members: dict[int, str]
     """The daemons of the engine's ranks, as far as they are known."""
+    instances: dict[int, str] = field(default_factory=dict, init=False)
+    """Their instances, by rank."""
     draining: frozenset[int] = field(default=frozenset(), init=False)
     """Ranks whose daemons take no new transfers, as the roster has it."""
     make_arena: MakeArena | None
@@ -93,8 +95,10 @@ class Engine:
         """By which engine `source` knows all ranks of this one as one reader. Each source is given another."""
         return _reader_key(self.roster_key or self._alone, source)
 
-    def set_members(self, members: dict[int, str], draining: frozenset[int] = frozenset()) -> None:
-        self.members, self.draining, self.unseeded = members, draining, ""
+    def set_members(
+        self, members: dict[int, str], instances: dict[int, str], draining: frozenset[int] = frozenset()
+    ) -> None:
+        self.members, self.instances, self.draining, self.unseeded = members, instances, draining, ""
         self._members_changed.set()
         self._members_changed = asyncio.Event()
 

@@ -35,7 +35,8 @@ WAYS = (("direct", "UCX"), ("staged", "UCX"), ("mapped", "cuda_ipc"))
 """Path and transport."""
 FAILURES = (
     "aborted", "deadline", "engine_gone", "engine_taken", "lease_ended", "other_prompt", "other_weights",
-    "peer_lost", "peer_unreachable", "proof_failed", "rank_failed", "stale_epoch", "torn", "transport_failed",
+    "peer_lost", "peer_unreachable", "proof_failed", "rank_failed", "rank_lost", "stale_epoch", "torn",
+    "transport_failed",
 )  # fmt: skip
 REFUSALS = ("address_not_allowed", "draining", "full", "malformed_tables", "order_conflict", "unknown_engine")
 """Codes that are counted from 0 on, so that a rate sees the first of them. Others begin with their first."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed
+from kvferry.errors import Conflict, Forbidden, KvferryError, Malformed, shorten
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import Tasks
@@ -36,17 +36,19 @@ KEPT_OUT = 256
 
 
 class Member(NamedTuple):
-    """What a rank's daemon says of itself."""
+    """A rank's daemon, as it says itself."""
 
     address: str
     draining: bool = False
     """It takes no new transfers."""
     rest: str = ""
     """The URL of its REST service."""
+    instance: str = ""
+    """Its start."""
 
     @classmethod
     def of(cls, told: peer_pb2.Member) -> Member:
-        return cls(told.address, told.draining, told.rest)
+        return cls(told.address, told.draining, told.rest, shorten(told.instance, 64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,11 +149,12 @@ class Roster:
     """The member's side: one task per engine of several ranks that keeps its members known, until `leave`."""
 
     def __init__(
-        self, config: Config, channels: Channels, seed: Seed, on_change: Callable[[Engine], None] = lambda _: None
+        self, config: Config, channels: Channels, seed: Seed, instance: str, on_change: Callable[[Engine], None]
     ) -> None:
-        """on_change: called when an engine's ranks, or which of them are draining, are known anew."""
+        """instance: of this daemon. on_change: called when it is known anew which daemons an engine's ranks have, and
+        which of them are draining."""
         self._config, self._channels, self.seed, self._on_change = config, channels, seed, on_change
-        self._draining = False
+        self._instance, self._draining = instance, False
         self._rest: dict[Engine, dict[int, str]] = {}
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
         self._telling = Tasks()
@@ -185,8 +188,8 @@ class Roster:
             self._telling.spawn(self.renew())
 
     async def renew(self) -> None:
-        """Join again, by what proves us now and with what is to be said now. What stands goes on meanwhile, so that no
-        rank is missed. One renewal after another: the last that is said holds."""
+        """Join again, by what proves us now and with what is to be said now. The last joining goes on
+        meanwhile, so that no rank is missed. Renewals come one after another: the last word holds."""
         async with self._renewing:
             await asyncio.gather(*(self._renew(engine, task) for engine, task in self._tasks.items()))
 
@@ -219,8 +222,11 @@ class Roster:
         while not engine.session.retired.is_set():
             try:
                 async for members in self._members(engine):
-                    draining = frozenset(rank for rank, member in members.items() if member.draining)
-                    engine.set_members({rank: member.address for rank, member in members.items()}, draining)
+                    engine.set_members(
+                        {rank: member.address for rank, member in members.items()},
+                        {rank: member.instance for rank, member in members.items()},
+                        frozenset(rank for rank, member in members.items() if member.draining),
+                    )
                     self._rest[engine] = {rank: member.rest for rank, member in members.items()}
                     self._on_change(engine)
                     joined.set()
@@ -233,16 +239,13 @@ class Roster:
 
     async def _members(self, engine: Engine) -> AsyncIterator[dict[int, Member]]:
         seed, own = self._config.roster, self._config.advertise
+        ours = Member(own, self._draining, self._config.rest_url, self._instance)
         if seed is None or seed == own:
             engine.roster_key = self.seed.key(engine.engine_id, engine.epoch)
-            async for members in self.seed.join(
-                *engine.session.rank, Member(own, self._draining, self._config.rest_url)
-            ):
+            async for members in self.seed.join(*engine.session.rank, ours):
                 yield members
             return
-        member = peer_pb2.Member(
-            rank=engine.rank, address=own, epoch=engine.epoch, draining=self._draining, rest=self._config.rest_url
-        )  # fmt: skip
+        member = peer_pb2.Member(rank=engine.rank, epoch=engine.epoch, **ours._asdict())
         request = peer_pb2.JoinRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine.engine_id, member=member,
             world_size=engine.world_size, challenge=secrets.token_bytes(32),

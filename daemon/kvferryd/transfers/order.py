@@ -52,7 +52,7 @@ class Order:
     epoch: the source engine must be in it; empty for any. lease: the number of the one that is meant; 0 for whichever
     there is. deadline_s: seconds from acceptance; None for the daemon's
     default. way: auto, direct, staged or mapped; empty for the daemon's setting. ordered_s: what the deadline was when
-    the order came to the rank that handed it on; 0 where none did.
+    the order came to rank 0, which has handed it on. leader: the instance of rank 0's daemon then.
     """
 
     engine_id: str
@@ -64,6 +64,7 @@ class Order:
     way: str = ""
     trace: Trace = field(default=UNTRACED, compare=False)
     ordered_s: float = field(default=0.0, compare=False)
+    leader: str = field(default="", compare=False)
 
     @property
     def names_lease(self) -> bool:
@@ -171,7 +172,7 @@ def order_from_proto(
     if isinstance(request, engine_pb2.ReceiveRequest):
         return order
     check_seconds("ordered_s", request.ordered_s)
-    return replace(order, ordered_s=request.ordered_s)
+    return replace(order, ordered_s=request.ordered_s, leader=shorten(request.leader, MAX_BY))
 
 
 def check_source(source: engine_pb2.Source, allowed: Sequence[str]) -> None:

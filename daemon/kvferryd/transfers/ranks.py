@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
+from kvferryd.peers.contact import LOST
 from kvferryd.transfers.order import Attempt, Reservation, attempt_to_proto
 from kvferryd.transfers.record import error_body
 from kvferryd.transfers.transfer import Transfer
@@ -26,13 +28,19 @@ from kvferryd.transfers.transfer import Transfer
 log = logs.get(__name__)
 GRACE_S = 0.5
 """How long after the deadline another rank may still say why it failed."""
+AGAIN_S = (0.05, 1.0)
+"""First and longest pause before a rank that cannot be reached is asked or told again."""
+LAST_S = 1.0
+"""How long a daemon that stops goes on telling other ranks what has ended."""
+TOLD_AGAIN = 1024
+"""So many refusals may wait to be told again; more are told once."""
 
 
 class Ranks:
     """Speaks to the daemons of the other ranks, within the deadline of the transfer. Owns its tasks: `close` it."""
 
-    def __init__(self, config: Config, channels: Channels) -> None:
-        self._config, self._channels = config, channels
+    def __init__(self, config: Config, channels: Channels, instance: str) -> None:
+        self._config, self._channels, self._instance = config, channels, instance
         self._tasks = Tasks()
         self._open: dict[Engine, dict[str, Channel]] = {}
         """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
@@ -47,30 +55,46 @@ class Ranks:
 
     def abort(self, transfer: Transfer, engine: Engine) -> None:
         """This rank has not got its KV: the others need not go on."""
+        if transfer.ends_told:
+            return
+        transfer.ends_told = bool(transfer.ranks)
         for rank, share in transfer.ranks.items():
-            if not share.state.ended and rank in engine.members:
+            if not share.state.ended:
                 code = transfer.problem.code if transfer.problem else transfer.state.value
                 failed = transfer.state is TransferState.FAILED
                 request = _abort(engine, transfer.request_id, transfer.attempt, code, failed=failed)
-                self._tasks.spawn(self._tell_ended(engine, engine.members[rank], request))
+                self._tasks.spawn(self._tell_ended(engine, rank, request, transfer.deadline))
 
     async def ask_bound(self, transfer: Transfer, engine: Engine) -> tuple[str, int]:
-        """(the source's epoch, the lease's number) of what rank 0 reads. Raises KvferryError."""
-        async with self._leader(engine) as stub:
-            request = peer_pb2.BoundRequest(
-                engine_id=engine.engine_id, request_id=transfer.request_id, attempt=attempt_to_proto(transfer.attempt),
-                key=engine.roster_key,
-            )  # fmt: skip
-            left_s = max(1e-3, transfer.deadline - asyncio.get_running_loop().time())
-            reply = await stub.Bound(request, timeout=left_s)
-        return reply.epoch, reply.lease
+        """(the source's epoch, the lease's number) of what rank 0 reads. Raises KvferryError; `rank_lost` where rank 0
+        cannot be reached in time, or is another daemon by now."""
+        request = peer_pb2.BoundRequest(
+            engine_id=engine.engine_id, request_id=transfer.request_id, attempt=attempt_to_proto(transfer.attempt),
+            key=engine.roster_key,
+        )  # fmt: skip
+        loop, asked = asyncio.get_running_loop(), engine.instances.get(0)
+        for pause in _pauses():
+            try:
+                async with self._leader(engine) as stub:
+                    reply = await stub.Bound(request, timeout=max(1e-3, transfer.deadline - loop.time()))
+                return reply.epoch, reply.lease
+            except KvferryError as error:
+                if error.code not in LOST | {"roster_incomplete"}:
+                    raise
+                if loop.time() + pause >= transfer.deadline or engine.instances.get(0) != asked:
+                    raise _lost(engine, 0, error) from None
+            await asyncio.sleep(pause)
+        raise AssertionError("pauses do not end")
 
     def tell_refused(self, engine: Engine, request_id: str, attempt: Attempt, why: KvferryError) -> None:
         """This rank takes no part in the attempt: the others need not go on with it, or begin."""
-        for rank, address in engine.members.items():
+        until = asyncio.get_running_loop().time()
+        if len(self._tasks) < TOLD_AGAIN:
+            until += self._config.deadline_s
+        for rank in range(engine.world_size):
             if rank != engine.rank:
                 request = _abort(engine, request_id, attempt, why.code, failed=True)
-                self._tasks.spawn(self._tell_ended(engine, address, request))
+                self._tasks.spawn(self._tell_ended(engine, rank, request, until))
 
     async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
         """Give a router's order to rank 0; (its answer, whether the order is new). Raises KvferryError."""
@@ -115,6 +139,9 @@ class Ranks:
             yield stub
 
     async def close(self) -> None:
+        """What has just ended is told before, if it can be."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_S)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -142,6 +169,8 @@ class Ranks:
             yield stub
 
     async def _follow_all(self, transfer: Transfer, engine: Engine) -> None:
+        lost: dict[int, KvferryError] = {}
+        """Ranks that cannot be reached, and why."""
         try:
             async with asyncio.timeout_at(transfer.deadline + GRACE_S):
                 await engine.until_whole(self._config.connect_timeout_s)
@@ -149,11 +178,15 @@ class Ranks:
                     for rank in transfer.ranks:  # no other rank has the order: there is nothing to end
                         transfer.set_rank(RankTransfer(rank=rank, state=TransferState.ABORTED))
                     return
-                await together(self._follow(transfer, engine, rank, engine.members[rank]) for rank in transfer.ranks)
+                await together(
+                    self._follow(transfer, engine, rank, engine.members[rank], lost) for rank in transfer.ranks
+                )
         except TimeoutError:
             self.abort(transfer, engine)
             for rank, share in list(transfer.ranks.items()):
-                if not share.state.ended:
+                if rank in lost:
+                    self._failed(transfer, rank, lost[rank])
+                elif not share.state.ended:
                     address = engine.members.get(rank, "an unknown address")
                     what = f"waited for {share.waits_for.value}" if share.waits_for else f"was {share.state.value}"
                     why = f"the deadline passed while rank {rank} at {address} {what}"
@@ -169,33 +202,53 @@ class Ranks:
                     why = f"the daemon failed while it handed the order on: {type(error).__name__}"
                     self._failed(transfer, rank, Internal("internal", why))
 
-    async def _follow(self, transfer: Transfer, engine: Engine, rank: int, address: str) -> None:
-        """Hand the order to one rank and keep what it says, until its part has ended. Raises nothing: the other ranks'
-        parts go on until they have ended too."""
-        try:
-            request = _request(transfer, engine, rank)
-            async with self._asking(engine, address) as stub:
-                call = stub.Order(request)
-                try:
-                    async for reply in call:
-                        transfer.set_rank(_rank_transfer(reply, rank, address))
-                        if transfer.ranks[rank].state.ended:
-                            break  # whatever becomes of the stream
-                finally:
-                    call.cancel()
-        except KvferryError as error:
-            self._failed(transfer, rank, error)
-            return
-        except Exception as error:
-            log.exception("following a rank broke", request_id=transfer.request_id, rank=rank, address=address)
-            why = f"the daemon failed over what rank {rank} at {address} said: {type(error).__name__}"
-            self._failed(transfer, rank, Internal("internal", why))
-            return
+    async def _follow(
+        self, transfer: Transfer, engine: Engine, rank: int, address: str, lost: dict[int, KvferryError]
+    ) -> None:
+        """Hand the order to one rank and keep what it says, until its part has ended. A rank that cannot be reached
+        goes on, so it is asked again, for as long as it has the same daemon. Raises nothing: other ranks' parts go on
+        until they have ended too."""
+        instance = engine.instances.get(rank)
+        for pause in _pauses():
+            try:
+                await self._hear(transfer, engine, rank, address, lost)
+                break
+            except KvferryError as error:
+                if error.code not in LOST:
+                    self._failed(transfer, rank, error)
+                    return
+                lost[rank] = _lost(engine, rank, error)
+            except Exception as error:
+                log.exception("following a rank broke", request_id=transfer.request_id, rank=rank, address=address)
+                why = f"the daemon failed over what rank {rank} at {address} said: {type(error).__name__}"
+                self._failed(transfer, rank, Internal("internal", why))
+                return
+            await asyncio.sleep(pause)
+            given_up = transfer.ended.is_set() and transfer.state is not TransferState.DONE
+            if given_up or rank not in engine.members or engine.instances.get(rank) != instance:
+                self._failed(transfer, rank, lost.pop(rank))
+                return
         share = transfer.ranks[rank]
-        if not share.state.ended:
-            self._failed(transfer, rank, PeerFailed("peer_lost", f"rank {rank} at {address} stopped answering"))
-        elif share.state is not TransferState.DONE:
+        if share.state is not TransferState.DONE:
             self._stop_own(transfer, share)
+
+    async def _hear(
+        self, transfer: Transfer, engine: Engine, rank: int, address: str, lost: dict[int, KvferryError]
+    ) -> None:
+        """One rank's words until its part has ended. Raises KvferryError, of LOST where the rank cannot be reached."""
+        request = _request(transfer, engine, rank)
+        request.leader = self._instance
+        async with self._asking(engine, address) as stub:
+            call = stub.Order(request)
+            try:
+                async for reply in call:
+                    lost.pop(rank, None)
+                    transfer.set_rank(_rank_transfer(reply, rank, address))
+                    if transfer.ranks[rank].state.ended:
+                        return  # whatever becomes of the stream
+            finally:
+                call.cancel()
+        raise PeerFailed("peer_lost", f"rank {rank} at {address} stopped answering")
 
     def _failed(self, transfer: Transfer, rank: int, why: KvferryError) -> None:
         state = TransferState.ABORTED if why.code == "aborted" else TransferState.FAILED
@@ -215,11 +268,34 @@ class Ranks:
             why = PeerFailed("rank_failed", message, field="rank", value=share.rank, remedy=remedy)
         transfer.stop(share.state, why)
 
-    async def _tell_ended(self, engine: Engine, address: str, request: peer_pb2.AbortRequest) -> None:
-        """Best effort: the other rank has a deadline of its own."""
-        with contextlib.suppress(KvferryError):
-            async with self._asking(engine, address) as stub:
-                await stub.Abort(request, timeout=self._config.connect_timeout_s)
+    async def _tell_ended(self, engine: Engine, rank: int, request: peer_pb2.AbortRequest, until: float) -> None:
+        """Until that rank has answered, or until its part has ended by its own deadline."""
+        for pause in _pauses():
+            if rank in engine.members:
+                try:
+                    async with self._asking(engine, engine.members[rank]) as stub:
+                        await stub.Abort(request, timeout=self._config.connect_timeout_s)
+                    return
+                except KvferryError as error:
+                    if error.code not in LOST:
+                        return
+            if asyncio.get_running_loop().time() + pause >= until:
+                return
+            await asyncio.sleep(pause)
+
+
+def _pauses() -> Iterator[float]:
+    """Without end."""
+    first, longest = AGAIN_S
+    return itertools.chain(
+        itertools.takewhile(longest.__gt__, (first * 2**n for n in itertools.count())), itertools.repeat(longest)
+    )
+
+
+def _lost(engine: Engine, rank: int, why: KvferryError) -> KvferryError:
+    what = f"rank {rank} of engine {engine.engine_id} cannot be reached, and may go on: {why.message}"
+    remedy = "see whether its daemon lives, and the network between; then try again, in a new attempt"
+    return PeerFailed("rank_lost", what, field="rank", value=rank, remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
@@ -82,8 +81,8 @@ class Transfer:
         """The other ranks' parts, on a rank that hands the order on."""
         self.handed_on = False
         """Its order came by way of rank 0: with what was left of its deadline, and this rank's tables alone."""
-        self._followers = 0
-        """Calls by which rank 0 follows this part."""
+        self.ends_told = False
+        """The ranks to which it was handed on are told that its own part was not done."""
         self.created_at = time.time()
         self.over_at: float | None = None
         self.over_number = 0
@@ -148,21 +147,6 @@ class Transfer:
         if self.order is not None:
             self._last_half = Awaited.RESERVATION
             self._matched.set()
-
-    @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """Rank 0 follows this part inside. When it lets go of an order that it has handed on before the end it is lost,
-        and the attempt with it: KV is of use only if all ranks have it.
-        """
-        self._followers += 1
-        try:
-            yield
-        finally:
-            self._followers -= 1
-            if not self._followers and self.handed_on:
-                why = "rank 0 of the same engine, which handed the order on, is gone"
-                remedy = "see whether that rank's daemon is alive"
-                self.stop(TransferState.FAILED, PeerFailed("rank_failed", why, field="rank", value=0, remedy=remedy))
 
     def stop(self, state: TransferState, why: KvferryError) -> None:
         """End it as failed or aborted, unless it has ended. Idempotent."""

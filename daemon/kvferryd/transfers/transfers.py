@@ -7,7 +7,6 @@ import contextlib
 import functools
 import itertools
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -50,12 +49,13 @@ class Transfers:
 
     def __init__(
         self, config: Config, peers: Peers, metrics: Metrics, notes: Notes, one_fewer: Callable[[], None],
-        spans: Spans | None = None,
+        instance: str, spans: Spans | None = None,
     ) -> None:  # fmt: skip
-        """one_fewer: called when a transfer's part on this rank has ended and nothing can be written any more."""
+        """one_fewer: called when a transfer's part on this rank has ended and nothing can be written any more.
+        instance: of this daemon."""
         self._config, self._metrics, self._notes, self._spans = config, metrics, notes, spans
         self._one_fewer = one_fewer
-        self._ranks = Ranks(config, peers.channels)
+        self._ranks = Ranks(config, peers.channels, instance)
         self._after = Tasks()
         self._around = Surroundings(
             config, peers, self._on_end, self._on_over, self._on_quiet, self._ranks.ask_bound, self._after.spawn
@@ -72,7 +72,7 @@ class Transfers:
         order and no reservation belongs to it."""
         self._by_order: LRUCache[str, tuple[str, object]] = LRUCache(ATTEMPTS)
         """The transfer of each order_id, and what the order said."""
-        self._instance, self._counted = uuid.uuid4().hex, itertools.count(1)
+        self._instance, self._counted = instance, itertools.count(1)
         """Number the attempts of orders that bring their tables."""
         self._under_way: dict[Transfer, Engine] = {}
         """Transfers that are not over: the part of some rank has not ended."""
@@ -397,9 +397,21 @@ class Transfers:
             self._claims[engine] = Claims(engine.manifest)
         return self._claims[engine].take(reservation, request_id)
 
+    def on_roster(self, engine: Engine) -> None:
+        """It is known anew which daemons the engine's ranks have. An attempt that an earlier one of rank 0 has
+        handed on ends here: nobody gathers its ends any more."""
+        leader = engine.instances.get(0)
+        for each, of in self._under_way.items():
+            handed_by = each.order.leader if of is engine and each.order is not None else ""
+            if leader and handed_by and handed_by != leader:
+                why = "rank 0 of the same engine, which handed the order on, was started anew"
+                lost = PeerFailed("rank_failed", why, field="rank", value=0, remedy="try again, in a new attempt")
+                each.stop(TransferState.FAILED, lost)
+        self.hand_back(engine)
+
     def hand_back(self, engine: Engine) -> None:
-        """Where a rank of the engine is draining, end the orders that wait for a reservation here: their router gives
-        them to another engine. What has been handed on goes on."""
+        """End the orders that wait for a reservation here, where a rank of the engine is draining: their router gives
+        them to another engine. An order that was handed on goes on."""
         if (why := self._draining(engine)) is not None:
             waiting = [
                 each
