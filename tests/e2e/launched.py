@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -28,6 +29,8 @@ class Launched:
     peer: int
     ranks: int
     url: str
+    shared: set[Path] = field(default_factory=set)
+    """Memory with a name that its processes have."""
     seen: set[psutil.Process] = field(default_factory=set)
 
     @property
@@ -62,6 +65,8 @@ class Launched:
     def look(self) -> None:
         """Note all that lives of it now."""
         self.seen |= {self.first, *self.first.children(recursive=True)}
+        for process in self.seen:
+            self.shared |= {*map(Path, re.findall(r"/dev/shm/[^\s]+(?=\n)", _maps(process)))}
 
     def wait(self) -> int:
         return self.service.process.wait(WAIT_S)
@@ -73,10 +78,12 @@ class Launched:
             time.sleep(0.02)
 
     def leaves_nothing(self) -> None:
-        """No process, no socket, no port. Memory of daemons has no name: it is gone with them."""
+        """No process, no socket, no port, no shared memory. That of daemons has no name: it is gone with them."""
         self.eventually(lambda: not any(map(_lives, self.seen)), "all its processes have ended")
-        left = [path for path in self.fleet.directory.rglob("*") if path.is_socket() or "kvferry-run-" in path.name]
-        assert not left, left
+        self.fleet.services.remove(self.service)
+        assert not (memory := [path for path in self.shared if path.exists()]), memory
+        (folder,) = set(re.findall(r"=(/\S*kvferry-run-[^/]+)/engine-", self.said))
+        assert not (left := [*Path(folder).rglob("*"), *filter(Path.exists, [Path(folder)])]), left
         for port, rank in itertools.product((self.rest, self.peer), range(self.ranks)):
             assert _free(port + rank * APART), f"port {port + rank * APART} is taken\n{self.service.tail(60)}"
 
@@ -111,6 +118,13 @@ def _base(fleet: Fleet, ranks: int) -> int:
         port = fleet.free_port()
         if all(_free(port + rank * APART) for rank in range(1, ranks)):
             return port
+
+
+def _maps(process: psutil.Process) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:  # it has ended
+        return ""
 
 
 def _free(port: int) -> bool:
