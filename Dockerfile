@@ -4,6 +4,7 @@
 #     docker build --build-arg CUDA=13 -t kvferry:cuda13 .          GPUs with a driver for CUDA 13 (580 and later)
 #     docker build --build-arg CUDA=12 -t kvferry:cuda12 .          GPUs with an older driver
 #     docker build --target engine --build-arg ENGINE=vllm/vllm-openai:v0.32.0 -t vllm-kvferry .
+#     docker build --target run --build-arg ENGINE=vllm/vllm-openai:v0.32.0 -t vllm-kvferry:run .     for kvferry run
 #
 # What is installed is fixed by deploy/locks. BASE may be any Debian with Python 3.11 or later in its packages; name it
 # by digest to make the build repeatable. No CUDA image is needed: the wheels bring CUDA's libraries, and the container
@@ -66,6 +67,18 @@ COPY --from=build /wheels /wheels
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m pip install --no-cache-dir /wheels/*.whl \
     && rm -rf /wheels
+
+# An engine's image with a daemon in it as well, for `kvferry run` (docs/one-host.md): its own torch is the daemon's.
+# hadolint ignore=DL3006
+FROM ${ENGINE} AS run
+COPY --from=build /wheels /wheels
+# hadolint ignore=DL3013
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    python3 -m pip install --no-cache-dir "$(echo /wheels/*.whl)[daemon]" \
+    && python3 -m pip install --no-cache-dir --no-deps nixl-cu13 \
+    && rm -rf /wheels
+ENTRYPOINT ["kvferry"]
+CMD ["run", "--help"]
 
 # What is in the image, as CycloneDX: docker build --target sbom --output type=local,dest=. .
 FROM build AS sbom-made

@@ -18,7 +18,7 @@ from kvferryd.commands.cli import Parser, seconds
 from kvferryd.commands.doctor import CHECK, Level, findings
 from kvferryd.config import OPTIONS
 from kvferryd.run.family import guarded
-from kvferryd.run.launcher import FAILED, launched
+from kvferryd.run.launcher import FAILED, launched, left, memory_of
 from kvferryd.run.plan import APART, Daemon, Plan, described, plan, split
 
 USAGE = "kvferry run [settings of the daemons] -- vllm serve MODEL [options of the engine]"
@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     given = {name: value for name, value in flags.items() if value is not None and name in (*OPTIONS, "config")}
     environment = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="kvferry-run-"))
-    leave = partial(shutil.rmtree, folder, ignore_errors=True)
+    memory_of(folder).mkdir()
+    leave = partial(left, folder)
     try:
         planned = plan(given, command, environment, folder=str(folder), gpus=_gpus, read=_read,
                        engine_stop_s=flags["engine_stop_s"])  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from kvferryd.observe.foreign import LONGEST, LOST, Writer, as_json, event
 from kvferryd.process.keeper import READY, how_ended
 from kvferryd.run.family import end, living, tied
 from kvferryd.run.plan import Daemon, Plan
+from kvferryd.run.shared import Watch, remove
 
 FAILED = 2
 START_S = 300.0
@@ -130,6 +132,7 @@ class Launcher:
         self._output = Output(names, as_json=self._plan.daemons[0].config.log_format == "json")
         with ExitStack() as opened:
             self._opened = opened
+            self._watch_memory()
             try:
                 return await self._runs()
             finally:
@@ -186,6 +189,13 @@ class Launcher:
         self._children.append(child)
         self._say(f"{name} is process {process.pid}: {' '.join(command)}")
         return child
+
+    def _watch_memory(self) -> None:
+        loop, watch = asyncio.get_running_loop(), Watch(memory_of(self._folder), lambda: living(os.getpid()))
+        self._opened.callback(watch.close)
+        if watch.fd >= 0:
+            loop.add_reader(watch.fd, watch.made)
+            self._opened.callback(loop.remove_reader, watch.fd)
 
     def _endings(self) -> list[asyncio.Future[int]]:
         return [child.ended for child in self._children]
@@ -260,6 +270,17 @@ class Launcher:
 
 def _name(daemon: Daemon) -> str:
     return f"daemon-{daemon.rank}"
+
+
+def memory_of(folder: Path) -> Path:
+    """The notes of `Watch` in a run's folder."""
+    return folder / "memory"
+
+
+def left(folder: Path) -> None:
+    """Take away a run's folder, with the sockets in it, and the shared memory that is noted there."""
+    remove(memory_of(folder))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def launched(plan: Plan, folder: Path, environment: Mapping[str, str]) -> int:

@@ -1,0 +1,56 @@
+"""Shared memory with a name: what one of our processes made is taken away, and nothing else."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from kvferryd.run.shared import MEMORY, Watch, remove
+
+MAKES = """\
+import mmap, os, sys
+path = "/dev/shm/" + sys.argv[1]
+file = os.open(path, os.O_CREAT | os.O_RDWR)
+os.ftruncate(file, 4096)
+mapped = mmap.mmap(file, 4096)
+os.close(file)
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_ours_made_is_taken_away(tmp_path: Path, ours: bool) -> None:
+    name, made = f"kvferry-test-{tmp_path.name}", set[int]()
+    watch = Watch(tmp_path, lambda: made)
+    command = [sys.executable, "-c", MAKES, name]
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "made\n"
+            if ours:
+                made.add(process.pid)
+            assert select.select([watch.fd], [], [], 10)[0]
+            watch.made()
+            process.kill()
+        remove(tmp_path)
+        assert (MEMORY / name).exists() is not ours
+    finally:
+        watch.close()
+        (MEMORY / name).unlink(missing_ok=True)
+
+
+def test_another_file_of_the_same_name_stays(tmp_path: Path) -> None:
+    memory = SharedMemory(create=True, size=16)
+    try:
+        (tmp_path / memory.name).write_text("1")
+        remove(tmp_path)
+        assert (MEMORY / memory.name).exists()
+    finally:
+        memory.close()
+        memory.unlink()
+    remove(tmp_path / "not there")
