@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from kvferry.protocol.states import LeaseState as LeaseState
+
 
 def _number(given: object) -> object:
     if isinstance(given, bool | str):  # pydantic takes true for 1, and "1" too
@@ -55,20 +57,6 @@ class Awaited(enum.StrEnum):
     """The source daemon's answer, whether the request is published."""
     PUBLISH = "publish"
     """The source engine: its daemon answers, and has nothing (more) of the request."""
-
-
-class LeaseState(enum.StrEnum):
-    """Source side."""
-
-    PUBLISHING = "publishing"
-    PUBLISHED = "published"
-    RELEASED = "released"
-    EXPIRED = "expired"
-    REVOKED = "revoked"
-
-    @property
-    def ended(self) -> bool:
-        return self in (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.REVOKED)
 
 
 Way: TypeAlias = Literal["auto", "direct", "staged", "mapped"]
@@ -227,7 +215,7 @@ class LeaseReader(_Answer):
     """A rank that reads a lease, or has read it.
 
     state: `reading`; `read`, it has all that it wanted; `left`, it has gone without, or its engine reads all anew in a
-    later attempt. bytes: what it has read so far, by its own word or as it was packed for it. attempt: of its engine; 0
+    later attempt. bytes: what it has read, as it says when it closes the lease. attempt: of its engine; 0
     where an order has brought its tables.
     """
 
@@ -242,7 +230,7 @@ class LeaseReader(_Answer):
 
 class LeaseRecord(_Answer):
     """lease: its number. age_ms: from the first publish until now or its end. reason: why it ended, if it was not read.
-    bytes: of all readers."""
+    bytes: of all readers. readers: of a lease that has ended, the first 32."""
 
     request_id: str
     lease: int = 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvferry import __version__, schemas
 from kvferry.errors import Conflict, KvferryError, NotFound
+from kvferry.protocol.values import Account
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import LEASE_STATES, problem_to_proto
@@ -24,7 +25,7 @@ from kvferryd.config import Config
 from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.engine.registry import Engines
-from kvferryd.leases.lease import Lease, ReaderId, reader_id
+from kvferryd.leases.record import reader_id
 from kvferryd.memory import provider
 from kvferryd.memory.kept import Keeper
 from kvferryd.observe import logs, spans
@@ -48,7 +49,7 @@ log = logs.get(__name__)
 LOOK_S, COME_ALONG_S = 1.0, 3.0
 """How often the files of what proves us are looked at; how long callers have to connect anew by theirs."""
 NAMED = 32
-"""Readers of one lease that a line of the log names, and missing ranks of which /readyz says why."""
+"""Missing ranks of which /readyz says why."""
 UNMET, UNMET_S = 64, 600.0
 """Daemons without a handshake that are said not to answer, and for how long after the last call."""
 
@@ -228,17 +229,16 @@ class Ferry:
 
     def leases(self, limit: int, ended: int) -> schemas.LeaseList:
         """The newest `limit` that are held, and the last `ended` that are not, the oldest first."""
-        live = [lease for engine in self.registry for lease in engine.leases]
-        over = chain.from_iterable(islice(engine.leases.ended, ended) for engine in self.registry)
-        last = sorted(over, key=lambda lease: lease.ended_at or 0.0)[-ended:] if ended else []
-        return schemas.LeaseList(leases=[lease.record() for lease in (*last, *live[-limit:])], total=len(live))
+        live = [(engine.leases, lease) for engine in self.registry for lease in engine.leases]
+        over = chain.from_iterable(islice(engine.leases.ended(), ended) for engine in self.registry)
+        last = sorted(over, key=lambda record: record.ended_at or 0.0)[-ended:] if ended else []
+        held = [leases.record(lease) for leases, lease in live[-limit:]]
+        return schemas.LeaseList(leases=[*last, *held], total=len(live))
 
     def revoke_lease(self, request_id: str) -> schemas.LeaseRecord:
         for engine in self.registry:
-            lease = engine.leases.get(request_id)
-            if lease is not None:
-                engine.leases.revoke(request_id, "by DELETE /v1/leases")
-                return lease.record()
+            if engine.leases.revoke(request_id, "by DELETE /v1/leases"):
+                return next(engine.leases.ended())
         why, remedy = f"no lease of request {request_id} is held here", "GET /v1/leases lists them"
         raise NotFound("unknown_lease", why, field="request_id", value=request_id, remedy=remedy)
 
@@ -261,7 +261,7 @@ class Ferry:
 
     def peers(self) -> schemas.PeerList:
         self.notes.flush()
-        inbound = [reader() for engine in self.registry for reader in engine.leases.inbound]
+        inbound = [each for engine in self.registry for each in engine.leases.inbound()]
         lost = [
             schemas.PeerRecord(
                 engine_id=engine_id, rank=rank, address=contact.address, epoch=epoch, protocol=0, version="", agent="",
@@ -394,15 +394,15 @@ class Ferry:
     def totals(self) -> schemas.Totals:
         self.notes.flush()
         live = [lease for engine in self.registry for lease in engine.leases]
-        over = [lease for engine in self.registry for lease in engine.leases.ended]
         arenas = [engine.arena for engine in self.registry if engine.arena is not None]
-        states, lease_states = Counter(each.state for each in self.jobs), Counter(each.state for each in (*live, *over))
+        states = Counter(each.state for each in self.jobs)
+        lease_states = sum((engine.leases.states() for engine in self.registry), Counter[schemas.LeaseState]())
         waiting = Counter(each.waits_for for each in self.jobs)
         return schemas.Totals(
             transfers={state.value: states[state] for state in schemas.TransferState},
             waiting={awaited.value: waiting[awaited] for awaited in schemas.Awaited},
             leases={state.value: lease_states[state] for state in schemas.LeaseState},
-            live_readers=sum(lease.live_readers for lease in live),
+            live_readers=sum(lease.readers.live for lease in live),
             queue=states[schemas.TransferState.WAITING] + sum(arena.waiting for arena in arenas),
             quarantined_bytes=sum(transfer.quarantined_nbytes for transfer in self.jobs),
             unfreed_bytes=self.registry.unfreed.nbytes,
@@ -519,31 +519,30 @@ class Ferry:
 
     # ---- engines come and go ----
 
-    def _on_lease_end(self, engine: Engine, lease: Lease) -> None:
-        problem = problem_to_proto(lease.problem) if lease.problem else None
+    def _on_lease_end(self, engine: Engine, account: Account) -> None:
+        problem = problem_to_proto(account.problem) if account.problem else None
         ended = engine_pb2.LeaseEnded(
-            request_id=lease.request_id, lease=lease.number, state=lease.state.value,
-            lease_state=LEASE_STATES[lease.state], problem=problem,
+            request_id=account.request_id, lease=account.number, state=account.state.value,
+            lease_state=LEASE_STATES[account.state], problem=problem,
         )  # fmt: skip
         engine.session.tell(engine_pb2.Event(lease_ended=ended))
         self._one_fewer()
-        self.notes.add(partial(self._note_lease_end, lease))  # the engine first
+        self.notes.add(partial(self._note_lease_end, engine.engine_id, account))  # the engine first
 
-    def _note_lease_end(self, lease: Lease) -> None:
-        self.metrics.lease_ended(lease.state)
+    def _note_lease_end(self, engine_id: str, account: Account) -> None:
+        self.metrics.lease_ended(account.state)
         if self.spans is not None:
-            self.spans.lease(lease, time.time())
-        readers = lease.readers()
+            self.spans.lease(engine_id, account)
         log.info(
-            "lease ended", request_id=lease.request_id, lease=lease.number, engine_id=lease.engine_id,
-            state=lease.state.value, tokens=lease.num_tokens, reason=lease.reason, age_s=round(lease.age_s, 3),
-            bytes=sum(each.bytes for each in readers),
-            readers=[f"{each.engine_id}/{each.rank} {each.state} {each.bytes}" for each in readers[:NAMED]],
-            **lease.trace.about,
+            "lease ended", request_id=account.request_id, lease=account.number, engine_id=engine_id,
+            state=account.state.value, tokens=account.num_tokens, reason=account.reason,
+            age_s=round(account.age_s, 3), bytes=account.nbytes,
+            readers=[f"{each.who.engine_id}/{each.who.rank} {each.state} {each.nbytes}" for each in account.readers],
+            **logs.Trace(*account.trace).about,
         )  # fmt: skip
 
-    def _on_served(self, who: ReaderId, nbytes: int) -> None:
-        self.notes.add(partial(self.metrics.bytes_served, who.engine_id, nbytes))
+    def _on_served(self, engine_id: str, nbytes: int) -> None:
+        self.notes.add(partial(self.metrics.bytes_served, engine_id, nbytes))
 
     def _before_retire(self, engine: Engine, why: str) -> list[Step]:
         return [

@@ -1,14 +1,15 @@
-"""The two state machines, each one table. Every illegal move raises."""
+"""How a transfer stands, as one table. Every illegal move raises. (A lease: kvferry.protocol.states.)"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from kvferry.schemas import LeaseState as L
+from kvferry.protocol.states import IllegalMove
 from kvferry.schemas import TransferState as T
 
-State = TypeVar("State", L, T)
+State = TypeVar("State", bound=enum.StrEnum)
 
 TRANSFER: Mapping[T, frozenset[T]] = {
     T.WAITING: frozenset({T.CONNECTING, T.FAILED, T.ABORTED}),
@@ -24,22 +25,9 @@ lease turns out to be out of date. reading: bytes move. verifying: whether the l
 from it.
 """
 
-LEASE: Mapping[L, frozenset[L]] = {
-    L.PUBLISHING: frozenset({L.PUBLISHING, L.PUBLISHED, L.EXPIRED, L.REVOKED}),
-    L.PUBLISHED: frozenset({L.RELEASED, L.EXPIRED, L.REVOKED}),
-    L.RELEASED: frozenset(),
-    L.EXPIRED: frozenset(),
-    L.REVOKED: frozenset(),
-}
-"""publishing: more tokens will follow. published: all are there. released: the expected readers have read."""
-
-
-class IllegalMove(AssertionError):
-    """A bug of ours: a state machine was asked for a move that its table does not have."""
-
 
 class Machine(Generic[State]):
-    """Where one lease or transfer stands."""
+    """Where one transfer stands."""
 
     def __init__(self, table: Mapping[State, frozenset[State]], start: State) -> None:
         self._table: Mapping[State, frozenset[State]] = table

@@ -105,14 +105,15 @@ async def test_a_reader_follows_a_prefill_chunk_by_chunk_and_the_state_comes_las
     assert [each.tokens for each in await receiving] == [(0, MANY)] * 3
 
 
-async def test_blocks_are_the_sources_own_again_while_slots_are_still_to_be_read(staged: Pair, request_id: str) -> None:
+async def test_blocks_that_were_packed_for_a_reader_that_fails_are_packed_again_for_the_next(
+    staged: Pair, request_id: str
+) -> None:
     own = staged.decode.ranks[0].manifest
-    async with httpx.AsyncClient(trust_env=False) as http, hog(staged.prefill, own, request_id, 100) as slow:
-        slow.opening.last = True
-        async with slow.holding(slow.opening.chunks) as packed:
-            assert request_id not in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
-            used = await gauge(http, staged.prefill.daemons[0], "kvferry_staging_used_bytes")
-            assert used == len(packed) << 18
+    async with hog(staged.prefill, own, request_id, 100) as slow:
+        async with slow.holding(slow.opening.chunks):
+            assert request_id in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
+        received = await staged.decode.receive(request_id, staged.decode.take(100), source=staged.prefill.source())
+    assert [each.tokens for each in received] == [(0, 100)] * 3
 
 
 async def test_a_lease_is_released_only_when_all_its_readers_have_been_packed(staged: Pair, request_id: str) -> None:

@@ -18,10 +18,11 @@ import numpy as np
 from cachetools import Cache
 from stepped import Daemon
 
+from kvferry.protocol import lease, leases, readers, serving
 from kvferryd import aio
 from kvferryd.api import callers
 from kvferryd.engine import registry
-from kvferryd.leases import gather, lease, leases, stream
+from kvferryd.leases import gather
 from kvferryd.peers import peer, peers, reader_stream
 from kvferryd.staging import share
 from kvferryd.transfers import transfers
@@ -44,7 +45,7 @@ class Kept:
         self.sizes: Counter[str] = Counter()
         self._objects: Counter[str] = Counter()
         # The rows of these three speak of each other alone.
-        few = self.jobs, daemon.engine.leases, *self.jobs._claims.values()
+        few = self.jobs, daemon.engine.leases.source.leases, *self.jobs._claims.values()
         for each in _reached(daemon.ferry, daemon.process.service) if whole else few:
             name = type(each).__name__
             self._objects[name] += 1
@@ -114,14 +115,23 @@ UNDER_WAY: dict[str, Row] = {
     "Notes._notes": lambda kept: aio.NOTES,
     # the source's side
     "Leases._live": lambda kept: kept.config.max_leases,
+    "Leases._opened": lambda kept: 2 * kept.others * kept.config.max_leases,
+    "Leases._fences": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
+    "Leases._arisen": lambda kept: 0,
     "words that are whole": lambda kept: kept("Leases._live"),
-    "Leases._awaited": lambda kept: kept.config.max_leases,
-    "Leases._waiting_at": lambda kept: kept("Leases._awaited"),
-    "Lease.fenced": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
-    "Lease.tables": lambda kept: kept("Leases._live"),
+    "Words._at": lambda kept: kept("Leases._live"),
+    "Waits._requests": lambda kept: kept.config.max_leases,
+    "Waits._request_of": lambda kept: 2 * kept.others * kept("Waits._requests"),
+    "Waits._at": lambda kept: kept("Waits._request_of"),
+    "Alarms._at": lambda kept: kept("Leases._live"),
+    "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64,
+    "Lease.queued": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
     "Publication.tables": lambda kept: kept("Leases._live"),
-    "ServedStream._announced": lambda kept: stream.ANNOUNCEMENTS * kept.of("ServedStream"),
-    "ServedStream.readings": lambda kept: 2 * kept.config.max_leases * kept.of("ServedStream"),
+    "Readers._places": lambda kept: 2 * kept.others * kept("Leases._live"),
+    "Readers._read": lambda kept: kept("Readers._places"),
+    "Serving._opened": lambda kept: 2 * kept.config.max_leases * kept.of("Serving"),
+    "Serving._announced": lambda kept: serving.ANNOUNCEMENTS * kept.of("Serving"),
+    "ServedStream._gathers": lambda kept: kept("Serving._opened"),
     "Gather._chunks": lambda kept: 16 * kept.of("Gather"),
     "Gather._begun": lambda kept: kept("Gather._chunks"),
     "Gather._wanted": lambda kept: gather.UNREAD * kept.of("Gather"),
@@ -170,15 +180,10 @@ REMEMBERED: dict[str, Row] = {
     "Claims._holder": lambda kept: len(kept.engine.manifest.groups),
     "Ranks._open": lambda kept: kept.ranks,
     # the source's side
-    "Leases._ended": lambda kept: leases.TOMBSTONES,
-    "Leases._early": lambda kept: leases.TOMBSTONES,
-    "Leases._refused": lambda kept: leases.TOMBSTONES,
-    "Leases._lost": lambda kept: leases.TOMBSTONES,
-    "Leases.inbound": lambda kept: 2 * kept.others,
-    "Leases.audience": lambda kept: kept("Leases.inbound"),
-    "Lease._readers": lambda kept: 2 * kept.others * kept.of("Lease"),
-    "Lease._ranks_read": lambda kept: kept("Lease._readers"),
-    "Lease._attempts": lambda kept: lease.MAX_READERS * kept.of("Lease"),
+    "Latest._values": lambda kept: 4 * leases.TOMBSTONES + readers.MAX_READERS * kept("Leases._live"),
+    "Source.streams": lambda kept: 2 * kept.others,
+    "Leases.streams": lambda kept: kept("Source.streams"),
+    "Leases._audience": lambda kept: 2 * kept.others,
     "Words._free": lambda kept: kept.config.max_leases,
     "Gatherer.regions": lambda kept: kept.of("Gatherer"),
     "Pairings._known": lambda kept: share.PAIRINGS,

@@ -33,13 +33,13 @@ from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
+from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import LeaseState, OrderBody, SourceBody, TransferState
 from kvferry.schemas import Ordered as Said
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import NOTED_S
 from kvferryd.leases.gather import KEPT_S
-from kvferryd.leases.lease import Lease, Publication
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import GRACE_S
 from kvferryd.transfers.record import OF_ANOTHER
@@ -59,7 +59,7 @@ HIGHEST = (1 << 31) - 1
 BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "stream", "restart source",
          "restart reader", "time", "time", "order again", "late")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
-KNOWN = {"needless lease_ended: staged": "what is packed for a rank counts as read, also where the attempt fails"}
+KNOWN: dict[str, str] = {}
 """Kinds of violations that are known, and why they are there. The protocol without I/O ends them. A night reports all
 others."""
 
@@ -208,9 +208,9 @@ class Run:
     def _watch(self, rank: int, daemon: Daemon) -> None:
         tell = daemon.engine.leases.on_end
 
-        def on_end(lease: Lease) -> None:
-            self.ended[rank, lease.request_id] = lease.state, lease.number
-            tell(lease)
+        def on_end(account: Account) -> None:
+            self.ended[rank, account.request_id] = account.state, account.number
+            tell(account)
 
         daemon.engine.leases.on_end = on_end
 
@@ -707,8 +707,8 @@ class Run:
 
     def _tombs(self, request_id: str) -> bool:
         """Whether a source rank remembers that its lease has ended: readers are refused until the next one."""
-        every = [daemon.engine.leases for daemon in self.sources.values()]
-        return any(request_id in each._ended or request_id in each._lost for each in every)
+        every = [daemon.engine.leases.source.leases for daemon in self.sources.values()]
+        return any(each.newest(request_id) and each.get(request_id) is None for each in every)
 
     def _leave(self) -> None:
         """A wish to drain or to stop is fulfilled: the one when a last lease has expired, the other though a region

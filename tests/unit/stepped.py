@@ -11,6 +11,7 @@ from caches import attention, cache
 from stepwise import Process, World
 
 from kvferry.manifest import Manifest
+from kvferry.protocol.values import Publication
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd.api.callers import Callers
@@ -19,7 +20,6 @@ from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
-from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
 from kvferryd.observe.metrics import Metrics
 
@@ -72,7 +72,7 @@ class Daemon:
         """number: of the lease; 0 for the next one."""
         said = Publication({"full": BlockTable.of(list(blocks))}, SLOTS * len(blocks), b"", more=False, digest=digest)
         leases = self.engine.leases
-        number = number or leases._newest(request_id) + 1
+        number = number or leases.source.leases.newest(request_id) + 1
         self.world.loop.call(leases.publish, request_id, number, said, ttl_s=20.0, readers=1)
 
     def forget_pairings(self) -> None:

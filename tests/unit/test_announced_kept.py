@@ -13,7 +13,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
-from kvferryd.leases.lease import announced_as
+from kvferryd.leases.record import announced_as
 from kvferryd.peers.contact import Contact
 from kvferryd.peers.reader_stream import ANNOUNCED_NBYTES, LEAST_NBYTES, ReaderStream
 

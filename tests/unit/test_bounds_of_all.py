@@ -6,10 +6,12 @@ import pytest
 from bounds import REMEMBERED, UNDER_WAY, Kept
 from stepped import Daemon, manifest_of, stepping
 
+from kvferry.protocol import events as e
+from kvferry.protocol import leases
+from kvferry.protocol.values import ReaderId, Reading
 from kvferry.tables import BlockTable
 from kvferryd.aio import NOTED_S
-from kvferryd.leases import leases
-from kvferryd.leases.lease import ReaderId
+from kvferryd.leases.leases import Leases
 from kvferryd.transfers import transfers
 from kvferryd.transfers.order import Attempt, Order, Reservation
 
@@ -61,8 +63,7 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
                 case "lost":
                     world.loop.call(held.lost, [(request_id, 1), (f"{request_id} too", 1)])
                 case "early":
-                    stranger = ReaderId("decode", "1", 0, 2)
-                    world.loop.call(held.finished, request_id, 1, stranger)
+                    world.loop.call(_closes_early, held, request_id)
             match end:
                 case "own" | "lost":
                     at_reader(reader.ferry.jobs.receive, request_id, 1, reservation, order, None)
@@ -85,3 +86,10 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
         check(at_rest=True)
     if way == "staged":  # has all that the other way has
         assert seen == UNDER_WAY.keys() | REMEMBERED.keys(), "a row for what no daemon has"
+
+
+def _closes_early(held: Leases, request_id: str) -> None:
+    """By a stranger, before its publish."""
+    held.on(e.Connect(0, ReaderId("decode", "1", 0, 2)))
+    held.on(e.Leave(Reading(0, 0), request_id, 1, complete=True))
+    held.on(e.Disconnect(0))

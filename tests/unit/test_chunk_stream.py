@@ -14,6 +14,7 @@ from caches import HND, attention, cache, table
 from test_arena import Memory
 
 from kvferry.errors import KvferryError, PeerFailed
+from kvferry.protocol.values import Account, Publication, ReaderId
 from kvferry.schemas import LeaseState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.api.answer import first_of
@@ -21,7 +22,6 @@ from kvferryd.config import Config
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
 from kvferryd.leases.gather import Gatherer
-from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
 from kvferryd.paths import source
@@ -47,6 +47,7 @@ def anyio_backend() -> str:
 class Source(peer_pb2_grpc.PeerServicer):
     leases: Leases
     gatherer: Gatherer
+    ended: asyncio.Queue[Account]
     retired: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Read(  # type: ignore[override]
@@ -67,9 +68,21 @@ class Pair:
     given: list[str] = field(default_factory=list)
     """Names of pairings that are made anew."""
 
-    def publish(self, request_id: str) -> Lease:
+    def publish(self, request_id: str) -> None:
         leases, said = self.source.leases, Publication(TABLES, 16, b"", more=False)
-        return leases.publish(request_id, leases._newest(request_id) + 1, said, ttl_s=60, readers=1)
+        number = leases.source.leases.newest(request_id) + 1
+        leases.publish(request_id, number, said, ttl_s=60, readers=1)
+
+    def state(self, request_id: str) -> LeaseState | None:
+        return self.source.leases.source.leases.state_of(request_id)
+
+    async def released(self, view: SourceReader) -> None:
+        """Its reader closes it, and that is all it takes."""
+        view.close(complete=True)
+        async with asyncio.timeout(60):
+            while (ended := await self.source.ended.get()).state is not LeaseState.RELEASED:
+                """Those that the test has revoked."""
+        assert ended.request_id == view.request_id
 
     async def view(self, request_id: str) -> SourceReader:
         view = SourceReader(self.rank, request_id, 0, 0, Computed(), tell_lost=lambda _: None)
@@ -91,7 +104,7 @@ class Pair:
     def stream(self, view: SourceReader, **change: Any) -> ChunkStream:
         chunks = every_chunk()
         opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
-        opening.pairing, opening.last = self.rank.pairing, True
+        opening.pairing = self.rank.pairing
         opening.chunks, opening.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
         opening.MergeFrom(peer_pb2.PackOpen(**change))
         return ChunkStream(view, opening, chunks, self.pair)
@@ -110,7 +123,8 @@ async def pair() -> AsyncIterator[Pair]:
     pool = np.zeros(SOURCE.regions[0].nbytes, dtype=np.uint8)
     arena = Arena(Memory(), HostCopies())  # type: ignore[arg-type]
     gatherer = Gatherer(SOURCE, {0: pool.ctypes.data}, arena, Pairings())
-    source = Source(Leases("prefill", "1", lambda lease: None, 8), gatherer)
+    ended: asyncio.Queue[Account] = asyncio.Queue()
+    source = Source(Leases("prefill", "1", ended.put_nowait, 8), gatherer, ended)
     server = grpc.aio.server()
     peer_pb2_grpc.add_PeerServicer_to_server(source, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -140,13 +154,6 @@ async def all_slots_are_back(arena: Arena) -> None:
             arena.give_back(slot)
 
 
-async def ended(lease: Lease) -> LeaseState:
-    async with asyncio.timeout(60):
-        while not lease.state.ended:
-            await lease.changing.wait()
-    return lease.state
-
-
 async def refused(stream: ChunkStream) -> str:
     with pytest.raises(KvferryError) as caught:
         await carried(stream)
@@ -155,10 +162,11 @@ async def refused(stream: ChunkStream) -> str:
 
 async def test_an_announced_lease_is_packed_without_being_told_again(pair: Pair) -> None:
     await carried(pair.stream(await pair.opened("first")))
-    lease = pair.publish("second")
+    pair.publish("second")
     view = await pair.announced("second")
     await carried(pair.stream(view))
-    assert await ended(lease) is LeaseState.RELEASED
+    assert pair.state("second") is LeaseState.PUBLISHED, "another attempt may need it"
+    await pair.released(view)
     assert not view.announced, "the source has agreed"
     assert view._update is None
     await all_slots_are_back(pair.arena)
@@ -169,12 +177,12 @@ async def test_another_lease_than_was_announced_is_told_and_not_packed(pair: Pai
     pair.publish("second")
     view = await pair.announced("second")
     pair.source.leases.revoke("second", "for a test")
-    lease = pair.publish("second")
+    pair.publish("second")
     assert await refused(pair.stream(view)) == "lease_changed"
     assert view.announced
     await view.ask_again()
     await carried(pair.stream(view))
-    assert await ended(lease) is LeaseState.RELEASED
+    await pair.released(view)
 
 
 async def test_who_reads_later_than_slots_are_kept_asks_the_source(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +218,11 @@ async def test_a_stream_whose_pairing_is_forgotten_makes_another_each_time(pair:
     """A source that serves more shapes than it keeps may have forgotten the next one, too."""
     for request_id in ("opened", "announced"):
         pair.given = [pair.rank.pairing, *(f"forgotten {time}" for time in range(1, times))]
-        lease = pair.publish(request_id)
+        pair.publish(request_id)
         view = await (pair.view(request_id) if request_id == "opened" else pair.announced(request_id))
         await carried(pair.stream(view, pairing="forgotten"))
-        assert not pair.given and await ended(lease) is LeaseState.RELEASED
+        assert not pair.given
+        await pair.released(view)
 
 
 async def test_a_stream_that_was_given_up_while_it_pairs_does_not_take_the_place_of_the_next(pair: Pair) -> None:
@@ -248,11 +257,12 @@ async def test_the_end_of_the_stream_ends_what_is_not_packed_and_gives_slots_bac
 
 async def test_a_reading_closes_its_own_lease_when_the_request_has_been_published_again(pair: Pair) -> None:
     view, other = await pair.opened("first"), await pair.opened("other")
-    await carried(pair.stream(view))  # all is packed: the lease is released before the reader closes it
-    lease = pair.publish("first")
+    await carried(pair.stream(view))
+    pair.source.leases.revoke("first", "for a test")
+    pair.publish("first")
     view.close(complete=True)
     await carried(pair.stream(other))
-    assert lease.state is LeaseState.PUBLISHED
+    assert pair.state("first") is LeaseState.PUBLISHED
 
 
 async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish(pair: Pair) -> None:
@@ -263,10 +273,10 @@ async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish
     async with asyncio.timeout(60):
         with pytest.raises(KvferryError):
             await view._next()
-    lease = pair.publish("first")
+    pair.publish("first")
     view.close(complete=True)
     await carried(pair.stream(await pair.opened("other")))
-    assert lease.state is LeaseState.PUBLISHED
+    assert pair.state("first") is LeaseState.PUBLISHED
 
 
 async def test_a_reading_that_the_source_has_ended_is_packed_no_more(pair: Pair) -> None:

@@ -41,6 +41,8 @@ from hypothesis.stateful import (
 from stepwise import Copies, Process, World
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.lease import Lease
+from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
@@ -51,7 +53,6 @@ from kvferryd.config import Config
 from kvferryd.engine.registration import Engine
 from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
-from kvferryd.leases.lease import Lease, Publication
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Files
 from kvferryd.observe.metrics import Metrics
@@ -296,11 +297,18 @@ class Done(RuleBasedStateMachine):
         words, tell = engine.leases.words, engine.leases.on_end
         self.world.memory.keep(words._words)
 
-        def on_end(lease: Lease) -> None:
-            index = (lease.word.address - words._words.ctypes.data) // 8
-            if words._words[index] == lease.word.value:
+        hold, held = words.hold, dict[tuple[str, int], int]()
+
+        def noted(value: int) -> None:
+            held.update({(it.request_id, it.number): value for it in engine.leases if it.terms.word == value})
+            hold(value)
+
+        def on_end(account: Account) -> None:
+            if held.pop((account.request_id, account.number), 0) in words._words[words._words > 0]:
                 self._fail("a lease's end is told while its word stands")
-            tell(lease)
+            tell(account)
+
+        words.hold = noted  # type: ignore[method-assign]
 
         engine.leases.on_end = on_end
 
@@ -426,7 +434,7 @@ class Done(RuleBasedStateMachine):
         for side in (self.source, self.reader):
             if side.engine is not None:
                 for lease in side.engine.leases:
-                    assert not lease.state.ended and self._word(side.engine, lease) == lease.word.value
+                    assert not lease.state.ended and self._word(side.engine, lease) == lease.terms.word
 
     def _written(self) -> Iterator[int]:
         """Addresses that something under way may still write."""
@@ -443,8 +451,8 @@ class Done(RuleBasedStateMachine):
 
     @staticmethod
     def _word(engine: Engine, lease: Lease) -> int:
-        words = engine.leases.words._words
-        return int(words[(lease.word.address - words.ctypes.data) // 8])
+        words = engine.leases.words
+        return int(words._words[words._at[lease.terms.word]])
 
     # ---- the source's engine ----
 
@@ -915,12 +923,13 @@ class Done(RuleBasedStateMachine):
         assert not any(len(claims) for claims in jobs._claims.values())
         assert self.reader.engine is None or all(held.safe for held in self.attempts)
         assert not any(peer.users for peer in self.reader.ferry.peers_known)
-        assert not any(served.readings for served in self.served)
+        assert not any(served._gathers for served in self.served)
         for side in (self.source, self.reader):
             if side.engine is not None:
                 leases, arena = side.engine.leases, side.engine.arena
-                assert not len(leases) and not leases._awaited
-                assert all(lease._expiry.cancelled() for lease in leases._ended.values())
+                assert not len(leases) and not leases.source.sizes()["awaited"]
+                assert not any(len(each) for each in leases.source.streams.values())
+                assert leases._timer is None and not leases._fences
                 assert not leases.words._words.any() and len(leases.words._free) == leases.limit
                 assert arena is not None and not arena.used_nbytes and not arena.waiting
         for side in (self.reader, self.source):

@@ -19,17 +19,17 @@ from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferry.memory.fences import NBYTES, WORDS, Fence, Fences
 from kvferry.memory.handover import sealed_file
+from kvferry.protocol import events
+from kvferry.protocol.lease import Lease
+from kvferry.protocol.values import Account, Publication, ReaderId, Reading
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd.engine import fences as watched
-from kvferryd.leases import lease as lease_module
-from kvferryd.leases.lease import Lease, Publication, ReaderId
 from kvferryd.leases.leases import Leases
 
 pytestmark = pytest.mark.anyio
 TABLES = {"full": BlockTable.of([4, 7])}
-READER = ReaderId("decode", "1", 0, 1)
-LONG_S, SHORT_S, NOW_S = 60.0, 0.05, 0.001
+LONG_S, SHORT_S = 60.0, 0.05
 
 
 @pytest.fixture
@@ -55,22 +55,42 @@ async def watch(page: Fences) -> AsyncIterator[watched.Fences]:
 
 
 @pytest.fixture
-def ended() -> list[Lease]:
-    return []
+def ended() -> asyncio.Queue[Account]:
+    return asyncio.Queue()
 
 
 @pytest.fixture
-async def leases(ended: list[Lease]) -> Leases:
-    return Leases("prefill", "1", ended.append, 8)
+async def leases(ended: asyncio.Queue[Account]) -> Leases:
+    return Leases("prefill", "1", ended.put_nowait, 8)
 
 
 def publish(leases: Leases, num_tokens: int = 8, request_id: str = "r", **more: Any) -> Lease:
     told = {"tables": TABLES, "more": False, "metadata": b"", "ttl_s": LONG_S, "after": None} | more
     ttl_s, after = told.pop("ttl_s"), told.pop("after")
     lease = leases.get(request_id)
-    number = lease.number if lease is not None else leases._newest(request_id) + 1
+    number = lease.number if lease is not None else leases.source.leases.newest(request_id) + 1
     said = Publication(num_tokens=num_tokens, **told)
-    return leases.publish(request_id, number, said, ttl_s=ttl_s, readers=1, after=after)
+    leases.publish(request_id, number, said, ttl_s=ttl_s, readers=1, after=after)
+    lease = leases.get(request_id)
+    assert lease is not None
+    return lease
+
+
+class Reader:
+    """Hears when there is something to tell."""
+
+    def __init__(self, leases: Leases, request_id: str) -> None:
+        self.heard = asyncio.Event()
+        stream = leases.connect(self, ReaderId("decode", "1", 0, 1), announcing=False)  # type: ignore[arg-type]
+        leases.on(events.Ask(Reading(stream, 1), request_id))
+
+    def speak(self, reading: int) -> None:
+        self.heard.set()
+
+
+async def seen(leases: Leases, request_id: str = "r") -> None:
+    """A reader of it sees something."""
+    await lasting(Reader(leases, request_id).heard.wait())
 
 
 async def lasting(wait: Any) -> Any:
@@ -194,17 +214,11 @@ async def test_a_fence_asks_for_a_gpu(page: Fences) -> None:
 async def test_readers_see_nothing_before_the_fence(page: Fences, watch: watched.Fences, leases: Leases) -> None:
     fence = page.take()
     lease = publish(leases, after=watch.reached(fence, LONG_S), metadata=b"first token")
-    assert lease.state is LeaseState.PUBLISHING
-    assert await lasting(leases.find("r", READER)) is lease
-    with lease.reading(READER):
-        follower = lease.follow()
-        update = asyncio.create_task(anext(follower))
-        await quiet()
-        assert not update.done()
-        assert (lease.num_tokens, lease.metadata, lease.tables) == (0, b"", {})
-        page.reach(fence)
-        assert await lasting(update) == 1
-        assert (lease.num_tokens, lease.metadata, lease.state) == (8, b"first token", LeaseState.PUBLISHED)
+    await quiet()
+    assert (lease.version, lease.state) == (0, LeaseState.PUBLISHING)
+    page.reach(fence)
+    await seen(leases)
+    assert (lease.shown.metadata, lease.state) == (b"first token", LeaseState.PUBLISHED)
 
 
 async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watched.Fences, leases: Leases) -> None:
@@ -222,108 +236,40 @@ async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watche
         fence = page.take()
         writer = threading.Thread(target=write, args=(value, fence))
         writer.start()
-        lease = publish(leases, request_id=f"r{value}", after=watch.reached(fence, LONG_S))
+        publish(leases, request_id=f"r{value}", after=watch.reached(fence, LONG_S))
         assert int(memory.max()) == value - 1, "who does not wait sees old bytes"
         going.set()
-        async for _ in lease.follow():
-            assert (int(memory.min()), int(memory.max())) == (value, value)
+        await seen(leases, f"r{value}")
+        assert (int(memory.min()), int(memory.max())) == (value, value)
         writer.join(60)
         going.clear()
         leases.revoke(f"r{value}", "seen")
 
 
-async def test_publishes_are_seen_in_their_order(page: Fences, watch: watched.Fences, leases: Leases) -> None:
-    first, second = page.take(), page.take()
-    lease = publish(leases, 4, more=True, after=watch.reached(first, LONG_S))
-    publish(leases, 6, more=True, after=watch.reached(second, LONG_S))
-    publish(leases, 8)
-    page.reach(second)
-    await quiet()
-    assert (lease.version, lease.num_tokens, lease.more) == (0, 0, True)
-    page.reach(first)
-    while lease.more:
-        await lasting(lease.changing.wait())
-    assert (lease.version, lease.num_tokens) == (3, 8)
-
-
-async def test_a_lease_is_announced_when_its_fence_is_reached(
-    page: Fences, watch: watched.Fences, leases: Leases
-) -> None:
-    announced: list[int] = []
-    leases.audience.add(lambda lease: announced.append(lease.num_tokens))
-    fence = page.take()
-    lease = publish(leases, after=watch.reached(fence, LONG_S))
-    await quiet()
-    assert announced == []
-    page.reach(fence)
-    while lease.more:
-        await lasting(lease.changing.wait())
-    assert announced == [8]
-
-
 async def test_a_fence_that_is_never_reached_ends_the_lease(
-    page: Fences, watch: watched.Fences, leases: Leases, ended: list[Lease]
+    page: Fences, watch: watched.Fences, leases: Leases, ended: asyncio.Queue[Account]
 ) -> None:
-    lease = publish(leases, 4, more=True)
+    publish(leases, 4, more=True)
     publish(leases, 8, after=watch.reached(page.take(), SHORT_S))
-    follower = lease.follow()
-    assert await lasting(anext(follower)) == 1, "what came before is read"
-    with pytest.raises(KvferryError) as told:
-        await lasting(anext(follower))
-    assert told.value.code == "fence_timeout"
-    assert (lease.state, ended) == (LeaseState.REVOKED, [lease])
-    with pytest.raises(KvferryError) as told:
-        await leases.find("r", READER)
-    assert told.value.code == "fence_timeout"
-    assert len(leases) == 0
-    assert len(leases.words._free) == leases.limit
+    account = await lasting(ended.get())
+    assert account.problem is not None and account.problem.code == "fence_timeout"
+    assert (account.state, account.num_tokens) == (LeaseState.REVOKED, 4), "what came before was read"
+    assert len(leases.words._free) == leases.limit and not leases._fences
 
 
-async def test_what_waits_for_a_fence_does_not_expire(page: Fences, watch: watched.Fences, leases: Leases) -> None:
-    fence = page.take()
-    lease = publish(leases, ttl_s=NOW_S, after=watch.reached(fence, LONG_S))
-    await quiet()
-    assert lease.state is LeaseState.PUBLISHING
-    page.reach(fence)
-    await lasting(lease.ended())
-    assert lease.state is LeaseState.EXPIRED
-
-
-@pytest.mark.parametrize("end", ["revoke", "unfinished"])
-async def test_a_lease_that_ends_waits_for_no_fence(
-    page: Fences, watch: watched.Fences, leases: Leases, end: str
-) -> None:
-    """Aborted, or its engine is killed: what its stream was still to write is not published."""
+async def test_a_lease_that_ends_waits_for_no_fence(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+    """Aborted, say: what its stream was still to write is not published."""
     waiting = watch.reached(page.take(), LONG_S)
     lease = publish(leases, after=waiting)
-    if end == "revoke":
-        leases.revoke("r", "aborted")
-    else:
-        leases.revoke_all("the engine is gone", keep_whole=True)
-    assert lease.state is LeaseState.REVOKED
-    assert waiting.cancelled()
+    leases.revoke("r", "aborted")
+    assert waiting.cancelled() and not leases._fences
     await quiet()
     assert lease.state is LeaseState.REVOKED
 
 
-async def test_the_same_publish_again_changes_nothing(page: Fences, watch: watched.Fences, leases: Leases) -> None:
+async def test_a_fence_that_is_reached_already_keeps_nobody_waiting(
+    page: Fences, watch: watched.Fences, leases: Leases
+) -> None:
     fence = page.take()
-    lease = publish(leases, after=watch.reached(fence, LONG_S))
-    assert publish(leases, after=watch.reached(fence, LONG_S)) is lease
-    for different in ({"num_tokens": 7}, {"metadata": b"x"}, {"more": True}):
-        with pytest.raises(KvferryError) as refused:
-            publish(leases, **different)
-        assert refused.value.code == "already_published"
     page.reach(fence)
-    while lease.more:
-        await lasting(lease.changing.wait())
-    assert lease.version == 1
-
-
-async def test_publishes_that_wait_are_bounded(page: Fences, watch: watched.Fences, leases: Leases) -> None:
-    publish(leases, 1, more=True, after=watch.reached(page.take(), LONG_S))
-    for _ in range(lease_module.MAX_FENCED - 1):
-        publish(leases, 1, more=True)
-    with pytest.raises(KvferryError) as refused:
-        publish(leases, 1, more=True)
-    assert (refused.value.code, refused.value.field) == ("full", "after")
+    assert publish(leases, after=watch.reached(fence, LONG_S)).version == 1

@@ -14,15 +14,14 @@ from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
-from kvferry.schemas import LeaseState
+from kvferry.protocol.lease import lease_ended
+from kvferry.protocol.values import Publication, Terms, View
 from kvferry.v1 import peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd import aio
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
 from kvferryd.leases.gather import UNREAD, Gather, Gatherer
-from kvferryd.leases.lease import Lease, Publication, ReaderId
-from kvferryd.leases.leases import Leases
 from kvferryd.plan import PlanRefused
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
@@ -52,13 +51,8 @@ async def arena() -> AsyncIterator[Arena]:
 
 
 @pytest.fixture
-async def leases() -> Leases:
-    return Leases("prefill", "1", lambda lease: None, 8)
-
-
-@pytest.fixture
-async def lease(leases: Leases) -> Lease:
-    return leases.publish("r", 1, Publication(TABLES, 16, b"", more=False), ttl_s=60, readers=1)
+def view() -> View:
+    return View(Terms("r", 1, word=7, ttl_s=60, readers=1), Publication(TABLES, 16, b"", more=False), 1)
 
 
 @pytest.fixture
@@ -110,19 +104,18 @@ def pool() -> np.ndarray:
 
 
 @pytest.fixture
-async def readers(lease: Lease, chunks: list[Chunk], pool: np.ndarray) -> Readers:
+async def readers(view: View, chunks: list[Chunk], pool: np.ndarray) -> Readers:
     """Of the lease, all of it; whose packing has not begun. What is named is changed in what they say."""
     pairings = Pairings()
     await pairings.add("a plan", SOURCE, [SOURCE], READER)
     opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
     opening.MergeFrom(
         peer_pb2.PackOpen(
-            word=lease.word.value,
+            word=view.terms.word,
             version=1,
             pairing="a plan",
             chunks=len(chunks),
             nbytes=sum(chunk.nbytes for chunk in chunks),
-            last=True,
         )
     )
 
@@ -139,9 +132,9 @@ Readers = Callable[..., Reader]
 
 
 @pytest.fixture
-async def reader(readers: Readers, arena: Arena, lease: Lease) -> Reader:
+async def reader(readers: Readers, arena: Arena, view: View) -> Reader:
     reader = readers(arena)
-    reader.gather.begin(lease)
+    reader.gather.begin(view)
     return reader
 
 
@@ -156,26 +149,26 @@ async def test_a_slot_is_held_until_its_chunk_was_read(arena: Arena, reader: Rea
 
 
 async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
-    arena: Arena, readers: Readers, lease: Lease
+    arena: Arena, readers: Readers, view: View
 ) -> None:
     reader = readers(arena)
     reader.says(want=[0])
     reader.says(want=[1])
     assert arena.used_nbytes == 0
-    reader.gather.begin(lease)
+    reader.gather.begin(view)
     await reader.has(2)
     assert [packed.chunk for packed in reader.packed] == [0, 1]
 
 
 async def test_wants_that_are_not_read_are_bounded_whatever_the_reader_says_that_there_is(
-    arena: Arena, readers: Readers, lease: Lease
+    arena: Arena, readers: Readers, view: View
 ) -> None:
     """Its request may never be published: until then nobody knows how many chunks there are."""
     within, beyond = readers(arena, chunks=(1 << 32) - 1), readers(arena, chunks=(1 << 32) - 1)
     within.says(want=range(UNREAD))
     beyond.says(want=range(UNREAD + 1))
     assert await beyond.refused() == "malformed_pack"
-    within.gather.begin(lease)
+    within.gather.begin(view)
     assert await within.refused() == "cut_differs", "what is wanted within the bound waits for the lease"
 
 
@@ -191,11 +184,11 @@ async def test_chunks_that_were_read_do_not_count_as_wanted(
 
 
 async def test_a_large_table_is_bound_beside_the_loop(
-    arena: Arena, readers: Readers, lease: Lease, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, readers: Readers, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aio, "FEW", 0)
     reader = readers(arena)
-    reader.gather.begin(lease)
+    reader.gather.begin(view)
     reader.says(want=[0])
     assert arena.used_nbytes == 0
     await reader.has(1)
@@ -218,12 +211,12 @@ async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
 
 
 async def test_the_source_vouches_for_slots_that_were_read_late_but_not_after_its_arena_was_closed(
-    arena: Arena, readers: Readers, lease: Lease, chunks: list[Chunk]
+    arena: Arena, readers: Readers, view: View, chunks: list[Chunk]
 ) -> None:
     every = range(len(chunks))
     for closed in (False, True):
         reader = readers(arena)
-        reader.gather.begin(lease)
+        reader.gather.begin(view)
         for chunk in every:
             reader.says(want=[chunk], read=range(chunk - 1, chunk) if chunk else ())
             await reader.has(chunk + 1)
@@ -253,12 +246,12 @@ async def test_slots_are_back_when_the_reader_goes_without_a_word(arena: Arena, 
 
 
 async def test_a_packing_that_waits_for_a_slot_waits_no_longer_when_it_ends(
-    arena: Arena, readers: Readers, lease: Lease
+    arena: Arena, readers: Readers, view: View
 ) -> None:
     lent = [await arena.take(Use.PACKED) for _ in range(arena.most)]
     one, other = readers(arena), readers(arena)
     for reader in (one, other):
-        reader.gather.begin(lease)
+        reader.gather.begin(view)
         reader.says(want=[0])
     assert arena.waiting == 2
     one.gather.end()
@@ -271,53 +264,50 @@ async def test_a_packing_that_waits_for_a_slot_waits_no_longer_when_it_ends(
     assert arena.used_nbytes == 0
 
 
-async def test_nothing_is_packed_of_a_lease_that_has_ended(arena: Arena, leases: Leases, reader: Reader) -> None:
-    leases.revoke("r", "for a test")
+async def test_nothing_is_packed_of_a_lease_that_has_ended(arena: Arena, reader: Reader) -> None:
+    reader.gather.lease_over(lease_ended("r", "revoked"))
     reader.says(want=[0])
     assert await reader.refused() == "lease_ended"
     assert (reader.packed, arena.used_nbytes) == ([], 0)
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["all is packed", "one chunk is not"])
-async def test_a_reader_counts_as_through_when_all_is_packed_before_it_has_read(
-    arena: Arena, leases: Leases, lease: Lease, chunks: list[Chunk], readers: Readers, more: bool
+async def test_what_was_packed_while_the_lease_held_stays_good(
+    arena: Arena, view: View, chunks: list[Chunk], readers: Readers, more: bool
 ) -> None:
-    reader, who = readers(arena), ReaderId("decode", "1", 0, 1)
+    reader = readers(arena)
     wanted = range(len(chunks) - more)
-    with lease.reading(who) as opened:
-        reader.gather.begin(lease, opened.packed)
-        reader.says(want=wanted)
-        await reader.has(len(wanted))
-        assert arena.used_nbytes == len(wanted) * arena.slot_nbytes, "what it has not read stays in its slots"
-        if not more:
-            async with asyncio.timeout(60):
-                await lease.ended()
-        assert lease.state is (LeaseState.PUBLISHED if more else LeaseState.RELEASED)
-        reader.gather.end()
+    reader.gather.begin(view)
+    reader.says(want=wanted)
+    await reader.has(len(wanted))
+    reader.gather.lease_over(lease_ended("r", "revoked"))
+    if more:
+        assert await reader.refused() == "lease_ended"
+    else:
+        reader.says(read=wanted, vouch=True)
+        await reader.until(lambda: reader.vouched)
     assert arena.used_nbytes == 0
 
 
-async def test_a_lease_that_ends_during_the_last_gather_is_not_packed(
-    leases: Leases, lease: Lease, readers: Readers
-) -> None:
-    gate, packed = Gate(), []
-    arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
-    reader = readers(arena)
-    reader.gather.begin(lease, lambda: packed.append(1))
-    reader.says(want=[0])
-    await asyncio.to_thread(gate.begun.wait, 5)
-    leases.revoke("r", "for a test")
-    gate.let_go.set()
-    assert await reader.refused() == "lease_ended"
-    assert (reader.packed, packed, arena.used_nbytes) == ([], [], 0)
-    await arena.close()
-
-
-async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(lease: Lease, readers: Readers) -> None:
+async def test_a_lease_that_ends_during_the_last_gather_is_not_packed(view: View, readers: Readers) -> None:
     gate = Gate()
     arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
     reader = readers(arena)
-    reader.gather.begin(lease)
+    reader.gather.begin(view)
+    reader.says(want=[0])
+    await asyncio.to_thread(gate.begun.wait, 5)
+    reader.gather.lease_over(lease_ended("r", "revoked"))
+    gate.let_go.set()
+    assert await reader.refused() == "lease_ended"
+    await arena.close()
+    assert (reader.packed, arena.used_nbytes) == ([], 0)
+
+
+async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(view: View, readers: Readers) -> None:
+    gate = Gate()
+    arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
+    reader = readers(arena)
+    reader.gather.begin(view)
     reader.says(want=[0])
     await asyncio.to_thread(gate.begun.wait, 5)
     reader.gather.end()
@@ -329,13 +319,13 @@ async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(
     await arena.close()
 
 
-async def test_a_gather_that_breaks_is_told_to_the_reader(lease: Lease, readers: Readers) -> None:
+async def test_a_gather_that_breaks_is_told_to_the_reader(view: View, readers: Readers) -> None:
     def breaks(batches: object) -> None:
         raise ValueError
 
     arena = Arena(Memory(), HostCopies(breaks))  # type: ignore[arg-type]
     reader = readers(arena)
-    reader.gather.begin(lease)
+    reader.gather.begin(view)
     reader.says(want=[0])
     assert await reader.refused() == "copy_failed"
     assert arena.used_nbytes == 0
@@ -380,7 +370,7 @@ async def test_a_reader_that_sees_another_cache_than_there_is_is_refused() -> No
 
 
 async def test_a_copy_that_cannot_begin_ends_the_gather_with_a_reason(
-    readers: Readers, arena: Arena, lease: Lease, monkeypatch: pytest.MonkeyPatch
+    readers: Readers, arena: Arena, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread can be started: nobody else would see an error of a callback."""
 
@@ -389,7 +379,7 @@ async def test_a_copy_that_cannot_begin_ends_the_gather_with_a_reason(
 
     monkeypatch.setattr(arena.copies, "start", start)
     reader = readers(arena)
-    reader.gather.begin(lease, lambda: None)
+    reader.gather.begin(view)
     reader.says(want=[0])
     assert await reader.refused() == "internal"
     assert not arena.used_nbytes

@@ -77,7 +77,7 @@ STEPS: dict[str, tuple[Callable[[Daemon], Any], str, Callable[..., Any]]] = {
     "leave its other ranks": (lambda it: it.ferry.jobs, "leave", breaks_later),
     "forget its peers": (lambda it: it.ferry.peers_known, "forget_engine", breaks_later),
     "end its leases": (lambda it: it.engine.leases, "revoke_all", breaks),
-    "end a lease": (lambda it: it.engine.leases.get("r"), "end", breaks),
+    "ClearWord": (lambda it: it.engine.leases.words, "clear", breaks),
     "tell of the end of a lease": (lambda it: it.engine.session, "tell", breaks),
 }
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from seeded import KNOWN, SEEDS, found_by, quiet
 
+from kvferry.protocol.lease import Lease
+from kvferry.protocol.leases import Leases
 from kvferryd.engine.registry import Engines
 from kvferryd.engine.session import Session
 from kvferryd.ferry import Ferry
-from kvferryd.leases.lease import Lease
-from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peers import Peers
@@ -60,12 +60,16 @@ def nothing(*_: Any, **__: Any) -> None:
     """In place of what does something."""
 
 
+def no_effects(*_: Any, **__: Any) -> list[Any]:
+    return []
+
+
 def breaks(*_: Any, **__: Any) -> None:
     raise RuntimeError("broken on purpose")
 
 
 def by_one_rank(lease: Lease) -> bool:
-    return not lease.more and any(reader.read for reader in lease._readers.values())
+    return not lease.more and lease.readers.closed > 0
 
 
 PLANTED = [
@@ -77,7 +81,7 @@ PLANTED = [
         property(by_one_rank),
         "needless lease_ended: direct",
     ),
-    ("a lease never ends", Leases, "_settle", nothing, "a lease does not end once nobody reads it"),
+    ("a lease never ends", Leases, "_settle", no_effects, "a lease does not end once nobody reads it"),
     ("a peer is used for ever", Peers, "leave", nothing, "more than may be kept: users of peers"),
     ("a claim is never released", Claim, "release", nothing, "more than may be kept: Claims._held"),
     (

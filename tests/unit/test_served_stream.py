@@ -9,16 +9,16 @@ from contextlib import aclosing
 import pytest
 from caches import attention, cache, table
 
+from kvferry.protocol.values import Account, Publication, ReaderId
 from kvferry.v1 import peer_pb2
 from kvferryd.leases.gather import Gatherer
-from kvferryd.leases.lease import Publication, ReaderId
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
 from kvferryd.staging.share import Pairings
 
 pytestmark = pytest.mark.anyio
 LIMIT = 4
-WHO, ANOTHER = ReaderId("decode", "1", 0, 1), ReaderId("another", "1", 0, 1)
+WHO = ReaderId("decode", "1", 0, 1)
 WHOLE = Publication({"full": table(2, 0, 3, 1)}, 16, b"", more=False)
 
 
@@ -65,15 +65,6 @@ async def reader(leases: Leases) -> AsyncIterator[Reader]:
         yield reader
 
 
-async def test_who_waits_for_a_lease_that_is_over_when_it_is_published_is_told(leases: Leases, reader: Reader) -> None:
-    """Another engine has read all of it from other ranks, and has said so here before this rank published."""
-    leases.finished("r", 1, ANOTHER)
-    reader.opens("r")
-    assert (await reader.hears()).unpublished
-    leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
-    assert (await reader.hears()).problem.code == "lease_ended"
-
-
 async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_only_those(
     leases: Leases, reader: Reader
 ) -> None:
@@ -95,14 +86,34 @@ async def test_who_has_not_been_sent_a_lease_when_it_ends_is_told_of_the_end(lea
     assert (await reader.hears()).problem.code == "lease_ended"
 
 
-async def test_a_reader_is_told_of_a_reading_that_breaks(
-    leases: Leases, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No thread can be started, say: it would wait until its deadline."""
+async def test_a_reading_whose_name_is_none_is_refused_alone(leases: Leases, reader: Reader) -> None:
+    leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
+    reader.opens("\n" * 300, "r")
+    told = [await reader.hears() for _ in range(2)]
+    assert [each.WhichOneof("kind") for each in told] == ["problem", "update"]
 
-    async def find(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(leases, "find", find)
-    reader.opens("r")
-    assert (await reader.hears()).problem.code == "internal"
+async def test_a_stream_that_ends_leaves_nothing(leases: Leases, reader: Reader) -> None:
+    leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
+    reader.opens("r", "to come")
+    await reader.hears()
+    await reader._replies.aclose()
+    assert not leases.streams and not leases.source.streams and not leases.source.sizes()["waiting"]
+    assert not any(lease.readers.live for lease in leases)
+
+
+async def test_events_that_arise_while_effects_are_carried_out_wait_for_them(leases: Leases) -> None:
+    """And one effect that fails stops no other."""
+    ended: list[str] = []
+
+    def on_end(account: Account) -> None:
+        ended.append(account.request_id)
+        leases.revoke("second", "the first has ended")
+        assert leases.get("second") is not None, "not yet"
+        raise RuntimeError
+
+    for request_id in ("first", "second"):
+        leases.publish(request_id, 1, WHOLE, ttl_s=60, readers=1)
+    leases.on_end = on_end
+    leases.revoke("first", "a test")
+    assert ended == ["first", "second"] and not leases.words._words.any()

@@ -865,7 +865,6 @@ class PackOpen(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
-    LAST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
@@ -880,8 +879,6 @@ class PackOpen(google.protobuf.message.Message):
     chunks: builtins.int
     """what the reader expects: a pair that cuts otherwise must not go on"""
     nbytes: builtins.int
-    last: builtins.bool
-    """the reader wants nothing of this lease later: once all is packed it counts as one that has read"""
     attempt: builtins.int
     """with request_id"""
     lease: builtins.int
@@ -910,12 +907,11 @@ class PackOpen(google.protobuf.message.Message):
         chunks: builtins.int = ...,
         nbytes: builtins.int = ...,
         trace: Global___Trace | None = ...,
-        last: builtins.bool = ...,
         attempt: builtins.int = ...,
         lease: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tokens", b"tokens", "trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "last", b"last", "lease", b"lease", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "lease", b"lease", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 

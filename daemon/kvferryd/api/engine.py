@@ -12,6 +12,7 @@ from kvferry.digest import check_weights
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
+from kvferry.protocol.values import Publication
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
 from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
@@ -20,7 +21,6 @@ from kvferryd.check import check_digest, check_number, check_request_id, check_s
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
-from kvferryd.leases.lease import Publication
 from kvferryd.memory import Files
 from kvferryd.observe import logs
 from kvferryd.transfers.order import Attempt, Order, Reservation, order_from_proto, replaced, reservation_from_proto
@@ -193,7 +193,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             raise mixed
         check_seconds("ttl_s", request.ttl_s)
         fence = self._fence(engine, request.after) if request.HasField("after") else None
-        lease = engine.leases.publish(
+        state = engine.leases.publish(
             request.request_id,
             request.lease,
             Publication(tables, request.num_tokens, request.metadata, request.more, request.digest, request.weights),
@@ -201,7 +201,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             readers=request.readers or 1,
             after=fence,
         )
-        return engine_pb2.PublishReply(state=lease.state.value)
+        return engine_pb2.PublishReply(state=state.value)
 
     def _receive(self, engine: Engine, request: engine_pb2.ReceiveRequest) -> engine_pb2.ReceiveReply:
         check_request_id(request.request_id)

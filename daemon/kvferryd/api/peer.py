@@ -22,6 +22,7 @@ from kvferry.errors import (
     shorten,
 )
 from kvferry.manifest import Manifest
+from kvferry.protocol.values import ReaderId
 from kvferry.schemas import OrderBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, manifest_to_proto, problem_to_proto
@@ -33,7 +34,7 @@ from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.ferry import Ferry
 from kvferryd.leases.gather import Gatherer
-from kvferryd.leases.lease import ReaderId, reader_id
+from kvferryd.leases.record import reader_id
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.observe import logs
@@ -172,7 +173,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             why, remedy = f"no lease of request {wanted.request_id} is held here", "prefill the request again"
             raise NotFound("unknown_lease", why, field="request_id", value=wanted.request_id, remedy=remedy)
         gatherer = Gatherer(engine.manifest, engine.addresses, None, engine.pairings)
-        cutting = gatherer.cutting(wanted, lease, MOST_NBYTES)
+        cutting = gatherer.cutting(wanted, lease.view, MOST_NBYTES)
         sums = await engine.sums.of(cutting, lambda chunk, at: chunk.gather(gatherer.regions, at))
         if lease.state.ended:
             raise lease.over()

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
+from kvferry.protocol.values import Account
 from kvferryd.config import Config
 from kvferryd.copy import Move, cut, mapped, sample
 from kvferryd.copy.runner import Runner
 from kvferryd.copy.sums import Sums
 from kvferryd.ending import Step
 from kvferryd.engine.session import Session
-from kvferryd.leases.lease import Lease, OnServed
-from kvferryd.leases.leases import Leases
+from kvferryd.leases.leases import Leases, OnServed
 from kvferryd.memory import Provider
 from kvferryd.observe import logs
 from kvferryd.plan import Plan, plan
@@ -185,7 +185,7 @@ def check(session: Session, manifest: Manifest) -> None:
 
 
 MakeArena = Callable[[], Coroutine[None, None, Arena]]
-OnLeaseEnd = Callable[[Engine, Lease], None]
+OnLeaseEnd = Callable[[Engine, Account], None]
 
 
 async def make(
@@ -202,7 +202,7 @@ async def make(
     may_stage = config.arena_mb > 0 and (must_stage or config.way == "auto")
     at_once = must_stage or config.device != "cpu"  # it costs host memory: then only when a peer needs it
     leases = Leases(
-        manifest.engine_id, manifest.epoch, lambda lease: on_lease_end(engine, lease), config.max_leases, on_served
+        manifest.engine_id, manifest.epoch, lambda account: on_lease_end(engine, account), config.max_leases, on_served
     )
     # A fresh name for every agent: an agent's name is its identity.
     agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, device=gpu)

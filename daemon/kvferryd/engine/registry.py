@@ -11,6 +11,7 @@ from cachetools import LRUCache
 from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.manifest import Manifest
 from kvferry.process import Process
+from kvferry.protocol.values import Account
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import Tasks
 from kvferryd.config import Config
@@ -18,7 +19,7 @@ from kvferryd.ending import Step, ended, tried
 from kvferryd.engine.fences import Fences
 from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
 from kvferryd.engine.session import Rank, Session
-from kvferryd.leases.lease import Lease, OnServed
+from kvferryd.leases.leases import OnServed
 from kvferryd.memory import Files, Provider, Region
 from kvferryd.memory.unfreed import Unfreed
 from kvferryd.observe import logs
@@ -253,10 +254,10 @@ class Engines:
         if not session.has_leases:
             self._retire_soon(session, why)
 
-    def _lease_ended(self, engine: Engine, lease: Lease) -> None:
+    def _lease_ended(self, engine: Engine, account: Account) -> None:
         session = engine.session
-        with tried("tell of the end of a lease", request_id=lease.request_id, **session.about):
-            self._on_lease_end(engine, lease)
+        with tried("tell of the end of a lease", request_id=account.request_id, **session.about):
+            self._on_lease_end(engine, account)
         if session.gone and not session.has_leases:
             self._retire_soon(session, f"engine {engine.engine_id} is gone and its last lease has ended")
 

@@ -1,8 +1,7 @@
 """The source's side of a staged transfer: gather the chunks that a reader asks for into slots, and keep them until
 read.
 
-The lease must hold until the last gather has ended, and no longer: a packed slot stays whole whatever becomes of the
-blocks. So a reader that wants nothing later counts as one that has read as soon as all is packed.
+The lease must hold until the last gather has ended: a packed slot stays whole whatever becomes of the blocks.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from dataclasses import dataclass
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, Malformed, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.manifest.model import MOST
+from kvferry.protocol.values import View
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.aio import beside, when_done
 from kvferryd.copy import Chunk
-from kvferryd.leases.lease import Lease
 from kvferryd.observe import logs
 from kvferryd.plan import Plan
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
@@ -56,16 +55,15 @@ class Gatherer:
             raise Conflict("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
         return self.arena.slot_nbytes
 
-    def cutting(self, opening: peer_pb2.PackOpen, lease: Lease, most: int) -> Callable[[], list[Chunk]]:
+    def cutting(self, opening: peer_pb2.PackOpen, view: View, most: int) -> Callable[[], list[Chunk]]:
         """Makes the chunks that the reader expects, of at most so many bytes; that may take long, and may be done on
         any thread.
 
         Raises KvferryError, as does what is returned, where the reader may not have them.
         """
-        if lease.state.ended:
-            raise lease.over()
-        if lease.word.value != opening.word:
-            why, remedy = f"request {lease.request_id} has another lease by now", "open it, and go by its update"
+        published = view.said
+        if view.terms.word != opening.word:
+            why, remedy = f"request {view.terms.request_id} has another lease by now", "open it, and go by its update"
             raise Conflict("lease_changed", why, field="word", value=opening.word, remedy=remedy)
         share = self.pairings.get(opening.pairing)
         if not SLOT_ALIGN <= opening.chunk_nbytes <= most:
@@ -75,13 +73,13 @@ class Gatherer:
             why, remedy = "tables of more groups than a manifest may have", "name those of the destination"
             raise Malformed("malformed_pack", why, field="tables", value=groups, remedy=remedy)
         tokens = opening.tokens
-        if tokens.stop > lease.num_tokens or (opening.states and lease.more):
-            why, value = f"only tokens up to {lease.num_tokens} were published", f"{tokens.start}:{tokens.stop}"
+        if tokens.stop > published.num_tokens or (opening.states and published.more):
+            why, value = f"only tokens up to {published.num_tokens} were published", f"{tokens.start}:{tokens.stop}"
             raise Conflict("tokens_unpublished", why, field="tokens", value=value, remedy="wait for the publish")
-        if not 1 <= opening.version <= lease.version:
+        if not 1 <= opening.version <= view.version:
             why, remedy = f"publish {opening.version} is not there", "go by the lease's update"
             raise Conflict("lease_version", why, field="version", value=opening.version, remedy=remedy)
-        return functools.partial(_cut, share, self.own.rank, lease.tables, opening)
+        return functools.partial(_cut, share, self.own.rank, published.tables, opening)
 
 
 def _cut(share: Plan, rank: int, tables: Tables, opening: peer_pb2.PackOpen) -> list[Chunk]:
@@ -100,18 +98,16 @@ def _cut(share: Plan, rank: int, tables: Tables, opening: peer_pb2.PackOpen) -> 
 class Gather:
     """The chunks that one reading has packed. It has no task: every message, slot and finished gather moves it on.
 
-    It takes messages at once, and packs from `begin` on. `end` gives its slots back: those that were read at once, the
-    others within KEPT_S. `queue` is called when something is pending; problems are sent to the reader.
+    It takes messages at once, and packs from `begin` on, until `end` or `lease_over`. `end` gives its slots back: those
+    that were read at once, the others within KEPT_S. `queue` is called when something is pending; problems are sent to
+    the reader.
     """
 
     def __init__(self, gatherer: Gatherer, number: int, opening: peer_pb2.PackOpen, queue: Callable[[], None]):
         self._gatherer, self._opening, self._queue = gatherer, opening, queue
         self.number = number
-        self._lease: Lease | None = None
-        """Set by `begin`."""
         self._chunks: Sequence[Chunk] = ()
         """Once they are cut."""
-        self._on_packed: Callable[[], None] = lambda: None
         self._left = self._unread = opening.chunks
         self._wanted: deque[int] = deque()
         self._begun: set[int] = set()
@@ -122,24 +118,12 @@ class Gather:
         self._over = False
         self._pending: peer_pb2.PackReply | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self._opening.nbytes
-
-    @property
-    def begun(self) -> bool:
-        return self._lease is not None
-
-    def begin(self, lease: Lease, on_packed: Callable[[], None] = lambda: None) -> None:
-        """Pack what is wanted. on_packed: called once, when all has been gathered while the lease held, and the reader
-        wants nothing of the lease later."""
+    def begin(self, view: View) -> None:
+        """Pack what is wanted of this view of the lease."""
         if self._over:
             return
-        self._lease = lease
-        if self._opening.last:
-            self._on_packed = on_packed
         try:
-            cutting = self._gatherer.cutting(self._opening, lease, self._gatherer.slot_nbytes())
+            cutting = self._gatherer.cutting(self._opening, view, self._gatherer.slot_nbytes())
             blocks = sum(shape.blocks for shape in self._opening.tables.values())
             when_done(beside(blocks, cutting), self._was_cut)
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others
@@ -171,6 +155,11 @@ class Gather:
         else:
             self._restart_idle()
             self._advance()
+
+    def lease_over(self, why: KvferryError) -> None:
+        """What was packed while the lease held stays good; if that is not all, this is over."""
+        if self._left:
+            self.end(why)
 
     def take(self) -> peer_pb2.PackReply | None:
         """Everything pending, as one message."""
@@ -254,7 +243,7 @@ class Gather:
         self._left -= 1
         self._restart_idle()
         # After the report: launching takes a while, and another gather is under way.
-        asyncio.get_running_loop().call_soon(self._advance if self._left else self._on_packed)
+        asyncio.get_running_loop().call_soon(self._advance)
 
     def _count_unread(self) -> int:
         """Of the chunks that were wanted."""
@@ -262,11 +251,8 @@ class Gather:
 
     def _check_held(self) -> None:
         """Nothing is gathered, or reported as packed, unless the lease holds and the reader is there."""
-        assert self._lease is not None
         if self._over:
             raise Conflict("abandoned", "the gather is over")
-        if self._lease.state.ended:
-            raise self._lease.over()
 
     def _vouch(self) -> None:
         if self._unread or not self._chunks:

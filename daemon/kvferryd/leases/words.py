@@ -8,41 +8,43 @@ reader was given, the lease held throughout. This takes a tenth of the time of a
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvferryd.transport.read import Span
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
-    """`address`: in the source daemon's address space. `value`: what it holds while the lease does; never 0."""
-
-    address: int
-    value: int
+def drawn() -> int:
+    """The value of a lease's word; never 0."""
+    return secrets.randbits(63) + 1
 
 
 class Words:
-    """`limit` words, registered as a whole with the agent that serves the leases."""
+    """`limit` words, registered as a whole with the agent that serves the leases. Each that is held has a value that no
+    other has."""
 
     def __init__(self, limit: int) -> None:
         self._words = np.zeros(limit, dtype=np.uint64)
         self._free = list(range(limit))
+        self._at: dict[int, int] = {}
+        """Where each value lies."""
 
     @property
     def span(self) -> Span:
         return Span(self._words.ctypes.data, self._words.nbytes, "host")
 
-    def set(self) -> Word:
+    def hold(self, value: int) -> None:
         """Take a free word. There is one for every lease that may be live."""
-        index, value = self._free.pop(), secrets.randbits(63) + 1
+        index = self._at[value] = self._free.pop()
         self._words[index] = value
-        return Word(self._words.ctypes.data + 8 * index, value)
 
-    def clear(self, word: Word) -> None:
+    def address(self, value: int) -> int:
+        """In the source daemon's address space."""
+        return self._words.ctypes.data + 8 * self._at[value]
+
+    def clear(self, value: int) -> None:
         """The word may hold anything: a peer that can write where it reads keeps no lease from ending by that."""
-        index = (word.address - self._words.ctypes.data) // 8
+        index = self._at.pop(value)
         self._words[index] = 0
         self._free.append(index)
 

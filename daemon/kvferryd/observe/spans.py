@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kvferry.protocol.values import Account
 from kvferry.schemas import RankTransfer
-from kvferryd.leases.lease import Lease
 from kvferryd.observe import logs
 
 if TYPE_CHECKING:
@@ -64,11 +64,10 @@ class Spans:
         phases = {name: share.phases_ms.get(name, 0.0) for name in PHASES}
         self._add("kvferry.transfer", request_id, trace, began, total_ms, about, phases, error)
 
-    def lease(self, lease: Lease, ended: float) -> None:
-        """ended: Unix time."""
-        about = {"engine_id": lease.engine_id, "state": lease.state.value, "tokens": lease.num_tokens}
-        took_ms = 1e3 * (ended - lease.created_at)
-        self._add("kvferry.lease", lease.request_id, lease.trace, lease.created_at, took_ms, about, {}, "")
+    def lease(self, engine_id: str, ended: Account) -> None:
+        about = {"engine_id": engine_id, "state": ended.state.value, "tokens": ended.num_tokens}
+        took_ms, trace = 1e3 * ended.age_s, logs.Trace(*ended.trace)
+        self._add("kvferry.lease", ended.request_id, trace, ended.created_at, took_ms, about, {}, "")
 
     def _add(
         self, name: str, request_id: str, trace: logs.Trace, began: float, took_ms: float,

@@ -53,7 +53,7 @@ class Move:
     """Bytes to be moved for one transfer: of these tokens, and of the states if `states`, into these tables.
 
     `flights`: a path adds everything that may write to the blocks as soon as it exists, so that the transfer knows of
-    it if the move fails or is cancelled. `deadline`: on the loop's clock. `before`: the transfer's earlier moves.
+    it if the move fails or is cancelled. `deadline`: on the loop's clock.
     """
 
     bound: Bound
@@ -66,9 +66,6 @@ class Move:
     priority: int
     deadline: float
     flights: list[Flight]
-    before: Sequence[Moved]
-    then_summed: bool = False
-    """The leases are wanted after the move, for their checksums."""
 
     @property
     def ranks(self) -> frozenset[int]:

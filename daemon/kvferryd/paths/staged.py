@@ -25,7 +25,7 @@ from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
 from kvferryd.copy import Chunk, cut, moves
 from kvferryd.engine import Engine
-from kvferryd.paths.move import Flight, Move, Moved, PathName, packed_whole
+from kvferryd.paths.move import Flight, Move, Moved, PathName
 from kvferryd.paths.source import ChunkStream
 from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
@@ -75,9 +75,6 @@ class Staged:
             opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes)
             opening.pairing, opening.chunks = pairings[rank], len(chunks)
             opening.nbytes = sum(chunk.nbytes for chunk in chunks)
-            # The source may release the lease once all is packed, unless other bytes need its validity word.
-            earlier = [one for one in move.before if rank in one.ranks]
-            opening.last = move.states and not move.then_summed and (not earlier or packed_whole(rank, earlier))
             streams.append(ChunkStream(reader, opening, chunks, pair[rank]))
         counts = [len(chunks) for chunks in by_rank.values()]
         # Ranks by turns, so that all sources work at once.

@@ -15,7 +15,7 @@ from kvferry.errors import KvferryError, PeerFailed
 from kvferry.outbox import Outbox
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
-from kvferryd.leases.lease import announced_as
+from kvferryd.leases.record import announced_as
 from kvferryd.peers.contact import Contact, asking, of_peer
 
 CLOSE_S = 1.0

@@ -494,7 +494,7 @@ class Transfer:
                     began = time.monotonic()
                     move = Move(
                         bound, own, tokens, last, engine, peer, readers, self.order.priority, self.deadline,
-                        self._flights, moves, self._around.config.checksum,
+                        self._flights,
                     )  # fmt: skip
                     moves.append(moved := await path.move(move))
                     self.phases.moved(began)

@@ -1,0 +1,14 @@
+"""The protocol without I/O: plain machines that are fed events and return effects.
+
+A machine reads no clock, waits for nothing, starts nothing and knows no wire. `on(event, now)` changes the machine
+alone and returns what has to be done, in this order. An event that is refused raises a KvferryError and changes
+nothing. Each machine has `check()`, its invariants, and `sizes()`, how much it keeps.
+
+The shells that turn messages, timers and tasks into events are in the daemon and the clients. The simulator in
+tests/simulation runs the same machines, without any shell.
+
+    states.py    how a lease stands, and its moves       serving.py   one reader's stream: what it is still to be told
+    readers.py   the readers of one lease, counted       events.py    all that is said to the machines and by them
+    lease.py     one lease: publishes, fences, its end   source.py    both together: one engine rank as a source
+    leases.py    all leases of an engine rank            kept.py      collections that are bounded; timers
+"""

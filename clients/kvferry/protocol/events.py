@@ -1,0 +1,314 @@
+"""All that the machines of the source side are told, and all that they say: frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.errors import KvferryError
+from kvferry.protocol.values import UNTRACED, Account, Publication, ReaderId, Reading, Terms, Trace, View
+
+# ---- from the engine that publishes ----
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """A new lease, or more tokens of the one of this number; its terms are then those of its first publish. fence: a
+    number that no other has, where readers may see it only when that fence is reached."""
+
+    terms: Terms
+    said: Publication
+    fence: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FenceOver:
+    """The fence of a publish is reached; or never will be: problem."""
+
+    request_id: str
+    number: int
+    fence: int
+    problem: KvferryError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """It is not published. Readers that wait for it, or come for it, are told why; not of a lease that is there."""
+
+    request_id: str
+    number: int
+    why: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """(request, number) of leases of the session before this one, or that could not be published since."""
+
+    leases: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """End a lease whatever its readers do; they will find that it did not hold."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End a lease for one that was to read it: not while another engine reads it, or waits for its publish."""
+
+    request_id: str
+    reason: str
+    who: ReaderId
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceWeights:
+    """End every lease that other weights than these computed."""
+
+    weights: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shut:
+    """Nothing more will be published: end every lease and every wait for one. keep_whole: not what is published whole,
+    which may still be read."""
+
+    reason: str
+    keep_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+# ---- from one reader's stream ----
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """announcing: the reader may be told of leases that it did not ask for."""
+
+    stream: int
+    who: ReaderId
+    announcing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Nothing of it is read any more."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The reader opens a lease. lease: its number, 0 for whichever there is. known: of the announcement that the reader
+    goes by. refused: why the message cannot be taken."""
+
+    reading: Reading
+    request_id: str
+    lease: int = 0
+    attempt: int = 0
+    known: tuple[int, int] = (0, 0)
+    trace: Trace = UNTRACED
+    refused: KvferryError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The reader opens a packing of this reading. It ends the one before. wanted: handed on to `StartPacking`."""
+
+    reading: Reading
+    packing: int
+    wanted: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The reader closes a reading, or with number 0 a lease that it has not opened. complete: it has read all that it
+    wanted. attempt: that it is in by now."""
+
+    reading: Reading
+    request_id: str = ""
+    lease: int = 0
+    complete: bool = False
+    nbytes: int = 0
+    attempt: int = 0
+    trace: Trace = UNTRACED
+
+
+# ---- between the machines ----
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    asked: Ask
+    who: ReaderId
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    left: Leave
+    who: ReaderId
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Whether a stream is told of leases as they are published."""
+
+    stream: int
+    listening: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The lease is still to come."""
+
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    reading: Reading
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The lease cannot be read any more, or never could."""
+
+    reading: Reading
+    why: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    stream: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The lease of this word has ended: an announcement of it need not be sent any more."""
+
+    stream: int
+    word: int
+
+
+# ---- to the shell ----
+
+
+@dataclass(frozen=True, slots=True)
+class HoldWord:
+    """Set the lease's word, before anybody is shown the lease."""
+
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClearWord:
+    """First of all that an end does: a reader that goes on must not find the word whole."""
+
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFence:
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """Its engine is told."""
+
+    account: Account
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A reader has read so many bytes, as it says."""
+
+    engine_id: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speak:
+    """There is something to tell: `take` it when the stream's turn comes, until nothing is left. Number 0: an
+    announcement."""
+
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class StartPacking:
+    """Take what the reader says of this packing. Nothing of the reading is packed yet."""
+
+    reading: Reading
+    packing: int
+    wanted: object
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Pack what the reader wants of this view of the lease."""
+
+    reading: Reading
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class StopPacking:
+    """Pack nothing more for this reading. why: the lease does not hold; what was packed while it held stays good, and
+    the reader is told only if that is not all."""
+
+    reading: Reading
+    why: KvferryError | None = None
+
+
+# ---- what a reader is told ----
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Unpublished:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The reading is over."""
+
+    why: KvferryError
+
+
+LeasesEvent: TypeAlias = (
+    Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick | Open | Close | Listen
+)
+ServingEvent: TypeAlias = Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw
+SourceEvent: TypeAlias = (
+    Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick
+    | Connect | Disconnect | Ask | Pack | Leave
+)  # fmt: skip
+SourceEffect: TypeAlias = (
+    HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Speak | StartPacking | Gather | StopPacking
+)
+LeasesEffect: TypeAlias = (
+    HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Wait | Show | Over | Announce | Withdraw
+)
+ServingEffect: TypeAlias = Open | Close | Listen | Speak | StartPacking | Gather | StopPacking
+Told: TypeAlias = Update | Announcement | Unpublished | Problem

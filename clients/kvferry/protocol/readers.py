@@ -1,0 +1,156 @@
+"""The readers of one lease: those that read it, and those that have.
+
+An engine has read a lease when all its ranks have closed it complete in one attempt. A higher attempt takes back what
+the ranks have read in lower ones. Thousands may read one lease, so all is counted, and nothing is looked up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvferry.errors import Conflict, Full
+from kvferry.protocol.kept import Latest
+from kvferry.protocol.values import Reader, ReaderEngine, ReaderId, Reading, Sizes
+
+MAX_READERS = 4096
+"""Ranks that one lease remembers as readers."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """How one rank stands. reading: by which it reads now."""
+
+    attempt: int
+    reading: Reading | None = None
+    read: bool = False
+    nbytes: int = 0
+
+
+class Readers:
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._places: dict[ReaderId, _Place] = {}
+        self._read: Counter[ReaderEngine] = Counter()
+        """Ranks of each engine that have read, in its newest attempt."""
+        self._newest: Latest[ReaderEngine, int] = Latest(MAX_READERS)
+        """The newest attempt of each engine that has read or reads, or has left."""
+        self.live = self.closed = self.whole = self.nbytes = 0
+        """Ranks that read now; ranks that have read; engines of which all ranks have; bytes that were read in all."""
+
+    def open(self, who: ReaderId, reading: Reading, attempt: int) -> None:
+        """Raises KvferryError: `already_reading`, `full`."""
+        place = self._places.get(who)
+        if place is not None and place.reading is not None:
+            why = f"{who.engine_id} rank {who.rank} reads request {self._request_id} already"
+            remedy = "wait for that read to end"
+            raise Conflict("already_reading", why, field="request_id", value=self._request_id, remedy=remedy)
+        self._add(who, _Place(attempt, reading))
+
+    def close(self, who: ReaderId, reading: Reading, *, complete: bool, nbytes: int, attempt: int) -> None:
+        """The reader goes. Ignored if another reading has taken its place."""
+        self.nbytes += nbytes
+        place = self._places.get(who)
+        if place is None or place.reading != reading:
+            return
+        place.reading = None
+        self.live -= 1
+        place.nbytes, place.attempt = nbytes, max(attempt, place.attempt)
+        self._go_by(who, place.attempt)
+        if complete and place.attempt >= self._attempt_of(who.engine):
+            self._count(who, place, read=True)
+        if not place.read:
+            del self._places[who]
+
+    def finish(self, who: ReaderId, *, nbytes: int, attempt: int) -> None:
+        """A rank has read without opening the lease: it had nothing to read, or was quick with an announcement.
+
+        Raises KvferryError: `not_opened`, `full`.
+        """
+        place = self._places.get(who)
+        if place is not None and place.reading is not None:
+            why = f"request {self._request_id} is being read by this rank, in another reading"
+            remedy = "close it by the number with which it was opened, on the same stream"
+            raise Conflict("not_opened", why, field="reading", remedy=remedy)
+        if place is None:
+            place = self._add(who, _Place(attempt))
+        self.nbytes += nbytes
+        place.nbytes, place.attempt = max(nbytes, place.nbytes), max(attempt, place.attempt)
+        self._go_by(who, place.attempt)
+        if place.attempt >= self._attempt_of(who.engine):
+            self._count(who, place, read=True)
+
+    def leave(self) -> list[Reading]:
+        """The lease has ended: nobody reads it any more. The readings that were open."""
+        left = [place.reading for place in self._places.values() if place.reading is not None]
+        self.live = 0
+        for place in self._places.values():
+            place.reading = None
+        return left
+
+    def live_readings(self) -> list[Reading]:
+        return [place.reading for place in self._places.values() if place.reading is not None] if self.live else []
+
+    def others_than(self, who: ReaderId) -> bool:
+        """Whether an engine other than that of `who` reads."""
+        return any(it.reading is not None and each.engine != who.engine for each, it in self._places.items())
+
+    def __iter__(self) -> Iterator[Reader]:
+        for who, place in self._places.items():
+            state = "read" if place.read else "left" if place.reading is None else "reading"
+            yield Reader(who, state, place.nbytes, place.attempt)
+
+    def _attempt_of(self, engine: ReaderEngine) -> int:
+        return self._newest.get(engine) or 0
+
+    def _add(self, who: ReaderId, place: _Place) -> _Place:
+        before = self._places.get(who)
+        if before is None and len(self._places) >= MAX_READERS:
+            why = f"request {self._request_id} has {MAX_READERS} readers already"
+            raise Full("full", why, value=MAX_READERS)
+        if before is not None:
+            self._count(who, before, read=False)
+        self._places[who] = place
+        self.live += place.reading is not None
+        self._go_by(who, place.attempt)
+        return place
+
+    def _go_by(self, who: ReaderId, attempt: int) -> None:
+        """The engine is in this attempt by now: what its ranks have read in lower ones is read anew."""
+        newest = self._newest.get(who.engine)
+        if newest is not None and attempt <= newest:
+            return
+        self._newest.put(who.engine, attempt)
+        if not self._read[who.engine]:
+            return
+        for rank in range(who.world_size):
+            other = replace(who, rank=rank)
+            place = self._places.get(other)
+            if place is not None and place.attempt < attempt:
+                self._count(other, place, read=False)
+
+    def _count(self, who: ReaderId, place: _Place, *, read: bool) -> None:
+        if place.read == read:
+            return
+        place.read = read
+        ranks, by = self._read, 1 if read else -1
+        was_whole = ranks[who.engine] >= who.world_size
+        ranks[who.engine] += by
+        self.closed += by
+        self.whole += (ranks[who.engine] >= who.world_size) - was_whole
+        if not ranks[who.engine]:
+            del ranks[who.engine]
+
+    def check(self) -> None:
+        """All counts are those that the places give."""
+        read = Counter(who.engine for who, place in self._places.items() if place.read)
+        assert self.live == sum(place.reading is not None for place in self._places.values())
+        assert self.closed == read.total() and +self._read == read
+        assert self.whole == sum(count >= engine[2] for engine, count in read.items())
+        attempts = {(who.engine, place.attempt) for who, place in self._places.items() if place.read}
+        assert len(attempts) == len(read), "an engine has read in one attempt"
+        assert all(place.reading is None or not place.read for place in self._places.values())
+
+    def sizes(self) -> Sizes:
+        return {"readers": len(self._places), "engines read": len(self._read), "attempts": len(self._newest)}

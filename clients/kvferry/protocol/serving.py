@@ -1,0 +1,169 @@
+"""One reader's stream at the source: the leases that it reads, and what it is still to be told of each.
+
+Nothing grows for a reader that does not read its replies. A lease shows its latest state in place of those before it,
+and announcements that find too many others waiting are dropped, since a reader can always ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from kvferry.errors import KvferryError, Malformed
+from kvferry.protocol import events as e
+from kvferry.protocol.values import ReaderId, Reading, Sizes, View
+
+ANNOUNCEMENTS = 64
+"""Announcements that may wait for one reader."""
+Effects = list[e.ServingEffect]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """One lease as this reader follows it, until it closes it or is told of its end."""
+
+    asked: e.Ask
+    waits: bool = False
+    """It is to be told that the lease is still to come."""
+    view: View | None = None
+    """The last that the lease has shown, while it holds."""
+    untold: bool = False
+    """The reader does not have that view yet."""
+    problem: KvferryError | None = None
+    """It is to be told; then the reading is over."""
+    over: KvferryError | None = None
+    """Why the lease does not hold, where the reader is not told: it has all that it wants."""
+    packing: int | None = None
+    begun: bool = False
+    """Whether what the packing wants is gathered."""
+
+
+class Serving:
+    def __init__(self, stream: int, who: ReaderId, most: int, *, announcing: bool = False) -> None:
+        """most: readings that may be open. announcing: the reader may be told of leases that it did not ask for."""
+        self.stream, self.who, self.most, self.announcing = stream, who, most, announcing
+        self._opened: dict[int, _Opened] = {}
+        self._announced: dict[int, View] = {}
+        """Leases that the reader may want next, by their words."""
+        self.read = self.nbytes = 0
+        """Leases and bytes that were read, as the reader says."""
+
+    def __len__(self) -> int:
+        """Readings."""
+        return len(self._opened)
+
+    def on(self, event: e.ServingEvent, now: float) -> Effects:
+        """Raises KvferryError for a message that no reader of ours sends: the stream is over."""
+        match event:
+            case e.Connect():
+                return [e.Listen(self.stream, True)] if self.announcing else []
+            case e.Disconnect():
+                listening: Effects = [e.Listen(self.stream, False)] if self.announcing else []
+                left = (e.Leave(Reading(self.stream, number)) for number in list(self._opened))
+                return listening + [effect for each in left for effect in self._leave(each)]
+            case e.Ask():
+                return self._ask(event)
+            case e.Pack():
+                return self._pack(event)
+            case e.Leave():
+                self.read += event.complete and event.nbytes > 0
+                self.nbytes += event.nbytes
+                return self._leave(event)
+            case e.Wait(reading):
+                self._opened[reading.number].waits = True
+                return [e.Speak(reading)]
+            case e.Show(reading, view):
+                return self._show(self._opened[reading.number], view)
+            case e.Over(reading, why):
+                return self._over(self._opened[reading.number], why)
+            case e.Announce(_, view):
+                if len(self._announced) >= ANNOUNCEMENTS:
+                    return []
+                self._announced[view.terms.word] = view
+                return [e.Speak(Reading(self.stream, 0))]
+            case e.Withdraw(_, word):
+                self._announced.pop(word, None)
+                return []
+            case _:
+                assert_never(event)
+
+    def take(self, number: int) -> e.Told | None:
+        """The next thing to tell of a reading, an announcement for 0; None where nothing is left to tell."""
+        if not number:
+            view = self._announced.pop(next(iter(self._announced), 0), None)
+            return None if view is None else e.Announcement(view)
+        opened = self._opened.get(number)
+        if opened is None:
+            return None
+        if opened.problem is not None:
+            del self._opened[number]
+            return e.Problem(opened.problem)
+        opened.waits, waits = False, opened.waits
+        if opened.untold and opened.view is not None:
+            opened.untold = False
+            return e.Update(opened.view)
+        return e.Unpublished() if waits else None
+
+    def _ask(self, asked: e.Ask) -> Effects:
+        reading = asked.reading
+        if reading.number in self._opened or len(self._opened) >= self.most:
+            why = f"it is open already, or {len(self._opened)} readings are too many"
+            remedy = "number readings from 1, and close those that are over"
+            raise Malformed("malformed_read", why, field="open.reading", value=reading.number, remedy=remedy)
+        opened = self._opened[reading.number] = _Opened(asked)
+        return [e.Open(asked, self.who)] if asked.refused is None else self._over(opened, asked.refused)
+
+    def _show(self, opened: _Opened, view: View) -> Effects:
+        reading = opened.asked.reading
+        knows = opened.view is None and opened.asked.known == view.known_by
+        opened.view, opened.untold, opened.waits = view, not knows, False
+        speak: Effects = [e.Speak(reading)] if opened.untold else []
+        return speak + self._begin(opened)
+
+    def _over(self, opened: _Opened, why: KvferryError) -> Effects:
+        has_all = opened.view is not None and not opened.view.said.more and not opened.untold
+        reading, packs = opened.asked.reading, opened.packing is not None
+        opened.view, opened.untold, opened.waits = None, False, False
+        if packs and has_all:
+            opened.over = why
+            return [e.StopPacking(reading, why)]  # what was gathered stays as good as it was
+        opened.problem, opened.packing = why, None
+        stop: Effects = [e.StopPacking(reading)] if packs else []
+        return [*stop, e.Speak(reading)]
+
+    def _pack(self, said: e.Pack) -> Effects:
+        opened = self._opened.get(said.reading.number)
+        if opened is None or opened.problem is not None:
+            return []
+        stop: Effects = [e.StopPacking(said.reading)] if opened.packing is not None else []
+        opened.packing, opened.begun = said.packing, False
+        return [*stop, e.StartPacking(said.reading, said.packing, said.wanted), *self._begin(opened)]
+
+    def _begin(self, opened: _Opened) -> Effects:
+        reading = opened.asked.reading
+        if opened.packing is None or opened.begun:
+            return []
+        if opened.over is not None:
+            return [e.StopPacking(reading, opened.over)]
+        if opened.view is None:
+            return []
+        opened.begun = True
+        return [e.Gather(reading, opened.view)]
+
+    def _leave(self, left: e.Leave) -> Effects:
+        opened = self._opened.pop(left.reading.number, None)
+        if opened is None:
+            return [e.Close(left, self.who)] if left.complete and not left.reading.number else []
+        stop: Effects = [e.StopPacking(left.reading)] if opened.packing is not None else []
+        return [*stop, e.Close(replace(left, request_id=opened.asked.request_id, trace=opened.asked.trace), self.who)]
+
+    def check(self) -> None:
+        for number, opened in self._opened.items():
+            assert opened.asked.reading == (self.stream, number)
+            assert opened.problem is None or opened.packing is None, "it packs, and is over"
+            assert not opened.untold or opened.view is not None
+            assert opened.view is None or not (opened.over or opened.problem), "the lease is over, and its tables stay"
+        assert len(self._opened) <= self.most and len(self._announced) <= ANNOUNCEMENTS
+
+    def sizes(self) -> Sizes:
+        return {"opened": len(self._opened), "announced": len(self._announced)}

@@ -1,0 +1,48 @@
+"""What of a lease goes to the wire and into records."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvferry.protocol.values import Account, ReaderId, View
+from kvferry.schemas import LeaseReader, LeaseRecord
+from kvferry.v1 import peer_pb2
+from kvferry.wire import tables_to_proto
+
+
+def reader_id(reader: peer_pb2.Reader) -> ReaderId:
+    return ReaderId(reader.engine_id, reader.epoch, reader.rank, reader.world_size, reader.key)
+
+
+def announced_as(request_id: str) -> str:
+    """What readers that may not know the request id are told instead: with the id they could close its lease."""
+    return hashlib.sha256(request_id.encode()).hexdigest()
+
+
+def update_of(view: View, word_address: int) -> peer_pb2.LeaseUpdate:
+    said, terms = view.said, view.terms
+    return peer_pb2.LeaseUpdate(
+        tables=tables_to_proto(said.tables), num_tokens=said.num_tokens, more=said.more, metadata=said.metadata,
+        word_address=word_address, word=terms.word, version=view.version, lease=terms.number, digest=said.digest,
+        weights=said.weights,
+    )  # fmt: skip
+
+
+def record_of(account: Account, engine_id: str, epoch: str) -> LeaseRecord:
+    """engine_id, epoch: of the engine that publishes."""
+    readers = [
+        LeaseReader(
+            engine_id=it.who.engine_id, epoch=it.who.epoch, rank=it.who.rank, world_size=it.who.world_size,
+            state=it.state, bytes=it.nbytes, attempt=it.attempt,
+        )
+        for it in account.readers
+    ]  # fmt: skip
+    left_s = account.expires_in_s
+    return LeaseRecord(
+        request_id=account.request_id, lease=account.number, engine_id=engine_id, epoch=epoch, state=account.state,
+        num_tokens=account.num_tokens, weights=account.weights, readers_expected=account.expected,
+        readers_open=account.open, readers_closed=account.closed,
+        expires_in_ms=None if left_s is None else 1e3 * left_s, created_at=account.created_at,
+        ended_at=account.ended_at, age_ms=round(1e3 * account.age_s, 3), reason=account.reason, bytes=account.nbytes,
+        readers=readers,
+    )  # fmt: skip
