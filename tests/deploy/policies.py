@@ -471,8 +471,8 @@ def _ucx(daemon: Resource) -> Any:
 @policy(
     only="one-node",
     roster=variables("KVFERRY_ROSTER", None),
-    ports=lambda cluster: set_variable(cluster.engines[0].daemons[1], "KVFERRY_PEER", "0.0.0.0:7411"),
-    rest=lambda cluster: set_variable(cluster.engines[0].daemons[1], "KVFERRY_REST", "0.0.0.0:7410"),
+    ports=lambda cluster: set_variable(cluster.engines[0].daemons[1], "KVFERRY_PEER", "*:7411"),
+    rest=lambda cluster: set_variable(cluster.engines[0].daemons[1], "KVFERRY_REST", "*:7410"),
     gpu=lambda cluster: set_variable(cluster.engines[0].daemons[1], "KVFERRY_DEVICE", "cuda:0"),
     daemon=on_engine(lambda engine: engine.pod["initContainers"].remove(engine.daemons[1])),
 )
@@ -535,13 +535,14 @@ def ranks_of_two_nodes_meet_at_the_name_of_pod_0(cluster: Cluster) -> Iterator[s
 
 
 def _dialled(daemon: Resource, address: str) -> Iterator[str]:
-    """Whether a daemon with these settings would dial such an address, by its own rule."""
-    told = address.replace(POD_IP, "10.1.2.3").replace(POD_NAME, "some-pod-0").replace(POD_NAMESPACE, "kvferry")
+    """Whether a daemon with these settings would dial such an address, by its own rule, whichever family pods have."""
+    named = address.replace(POD_NAME, "some-pod-0").replace(POD_NAMESPACE, "kvferry")
     allowed = Config(allow_peers=variable(daemon, "KVFERRY_ALLOW_PEERS")).allow_peers
-    try:
-        allow.check(told, allowed)
-    except KvferryError as error:
-        yield f"{daemon['name']}: {error}"
+    for pod in ("10.1.2.3", "fd00::5"):
+        try:
+            allow.check(Config(advertise=named.replace(POD_IP, pod)).advertise, allowed)
+        except (KvferryError, ValueError) as error:
+            yield f"{daemon['name']}: {error}"
 
 
 @policy(
@@ -551,7 +552,9 @@ def _dialled(daemon: Resource, address: str) -> Iterator[str]:
     forbidden=variables("KVFERRY_ALLOW_PEERS", "127.0.0.0/8"),
     no_field=on_daemon(lambda daemon: daemon.update(env=[one for one in daemon["env"] if "valueFrom" not in one])),
     used_before_defined=on_daemon(lambda daemon: daemon["env"].reverse()),
-    port=variables("KVFERRY_ADVERTISE", "$(POD_IP):7499"),
+    port=variables("KVFERRY_ADVERTISE", "[$(POD_IP)]:7499"),
+    no_brackets=variables("KVFERRY_ADVERTISE", "$(POD_IP):7411"),
+    no_ipv6=variables("KVFERRY_ALLOW_PEERS", "10.0.0.0/8"),
 )
 def the_pod_advertises_where_it_is_reached(cluster: Cluster) -> Iterator[str]:
     for engine, daemon in daemons(cluster):
@@ -559,7 +562,7 @@ def the_pod_advertises_where_it_is_reached(cluster: Cluster) -> Iterator[str]:
         if not is_wildcard(peer):
             yield f"{engine.name}: peers are heard on {peer} only"
         named = f"{POD_NAME}.{engine.spec['serviceName']}.{POD_NAMESPACE}.svc"
-        if advertised not in (f"{POD_IP}:{port_of(peer)}", f"{named}:{port_of(peer)}"):
+        if advertised not in (f"[{POD_IP}]:{port_of(peer)}", f"{named}:{port_of(peer)}"):
             yield f"{engine.name}: {advertised} is not where it is reached"
         else:
             yield from _dialled(daemon, advertised)
@@ -580,13 +583,14 @@ def _probe(name: str, path: str) -> Loss:
     no_liveness=on_daemon(drop("livenessProbe")),
     no_readiness=on_daemon(drop("readinessProbe")),
     loopback=variables("KVFERRY_REST", "127.0.0.1:7410"),
+    one_family=variables("KVFERRY_REST", "0.0.0.0:7410"),
     port=on_daemon(put("startupProbe", "httpGet", "port", value="peer")),
 )
 def probes_ask_for_life_first_and_readiness_later(cluster: Cluster) -> Iterator[str]:
     """A startup probe on /readyz waits for the engine, which waits for the startup probe."""
     for engine, daemon in daemons(cluster):
         rest = variable(daemon, "KVFERRY_REST")
-        if not is_wildcard(rest):
+        if not rest.startswith("*:"):
             yield f"{engine.name}: a kubelet cannot ask {rest}"
         for probe, path in {
             "startupProbe": "/healthz",
@@ -1035,6 +1039,22 @@ def the_engine_loads_the_connector(cluster: Cluster) -> Iterator[str]:
             yield f"{engine.name}: a user without a name or a home"
 
 
+@policy(
+    only="ipv6",
+    default=on_engine(
+        lambda engine: engine.engine.update(args=[one for one in engine.engine["args"] if "--host" not in one])
+    ),
+    one_family=on_engine(
+        lambda engine: engine.engine.update(args=[one.replace("::", "0.0.0.0") for one in engine.engine["args"]])
+    ),
+)
+def the_engine_listens_on_ipv6(cluster: Cluster) -> Iterator[str]:
+    """vLLM listens on IPv4 unless it is told an address of IPv6; `::` is both."""
+    for engine in cluster.engines:
+        if engine.argument("host") != "::":
+            yield f"{engine.name}: no client reaches it over IPv6"
+
+
 def _proxy(cluster: Cluster) -> Resource:
     return cluster.of("Deployment")[0]["spec"]["template"]
 
@@ -1054,7 +1074,10 @@ def _proxy(cluster: Cluster) -> Resource:
         args=[one.replace("-0.", "-9.") for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
     ),
     loopback=lambda cluster: _proxy(cluster)["spec"]["containers"][0].update(
-        args=[one.replace("0.0.0.0:8000", "127.0.0.1:8000") for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
+        args=[one.replace("*:8000", "127.0.0.1:8000") for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
+    ),
+    one_family=lambda cluster: _proxy(cluster)["spec"]["containers"][0].update(
+        args=[one.replace("*:8000", "0.0.0.0:8000") for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
     ),
 )
 def the_proxy_knows_every_engine_and_daemon(cluster: Cluster) -> Iterator[str]:
@@ -1065,8 +1088,8 @@ def the_proxy_knows_every_engine_and_daemon(cluster: Cluster) -> Iterator[str]:
     container = template["spec"]["containers"][0]
     if template["metadata"]["labels"].get("kvferry.io/front") != "true":
         yield "the NetworkPolicy shuts the proxy out"
-    if not argument(container, "listen").startswith("0.0.0.0:"):
-        yield "the proxy is heard by itself only"
+    if not argument(container, "listen").startswith("*:"):
+        yield "the proxy is not heard by everybody"
     if not argument(container, "daemon-token-file"):
         yield "the daemons refuse a proxy without a token"
     for role in ("prefill", "decode"):

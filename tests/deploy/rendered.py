@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class Variant:
     values: Mapping[str, Any] = field(hash=False)
     """The chart's values for the same thing."""
     overlay: str
+    components: tuple[str, ...] = ()
+    """Components beside the overlay's own."""
 
     def __str__(self) -> str:
         return self.name
@@ -75,6 +78,7 @@ VARIANTS = [
     _variant("gpu-tp2-two-nodes", "gpu dra rdma tls proxy two-nodes", nodes=2, **RDMA, **UNWATCHED),
     _variant("llm-d", "gpu dra rdma tls monitoring llm-d", front={"kind": "llm-d"}, **RDMA, **OPERATOR),
     _variant("cpu", "cpu metrics-service proxy", gpu={"mode": "none"}),
+    replace(_variant("gpu", "gpu dra monitoring proxy ipv6", ipv6=True, **OPERATOR), name="ipv6", components=("ipv6",)),
     _chart_alone("placed", "gpu dra metrics-service proxy placed", **PLACED),
     _chart_alone(
         "placed-runtime-class", "gpu runtime-class metrics-service proxy placed", gpu={"mode": "runtimeClass"}, **PLACED
@@ -83,8 +87,8 @@ VARIANTS = [
 ]
 
 
-def kustomize(overlay: str) -> list[Resource]:
-    return json.loads(_kustomize(overlay))
+def kustomize(overlay: str, components: Sequence[str] = ()) -> list[Resource]:
+    return json.loads(_kustomize(overlay, *components))
 
 
 def kustomize_command() -> list[str]:
@@ -95,10 +99,14 @@ def kustomize_command() -> list[str]:
 
 
 @functools.cache
-def _kustomize(overlay: str) -> str:
-    done = subprocess.run(
-        [*kustomize_command(), str(OVERLAYS / overlay)], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+def _kustomize(overlay: str, *components: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        above = {
+            "resources": [os.path.relpath(OVERLAYS / overlay, folder)],
+            "components": [os.path.relpath(OVERLAYS.parent / "components" / one, folder) for one in components],
+        }
+        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(above))
+        done = subprocess.run([*kustomize_command(), folder], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return json.dumps(list(yaml.safe_load_all(done.stdout)))
 

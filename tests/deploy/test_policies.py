@@ -10,7 +10,7 @@ from policies import POLICIES, Policy
 from rendered import VARIANTS, Cluster, Variant, helm, kustomize
 
 RENDERERS: dict[str, Callable[[Variant], list[dict[str, Any]]]] = {
-    "kustomize": lambda variant: kustomize(variant.overlay),
+    "kustomize": lambda variant: kustomize(variant.overlay, variant.components),
     "helm": lambda variant: helm(variant.values),
 }
 BOTH = [(renderer, variant) for renderer in RENDERERS for variant in VARIANTS if renderer == "helm" or variant.overlay]

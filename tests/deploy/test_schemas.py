@@ -54,7 +54,7 @@ CUSTOM = {
 
 
 def rendered(renderer: str, variant: Variant) -> list[dict[str, Any]]:
-    return kustomize(variant.overlay) if renderer == "kustomize" else helm(variant.values)
+    return kustomize(variant.overlay, variant.components) if renderer == "kustomize" else helm(variant.values)
 
 
 @pytest.mark.parametrize(

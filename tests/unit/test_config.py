@@ -203,6 +203,15 @@ def test_what_is_open_to_others_is_warned_of() -> None:
     assert [warning.split()[0] for warning in Config(rest="0.0.0.0:7410").warnings()] == ["REST"]
 
 
+@pytest.mark.parametrize(("pod", "dialled"), [("10.1.2.3", "10.1.2.3:7411"), ("fd00::5", "[fd00::5]:7411")])
+def test_one_manifest_has_brackets_for_pods_of_both_families(pod: str, dialled: str, secret: str) -> None:
+    """`[$(POD_IP)]:7411`: without brackets the port could not be told from an address of IPv6."""
+    environment = {f"KVFERRY_{name}": f"[{pod}]:7411" for name in ("ADVERTISE", "ROSTER")}
+    environment |= {"KVFERRY_PEER": "*:7411", "KVFERRY_PEER_SECRET_FILE": secret}
+    config = resolve({}, environment)[0]
+    assert (config.advertise, config.roster) == (dialled, dialled)
+
+
 def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> None:
     service = ["KVFERRY_SERVICE_HOST", "KVFERRY_PORT", "KVFERRY_PORT_7410_TCP_ADDR", "KVFERRY_SERVICE_PORT_REST"]
     environment = dict.fromkeys([*service, "KVFERRY_ARENAMB", "KVFERRY_CONFIG", "KVFERRY_REST", "PATH"], "x")
@@ -214,6 +223,8 @@ def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> Non
     [
         ("", "http://127.0.0.1:7410"),
         ("0.0.0.0:99", "http://127.0.0.1:99"),
+        ("[::]:99", "http://127.0.0.1:99"),  # both families, as `*`
+        ("*:99", "http://127.0.0.1:99"),
         ("[::1]:5", "http://[::1]:5"),
         ("node:1", "http://node:1"),
     ],

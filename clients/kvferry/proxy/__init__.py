@@ -14,6 +14,7 @@ from itertools import chain
 
 import uvicorn
 
+from kvferry.listening import EVERYWHERE, everywhere
 from kvferry.proxy.app import build_app
 from kvferry.proxy.options import Endpoint, Options, parse
 
@@ -38,8 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",
         timeout_graceful_shutdown=GRACEFUL_S,
     )  # fmt: skip
+    try:
+        sockets = everywhere(options.port) if options.host in EVERYWHERE else None
+    except OSError as error:
+        logging.getLogger("kvferry.proxy").error("cannot listen on port %d: %s", options.port, error.strerror)
+        return 1
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(config).run()
+        _Server(config).run(sockets)
     return 0
 
 

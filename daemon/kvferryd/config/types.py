@@ -69,6 +69,8 @@ def _listen(address: str) -> str:
 
 
 def _dial(address: str) -> str:
+    # A manifest has brackets round $(POD_IP), of whichever family it is.
+    address = re.sub(r"^\[([0-9.]+)\]:", r"\1:", address)
     if split_address(address)[1] == 0 or is_wildcard(address):
         raise Wrong("is no address that another daemon could dial")
     return address
@@ -150,7 +152,7 @@ def _ucx(raw: object) -> dict[str, str]:
 
 ADDRESS = Form("HOST:PORT, with brackets round IPv6", "HOST:PORT")
 Listen = Annotated[str, AfterValidator(_listen), ADDRESS]
-"""Port 0 takes a free one, a wildcard every interface."""
+"""Port 0 takes a free one, a wildcard every interface: `*` and `[::]` of IPv4 and IPv6."""
 Dial = Annotated[str, AfterValidator(_dial), ADDRESS]
 Addresses = Annotated[
     tuple[Dial, ...],

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import resource
 import signal
 import socket
@@ -173,11 +174,12 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     callers = Callers(config.allow_peers, ferry.proof)
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers), server)
     await _describe(server, "kvferry.v1.Peer", reflected=bool(ferry.proof))
+    address = re.sub(r"^\*:", "[::]:", config.peer)  # gRPC's word for every interface, of IPv4 as well
     try:
         if ferry.proof:
-            server.add_secure_port(config.peer, ferry.proof.server_credentials())
+            server.add_secure_port(address, ferry.proof.server_credentials())
         else:
-            server.add_insecure_port(config.peer)
+            server.add_insecure_port(address)
     except RuntimeError:
         raise _cannot_listen("peer", config.peer) from None
     await server.start()

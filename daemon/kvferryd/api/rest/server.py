@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from kvferry.listening import EVERYWHERE, everywhere
 from kvferryd.aio import Tasks
 from kvferryd.api.rest.app import create_app
 from kvferryd.config.types import split_address
@@ -131,10 +132,15 @@ class RestServer(uvicorn.Server):
     async def listen(self) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.config.host, self.config.port
-        self.servers = [await loop.create_server(asyncio.Protocol, host, port, start_serving=False)]
+        if host in EVERYWHERE:
+            bound = everywhere(port)
+            servers = [loop.create_server(asyncio.Protocol, sock=each, start_serving=False) for each in bound]
+        else:
+            servers = [loop.create_server(asyncio.Protocol, host, port, start_serving=False)]
+        self.servers = [await server for server in servers]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        for bound in self.servers[0].sockets:
+        for bound in (each for server in self.servers for each in server.sockets):
             listening = bound.dup()
             # Its connections inherit it.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))

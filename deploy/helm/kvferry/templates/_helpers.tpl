@@ -46,9 +46,9 @@ app.kubernetes.io/part-of: kvferry
       valueFrom: {fieldRef: {fieldPath: metadata.name}}
     - name: POD_NAMESPACE
       valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
-    - {name: KVFERRY_REST, value: "0.0.0.0:{{ $rest }}"}
+    - {name: KVFERRY_REST, value: "*:{{ $rest }}"}
     - {name: KVFERRY_TOKEN_FILE, value: /etc/kvferry/token/token}
-    - {name: KVFERRY_PEER, value: "0.0.0.0:{{ $peer }}"}
+    - {name: KVFERRY_PEER, value: "*:{{ $peer }}"}
     {{- if .Values.tls.enabled }}
     # No certificate knows the address of a pod to come: pods are advertised by name, and a wildcard covers the names.
     - {name: KVFERRY_ADVERTISE, value: "$(POD_NAME).{{ include "kvferry.name" . }}-peers.$(POD_NAMESPACE).svc:{{ $peer }}"}
@@ -56,13 +56,13 @@ app.kubernetes.io/part-of: kvferry
     - {name: KVFERRY_TLS_KEY, value: /etc/kvferry/tls/tls.key}
     - {name: KVFERRY_TLS_CA, value: /etc/kvferry/tls/ca.crt}
     {{- else }}
-    - {name: KVFERRY_ADVERTISE, value: "$(POD_IP):{{ $peer }}"}
+    - {name: KVFERRY_ADVERTISE, value: "[$(POD_IP)]:{{ $peer }}"}
     - {name: KVFERRY_PEER_SECRET_FILE, value: /etc/kvferry/peers/secret}
     {{- end }}
     {{- if gt (int .Values.nodes) 1 }}
     - {name: KVFERRY_ROSTER, value: "{{ include "kvferry.podName" (merge (dict "pod" 0) .) }}.$(POD_NAMESPACE).svc:7411"}
     {{- else if $multi }}
-    - {name: KVFERRY_ROSTER, value: "$(POD_IP):7411"}
+    - {name: KVFERRY_ROSTER, value: "[$(POD_IP)]:7411"}
     {{- end }}
     - {name: KVFERRY_ALLOW_PEERS, value: "{{ .Values.podNetwork }},*.{{ .Release.Namespace }}.svc"}
     {{- if eq .role "decode" }}
