@@ -81,10 +81,10 @@ class Handoff(BaseModel):
                 raise _malformed(field, None, 'required to read from another engine, unless order is "router"')
         host = f"[{self.remote_host}]" if ":" in str(self.remote_host) else self.remote_host
         try:
-            return SourceBody(
-                engine_id=str(self.remote_engine_id), address=f"{host}:{self.remote_port}", epoch=self.remote_epoch,
-                lease=self.remote_lease,
-            )  # fmt: skip
+            return SourceBody.model_validate({
+                "engine_id": str(self.remote_engine_id), "address": f"{host}:{self.remote_port}",
+                "epoch": self.remote_epoch, "lease": self.remote_lease,
+            })  # fmt: skip
         except ValidationError as error:
             raise _malformed("remote_host", self.remote_host, str(error.errors()[0]["msg"])) from None
 

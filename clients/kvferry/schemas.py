@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+
+from kvferry.errors import Malformed, first_breach
 
 from kvferry.protocol.states import LeaseState as LeaseState
 
@@ -27,6 +29,7 @@ MAX_NUMBER = 1 << 53
 """Above the numbers of leases: JSON's readers keep integers below it whole."""
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REQUEST_ID)]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}$", max_length=300)]
+ADDRESS_REMEDY = "write host:port, with brackets round an IPv6 address"
 
 
 class TransferState(enum.StrEnum):
@@ -63,7 +66,27 @@ Way: TypeAlias = Literal["auto", "direct", "staged", "mapped"]
 
 
 class _Request(BaseModel):
+    """What is wrong in one that Python makes is a KvferryError (`malformed_request`), as a daemon answers."""
+
     model_config = ConfigDict(extra="forbid")
+
+    def __init__(self, /, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise _breach(error, type(self).__name__) from None
+
+    # Only what Python makes by name comes here: JSON that is read stays pydantic's own, with the place of each fault.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+def _breach(error: ValidationError, name: str) -> Malformed:
+    first = error.errors(include_url=False)[0]
+    field, remedy = ".".join([name, *map(str, first["loc"])]), "see the fields of its class, or /openapi.json"
+    if first["type"] == "string_pattern_mismatch" and field.endswith("address"):
+        why = f"{field} is not host:port"
+        return Malformed("malformed_request", why, field=field, value=first["input"], remedy=ADDRESS_REMEDY)
+    return first_breach(error, name, "malformed_request", remedy)
 
 
 class _Answer(BaseModel):

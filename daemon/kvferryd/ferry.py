@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from kvferry import __version__, schemas
-from kvferry.errors import Conflict, KvferryError, NotFound
+from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.protocol.values import Account
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
@@ -99,6 +99,10 @@ class Ferry:
     def lead(self, engine: Engine, body: schemas.OrderBody, trace: logs.Trace) -> tuple[schemas.Ordered, bool]:
         """As `order`, on rank 0, for all ranks of its engine. Raises KvferryError."""
         allow.check(body.source.address, self.config.allow_peers)
+        if body.source.engine_id == engine.engine_id:
+            why, name = f"engine {engine.engine_id} is to read from itself", engine.engine_id
+            remedy = "order at a daemon of the engine that receives; `source` is the other one"
+            raise Malformed("own_engine", why, field="source.engine_id", value=name, remedy=remedy)
         order = order_of(body, trace)
         by_rank = reservations_of(body.destination, engine.world_size)
         own = by_rank.get(engine.rank)

@@ -51,6 +51,13 @@ async def test_an_engine_that_makes_no_sense_is_not_attached(victim: Victim, cha
     assert [engine.engine_id for engine in await victim.router.engines()] == ["victim"]
 
 
+async def test_an_engine_whose_own_session_is_still_open_is_told_what_to_close(victim: Victim) -> None:
+    with pytest.raises(KvferryError) as refused:
+        await EngineClient.connect(str(victim.daemon.socket), engine_id="victim", epoch="2")
+    assert refused.value.code == "engine_attached"
+    assert "one of your own that an error left open, which `async with` closes" in refused.value.remedy
+
+
 async def test_every_call_asks_for_a_session_that_is_known(victim: Victim) -> None:
     door = victim.engine_door
     for call, request in (

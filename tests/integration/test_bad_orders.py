@@ -172,6 +172,15 @@ async def test_an_engine_of_another_model_is_refused_with_both_values(
     await stranger.close()
 
 
+async def test_an_order_that_came_to_the_daemon_of_its_source_is_refused_at_once(
+    victim: Victim, request_id: str
+) -> None:
+    with pytest.raises(DaemonError) as refused:
+        await victim.router.order(OrderBody(request_id=request_id, source=victim.engine.source()))
+    assert (refused.value.code, refused.value.status, refused.value.value) == ("own_engine", 422, "victim")
+    assert "order at a daemon of the engine that receives" in refused.value.remedy
+
+
 async def test_an_engine_does_not_read_from_itself(victim: Victim, request_id: str) -> None:
     with pytest.raises(DaemonError) as refused:
         await victim.router.prewarm(PeerRequest(engine_id="victim", address=victim.daemon.peer))

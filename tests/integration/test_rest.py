@@ -211,8 +211,10 @@ def test_a_token_opens_everything_and_without_it_only_probes_and_the_empty_page_
                 assert (await client.get(path)).status_code != 401
             for path in ("/v1/info", "/v1/transfers", "/metrics", "/openapi.json", "/nowhere"):
                 refused = await client.get(path)
-                problem(refused, 401, "unauthorized")
+                assert problem(refused, 401, "unauthorized")["detail"] == "this daemon asks for a bearer token"
                 assert refused.headers["www-authenticate"].startswith("Bearer")
+            wrong = await client.get("/v1/info", headers={"authorization": "Bearer wrong"})
+            assert problem(wrong, 401, "unauthorized")["detail"] == "the token is none of this daemon's"
             for value in ("Bearer wrong", "Bearer ", "new-token", "Basic new-token", "Bearer \xff", "Bearer old\nnew"):
                 raw = {"authorization": value.encode("latin-1")}
                 assert (await client.get("/v1/info", headers=raw)).status_code == 401  # type: ignore[arg-type]

@@ -259,3 +259,15 @@ def test_a_shared_pool_is_left_to_its_owner() -> None:
             assert await owner.healthy() is True
 
     asyncio.run(shared())
+
+
+def test_a_body_that_is_wrong_is_an_error_of_ours_with_field_value_and_remedy() -> None:
+    with pytest.raises(KvferryError) as wrong:
+        SourceBody(engine_id="prefill", address="prefill")
+    assert str(wrong.value) == (
+        "SourceBody.address is not host:port (SourceBody.address = prefill)"
+        " -> write host:port, with brackets round an IPv6 address"
+    )
+    with pytest.raises(KvferryError) as wrong:
+        OrderBody(request_id="", source=SourceBody(engine_id="prefill", address="h:1"))
+    assert (wrong.value.code, wrong.value.field) == ("malformed_request", "OrderBody.request_id")

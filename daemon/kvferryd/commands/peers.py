@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
+from kvferry.errors import KvferryError
 from kvferry.schemas import ErrorBody, InboundRecord, PeerList, PeerRecord, PeerRequest, PeerState
 from kvferryd.commands.ask import DONE, NOT_SO, bad_argument, client
 from kvferryd.commands.say import as_json, count, duration, moment, printable, rate, size, table
@@ -37,7 +38,7 @@ def _prewarm(text: str) -> PeerRequest:
     engine_id, _, address = text.rpartition("@")
     try:
         return PeerRequest(engine_id=engine_id, address=address)
-    except ValueError:
+    except KvferryError:
         remedy = "write ENGINE@HOST:PORT, the address of any rank's peer service"
         raise bad_argument("--prewarm", text, remedy) from None
 

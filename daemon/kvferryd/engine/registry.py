@@ -111,10 +111,12 @@ class Engines:
                 await asyncio.wait_for(old.detached.wait(), DETACH_S)
             old = self._current.get(engine_id)
         if old is not None and old.attached and not old.retired.is_set():
-            raise Conflict(
-                "engine_attached", f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already",
-                field="engine_id", value=engine_id, remedy="give each rank a daemon of its own",
-            )  # fmt: skip
+            why = f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already"
+            remedy = (
+                "close the client that has the session: it may be one of your own that an error left open, which"
+                " `async with` closes; give each rank a daemon of its own"
+            )
+            raise Conflict("engine_attached", why, field="engine_id", value=engine_id, remedy=remedy)
         return old
 
     def introduce(self, session_id: str, process: Process | None) -> None:

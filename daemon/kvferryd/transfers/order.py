@@ -187,7 +187,7 @@ def check_source(source: engine_pb2.Source, allowed: Sequence[str]) -> None:
 def _check_source(engine_id: str, address: str, epoch: str) -> None:
     """Otherwise its record could not be told. Raises KvferryError (`malformed_source`)."""
     try:
-        SourceBody(engine_id=engine_id, address=address, epoch=epoch or None)
+        SourceBody.model_validate({"engine_id": engine_id, "address": address, "epoch": epoch or None})
     except ValidationError as error:
         raise first_breach(error, "source", "malformed_source", "name the engine as it has registered") from None
 

@@ -87,6 +87,8 @@ class Gate:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._tokens.accepts(token.strip()):
                 why, remedy = "this daemon asks for a bearer token", "send Authorization: Bearer TOKEN"
+                if scheme.lower() == "bearer" and token.strip():
+                    why, remedy = "the token is none of this daemon's", "send one of those in its token_file"
                 raise Unauthorized("unauthorized", why, field="authorization", value=scheme, remedy=remedy)
         if scope["method"] in ("GET", "HEAD"):
             return receive

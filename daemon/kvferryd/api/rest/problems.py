@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from kvferry.errors import KvferryError, Malformed
-from kvferry.schemas import Problem, RefusalBody
+from kvferry.schemas import ADDRESS_REMEDY, Problem, RefusalBody
 
 MEDIA_TYPE = "application/problem+json"
 OF_STATUS = {
@@ -78,7 +78,7 @@ def _fault(entry: Mapping[str, object]) -> KvferryError:
     elif kind == "extra_forbidden":
         message, remedy = f"{field} is not known", "remove it, or look up its spelling in /openapi.json"
     elif kind == "string_pattern_mismatch" and field.endswith("address"):
-        remedy = "write host:port, with brackets round an IPv6 address"
+        remedy = ADDRESS_REMEDY
     return Malformed("malformed_request", message, field=field, value=value, remedy=remedy)
 
 
