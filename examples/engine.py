@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -24,26 +26,29 @@ REQUEST = "req-1"
 Cache = npt.NDArray[np.float32]
 
 
-async def start(socket: str, engine_id: str, block_size: int, axes: tuple[str, ...]) -> tuple[EngineClient, Cache]:
-    """Open a session with the daemon, get memory from it, and say what lies where in that memory."""
+@asynccontextmanager
+async def engine(
+    socket: str, engine_id: str, block_size: int, axes: tuple[str, ...]
+) -> AsyncIterator[tuple[EngineClient, Cache]]:
+    """A session with the daemon, memory from it, and what lies where in that memory. It ends with the block."""
     epoch = uuid.uuid4().hex  # of this start of the engine; the same on all of its ranks
-    client = await EngineClient.connect(socket, engine_id=engine_id, epoch=epoch, timeout_s=120)
-    sizes = {"block": BLOCKS, "slot": block_size, "head": HEADS, "dim": DIM}
-    shape = (LAYERS, 2, *(sizes[axis] for axis in axes))
+    async with await EngineClient.connect(socket, engine_id=engine_id, epoch=epoch, timeout_s=120) as client:
+        sizes = {"block": BLOCKS, "slot": block_size, "head": HEADS, "dim": DIM}
+        shape = (LAYERS, 2, *(sizes[axis] for axis in axes))
 
-    region = await client.allocate(int(np.prod(shape)) * 4)  # owned by the daemon, mapped here
-    assert isinstance(region, SharedRegion), "this daemon runs beside a GPU; start one with --device cpu"
-    cache = region.array().view(np.float32).reshape(shape)
+        region = await client.allocate(int(np.prod(shape)) * 4)  # owned by the daemon, mapped here
+        assert isinstance(region, SharedRegion), "this daemon runs beside a GPU; start one with --device cpu"
+        cache = region.array().view(np.float32).reshape(shape)
 
-    builder = ManifestBuilder(engine_id, epoch, ModelInfo(name="example", fingerprint="example-1"))
-    builder.region(0, "host", nbytes=region.nbytes, address=region.address)
-    builder.group("full", num_blocks=BLOCKS, block_size=block_size)
-    heads = Shard(axis="head", start=0, total=HEADS)  # all of them: this engine has one rank
-    for layer in range(LAYERS):
-        for index, name in enumerate(("k", "v")):
-            builder.component("full", layer=layer, name=name, array=cache[layer, index], axes=axes, shard=heads)
-    await client.register(builder.build())
-    return client, cache
+        builder = ManifestBuilder(engine_id, epoch, ModelInfo(name="example", fingerprint="example-1"))
+        builder.region(0, "host", nbytes=region.nbytes, address=region.address)
+        builder.group("full", num_blocks=BLOCKS, block_size=block_size)
+        heads = Shard(axis="head", start=0, total=HEADS)  # all of them: this engine has one rank
+        for layer in range(LAYERS):
+            for index, name in enumerate(("k", "v")):
+                builder.component("full", layer=layer, name=name, array=cache[layer, index], axes=axes, shard=heads)
+        await client.register(builder.build())
+        yield client, cache
 
 
 def computed() -> Cache:
@@ -52,30 +57,27 @@ def computed() -> Cache:
 
 
 async def prefill(socket: str) -> None:
-    client, cache = await start(socket, "prefill", 16, ("block", "slot", "head", "dim"))
-    for token in range(TOKENS):
-        cache[:, :, (7, 3, 9)[token // 16], token % 16] = computed()[:, :, token]
+    async with engine(socket, "prefill", 16, ("block", "slot", "head", "dim")) as (client, cache):
+        for token in range(TOKENS):
+            cache[:, :, (7, 3, 9)[token // 16], token % 16] = computed()[:, :, token]
 
-    tables = {"full": BlockTable.of([7, 3, 9])}  # the blocks of this request, in the order of its tokens
-    lease = await client.publish(REQUEST, tables, num_tokens=TOKENS, metadata=b"first token: 42")
-    print(f"published {TOKENS} tokens of {REQUEST}", flush=True)
-    state = await lease.ended()  # from now on these blocks may be used again
-    print(f"{REQUEST} was read: its lease is {state}")
-    await client.close()
+        tables = {"full": BlockTable.of([7, 3, 9])}  # the blocks of this request, in the order of its tokens
+        lease = await client.publish(REQUEST, tables, num_tokens=TOKENS, metadata=b"first token: 42")
+        print(f"published {TOKENS} tokens of {REQUEST}", flush=True)
+        state = await lease.ended()  # from now on these blocks may be used again
+        print(f"{REQUEST} was read: its lease is {state}")
 
 
 async def decode(socket: str) -> None:
-    client, cache = await start(socket, "decode", 24, ("block", "head", "slot", "dim"))
+    async with engine(socket, "decode", 24, ("block", "head", "slot", "dim")) as (client, cache):
+        tables = {"full": BlockTable.of([12, 5])}  # free blocks, reserved for this request
+        # Without source= it waits for a router's order. It returns when the KV is here, and whole.
+        received = await client.receive(REQUEST, tables, tokens=(0, TOKENS), deadline_s=120)
 
-    tables = {"full": BlockTable.of([12, 5])}  # free blocks, reserved for this request
-    # Without source= it waits for a router's order. It returns when the KV is here, and whole.
-    received = await client.receive(REQUEST, tables, tokens=(0, TOKENS), deadline_s=120)
-
-    expected = computed()
-    for token in range(TOKENS):
-        assert np.array_equal(cache[:, :, (12, 5)[token // 24], :, token % 24], expected[:, :, token]), token
-    print(f"received {received.nbytes} bytes, {received.metadata.decode()}; all {TOKENS} tokens are right")
-    await client.close()
+        expected = computed()
+        for token in range(TOKENS):
+            assert np.array_equal(cache[:, :, (12, 5)[token // 24], :, token % 24], expected[:, :, token]), token
+        print(f"received {received.nbytes} bytes, {received.metadata.decode()}; all {TOKENS} tokens are right")
 
 
 if __name__ == "__main__":

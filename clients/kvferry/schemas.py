@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from kvferry.errors import Malformed, first_breach
-
 from kvferry.protocol.states import LeaseState as LeaseState
 
 
