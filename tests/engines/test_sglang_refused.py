@@ -1,4 +1,4 @@
-"""SGLang's sender at a real daemon, without an engine around it."""
+"""SGLang's sender at a real daemon, and the numbers of its receivers, without an engine around them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,22 @@ def test_an_engine_ends_rather_than_take_back_pages_that_a_reader_may_be_in(meth
     assert "room-7" in told["why"]
 
 
+def test_what_becomes_of_a_request_on_one_rank_changes_no_number_of_later_ones() -> None:
+    """Both ranks give a room's attempts the same numbers, though one of them has given up the first before it asked its
+    daemon."""
+    first, second = _said_by("sglang_numbers.py")
+    assert (first, second) == ([1, 1, 2], [1, 2])
+
+
 def _told(*arguments: str) -> dict[str, Any]:
+    told: dict[str, Any] = _said_by("sglang_refused.py", *arguments)
+    return told
+
+
+def _said_by(script: str, *arguments: str) -> Any:
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
-    command = [PYTHON, Path(__file__).with_name("sglang_refused.py"), *arguments]
+    command = [PYTHON, Path(__file__).with_name(script), *arguments]
     done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    return json.loads(done.stdout.splitlines()[-1])

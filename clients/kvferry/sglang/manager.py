@@ -53,7 +53,8 @@ class Manager(BaseKVManager):
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
         """By room. Only this one publishes what a room names and takes it back: a client may send a room twice."""
         self.leases, self.attempts = Counted(), Counted()
-        """Counts by a lease's name: all ranks are asked for the same rooms, in the same order."""
+        """Counts by a lease's name, when SGLang makes a sender or a receiver: on every rank for each request that its
+        first rank has broadcast, in that order."""
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         """How long decode waits for a request's KV."""
         self.prefill_info_table: Remembered[PrefillServerInfo] = Remembered()

@@ -41,7 +41,7 @@ class Receiver(BaseKVReceiver):
         """Known where another kind of engine has prefilled; otherwise it comes with the KV."""
         self._rows: Any = None
         """SGLang's MetadataBuffers."""
-        self._aux = 0
+        self._aux = self._attempt = 0
         self._receipt: Receipt | None = None
         self._quiesced: Future[None] | None = None
         self.conclude_state: int | None = None
@@ -52,7 +52,11 @@ class Receiver(BaseKVReceiver):
             self._fail(reason(error))
 
     def bind(self, req: Req, rows: MetadataBuffers) -> None:
-        """To the request whose KV is wanted. rows: of all requests, where SGLang looks for the first token."""
+        """To the request whose KV is wanted, and number the attempt: on every rank in the order of the first rank's
+        broadcast, whatever becomes of a request on one of them.
+
+        rows: of all requests, where SGLang looks for the first token.
+        """
         self._prompt, self._rows = Prompt.of(req), rows
         if self.bootstrap_addr == ADDRESS:
             self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
@@ -60,6 +64,7 @@ class Receiver(BaseKVReceiver):
                 self._origin, self._first_token = handed_over(req, self._prompt)
             except KvferryError as error:
                 self._fail(reason(error))
+        self._attempt = self.kv_mgr.attempts.next(self._origin.request_id if self._origin else self._name)
 
     def init(self, prefill_dp_rank: int) -> None:
         try:
@@ -85,7 +90,7 @@ class Receiver(BaseKVReceiver):
             self._receipt = manager.rank.daemon.receive(
                 origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)},
                 (first, origin.num_tokens), source=origin.source, deadline_s=manager.timeout_s,
-                digest=origin.digest, attempt=manager.attempts.next(origin.request_id),
+                digest=origin.digest, attempt=self._attempt,
             )  # fmt: skip
             manager.rank.idle.wake_after(self._receipt)
         except KvferryError as error:  # the client is closed
