@@ -122,21 +122,30 @@ async def test_an_order_for_an_attempt_that_is_over_is_refused_and_names_the_new
 # one rank fails or is refused
 
 
+@pytest.mark.parametrize("refused_first", [True, False])
 @pytest.mark.parametrize("orders", ["router", "engine"])
 async def test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all_and_the_next_is_done(
-    pair: Pair, request_id: str, orders: str
+    pair: Pair, request_id: str, orders: str, *, refused_first: bool
 ) -> None:
-    """Rank 0 has reserved, and would wait for it until the deadline."""
+    """Rank 0 has reserved, or does so later, and would wait for it until the deadline."""
     await half_published(pair, request_id)
     blocks, beyond = pair.decode.take(MANY), Blocks((1 << 20,), 1)
     said = {"attempt": pair.decode.next_attempt(), "source": pair.prefill.source() if orders == "engine" else None}
     first, second, third = (rank.client for rank in pair.decode.ranks)
-    with pytest.raises(KvferryError) as refused:
-        await second.receive(request_id, beyond.tables(), **said)
-    assert refused.value.code == "block_id_out_of_range"
+
+    async def refuse() -> None:
+        with pytest.raises(KvferryError) as refused:
+            await second.receive(request_id, beyond.tables(), **said)
+        assert refused.value.code == "block_id_out_of_range"
+
+    if refused_first:
+        await refuse()
     receiving = [asyncio.create_task(each.receive(request_id, blocks.tables(), **said)) for each in (first, third)]
     if orders == "router":
         await order(pair, request_id, 1)
+    if not refused_first:
+        await until(lambda: waits_for(pair.routers[1], request_id, Awaited.RESERVATION), "the order is handed on")
+        await refuse()
     async with asyncio.timeout(TIMEOUT_S / 2):
         outcomes = await asyncio.gather(*receiving, return_exceptions=True)
     assert codes(outcomes) <= {"rank_failed", "aborted"}

@@ -76,6 +76,31 @@ class Ranks:
         first = 4 * (self.attempt % 2)
         return self.reserve(rank, range(first, first + 4))
 
+    def own_of_all(self) -> list[Transfer]:
+        """The engine's next attempt, on all ranks, which names the source."""
+        self.attempt += 1
+        first = 4 * (self.attempt % 2)
+        return [self.reserve(rank, range(first, first + 4), order=ORDER) for rank in range(len(RANKS))]
+
+    def meet(self) -> None:
+        """One request is moved: hands are shaken then, and streams of leases are open."""
+        self.publish(0)
+        self.world.run(500)
+        for rank in range(len(RANKS)):
+            self.own(rank)
+        self.world.run(5000)
+
+    def run_without(self, held: Callable[[], set[Step]]) -> None:
+        """All that is under way goes on, but for these steps."""
+        for _ in range(5000):
+            steps = [step for step in self.world.pending() if step not in held()]
+            if not steps:
+                return
+            steps[0]()
+            self.world.loop.settle()
+            self.world.calls = [call for call in self.world.calls if not call.over]
+        raise AssertionError("it never comes to rest")
+
     def part(self, rank: int, attempt: int) -> Transfer | None:
         found = [each for each in self.daemons[rank].ferry.jobs if each.attempt.number == attempt]
         return found[-1] if found else None
@@ -298,6 +323,39 @@ def test_a_rank_that_is_lost_is_never_done_at_the_leader_and_goes_on(ranks: Rank
     share = transfer.ranks[1]
     assert share.error is not None and (share.error.code, share.error.value) == ("rank_lost", "1")
     assert (transfer.over, transfer.state_of_all) == (True, TransferState.FAILED)
+
+
+def test_a_rank_that_has_read_the_lease_of_rank_0_does_not_wait_for_its_end(ranks: Ranks) -> None:
+    """They go by announcements, and the order names no lease. Rank 0's reads take long."""
+    ranks.meet()
+    ranks.publish(0)
+    ranks.world.run(500)
+    slow = ranks.daemons[0].engine.agent
+    parts = ranks.own_of_all()
+    ranks.run_without(lambda: {flight.step for flight in ranks.world.flights() if flight.agent is slow})
+    assert all(part.announced for part in parts)
+    assert [part.state for part in parts] == [TransferState.READING, TransferState.DONE, TransferState.DONE]
+    ranks.world.run(5000)
+    assert {(part.state, part.lease) for part in parts} == {(TransferState.DONE, 2)}
+
+
+def test_rank_0_is_not_bound_to_a_lease_that_was_over_when_it_was_announced(ranks: Ranks) -> None:
+    """The others have heard of the next one, and ask rank 0 whether it reads that."""
+    ranks.meet()
+    ranks.publish(0)
+    ranks.world.run(500)
+    ranks.world.loop.call(ranks.source.engine.leases.revoke, "r", "preempted")
+    (late,) = [
+        each for each in ranks.world.streams() if each._client is ranks.daemons[0].process and each._method == "Read"
+    ]
+    ranks.publish(0)
+    ranks.run_without(lambda: set(late.steps()))
+    parts = ranks.own_of_all()
+    ranks.run_without(lambda: set(late.steps()))
+    assert [part.lease for part in parts] == [2, 3, 3]
+    assert not any(part.ended.is_set() for part in parts)
+    ranks.world.run(5000)
+    assert {(part.state, part.lease) for part in parts} == {(TransferState.DONE, 3)}, [part.problem for part in parts]
 
 
 DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.own, Ranks.own, Ranks.anew, Ranks.publish,

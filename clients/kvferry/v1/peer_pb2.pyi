@@ -1327,10 +1327,17 @@ class BoundRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
     key: builtins.bytes
     """of the roster"""
+    epoch: builtins.str
+    """What the rank has read: rank 0 says at once that it reads the same. Where it goes by an announcement of another lease,
+    which may be out of date, it says so once it knows.
+    """
+    lease: builtins.int
     @property
     def attempt(self) -> Global___Attempt: ...
     def __init__(
@@ -1340,9 +1347,11 @@ class BoundRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         attempt: Global___Attempt | None = ...,
         key: builtins.bytes = ...,
+        epoch: builtins.str = ...,
+        lease: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["attempt", b"attempt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "key", b"key", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "epoch", b"epoch", "key", b"key", "lease", b"lease", "request_id", b"request_id"]) -> None: ...
 
 Global___BoundRequest: typing_extensions.TypeAlias = BoundRequest
 

@@ -245,7 +245,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         attempt, left_s = attempt_from_proto(request.attempt), _left(context, self._ferry.config.deadline_s)
         try:
             async with asyncio.timeout(left_s):
-                epoch, lease = await self._ferry.jobs.bound(engine, request.request_id, attempt)
+                epoch, lease = await self._ferry.jobs.bound(
+                    engine, request.request_id, attempt, (request.epoch, request.lease)
+                )
         except TimeoutError:
             why = f"rank 0 of engine {engine.engine_id} did not find a lease of request {request.request_id} in time"
             remedy = "see why in that rank's record of the transfer, or raise deadline_ms"

@@ -70,7 +70,7 @@ class Ranks:
         cannot be reached in time, or is another daemon by now."""
         request = peer_pb2.BoundRequest(
             engine_id=engine.engine_id, request_id=transfer.request_id, attempt=attempt_to_proto(transfer.attempt),
-            key=engine.roster_key,
+            key=engine.roster_key, epoch=transfer.source_epoch, lease=transfer.lease,
         )  # fmt: skip
         loop, asked = asyncio.get_running_loop(), engine.instances.get(0)
         for pause in _pauses():

@@ -408,9 +408,14 @@ class Transfer:
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
         unproven = [reader for reader in unproven if reader.source.rank not in whole]
         proofs = [reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven]
-        if engine.rank and not (self.order and self.order.names_lease):
+        compares = bool(engine.rank) and not (self.order and self.order.names_lease)
+        if compares and not self.announced:
             proofs.append(self._compare_lease(engine))
         await together(proofs)
+        if (
+            compares and self.announced
+        ):  # rank 0 is bound by what it tells, so it is asked about no lease that has ended
+            await self._compare_lease(engine)
         if self._around.config.checksum:
             assert isinstance(self.reservation, Reservation) and self.tokens is not None
             await compare(engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
@@ -442,11 +447,14 @@ class Transfer:
         self.source_epoch, self.lease = found
         self.wake()
 
-    async def bound(self) -> tuple[str, int]:
+    async def bound(self, read: tuple[str, int]) -> tuple[str, int]:
         """(the source's epoch, the lease's number), for another rank to compare; no other is read from now on. One that
-        was announced may be out of date, and is known only at the end. The caller bounds the wait. Raises KvferryError
+        was announced may be out of date: unless the other rank has read the same, and proven it, it is known only at
+        the end. read: by the other rank. The caller bounds the wait. Raises KvferryError
         where this part ends before it is known."""
-        while not self.lease or (self.announced and self.state is not TransferState.DONE):
+        while not self.lease or (
+            self.announced and self.state is not TransferState.DONE and read != (self.source_epoch, self.lease)
+        ):
             if self.ended.is_set():
                 why = f"rank {self.own.rank} of the same engine has found no lease"
                 raise PeerFailed("rank_failed", why, field="rank", value=self.own.rank)

@@ -586,13 +586,13 @@ class Transfers:
         """The record of a transfer that rank 0 keeps. Raises KvferryError (`unknown_transfer`)."""
         return await self._ranks.record(engine, transfer_id, wait_s, abort=abort)
 
-    async def bound(self, engine: Engine, request_id: str, attempt: Attempt) -> tuple[str, int]:
+    async def bound(self, engine: Engine, request_id: str, attempt: Attempt, read: tuple[str, int]) -> tuple[str, int]:
         """Which lease this rank reads in an attempt, as of `Transfer.bound`; waits for the attempt as well. Raises
         KvferryError, too, where it is over."""
         key = _key(engine, request_id)
         while (found := self._of(key, attempt)) is None:
             await self.wait_new(request_id)
-        return await found.bound()
+        return await found.bound(read)
 
     async def wait_new(self, request_id: str) -> None:
         """Wait until the request has a transfer more. The caller bounds the wait."""
