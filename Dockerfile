@@ -58,8 +58,8 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     && /opt/build/bin/pip --python /opt/kvferry/bin/python install --no-cache-dir --no-deps /wheels/*.whl \
     && rm -rf /opt/kvferry/lib/python3*/site-packages/nixl_ep*
 
-# An engine's image with the client in it: the plug-in kvferry.vllm, and what it needs beside vLLM's own packages.
-# Its own versions stay (no lock): the client's lower bounds are older than what a vLLM of today has.
+# An engine's image with the client in it: the plug-ins kvferry.vllm and kvferry.sglang, and what they need beside the engine's
+# own packages. Its own versions stay (no lock): the client's lower bounds are older than what an engine of today has.
 # hadolint ignore=DL3006
 FROM ${ENGINE} AS engine
 COPY --from=build /wheels /wheels

@@ -33,17 +33,17 @@ from kvferryd.config.types import is_wildcard
 from kvferryd.peers import allow
 
 
-def _vllm_options() -> Any:
-    """The plug-in's options without the plug-in, which imports vLLM."""
-    file = Path(kvferry.__file__).parent / "vllm" / "options.py"
-    spec = importlib.util.spec_from_file_location("kvferry_vllm_options", file)
+def _options(engine: str) -> Any:
+    """The plug-in's options without the plug-in, which imports the engine."""
+    file = Path(kvferry.__file__).parent / engine / "options.py"
+    spec = importlib.util.spec_from_file_location(f"kvferry_{engine}_options", file)
     assert spec is not None and spec.loader is not None
-    module = sys.modules["kvferry_vllm_options"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[f"kvferry_{engine}_options"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Options
 
 
-Options = _vllm_options()
+Options, SglangOptions = _options("vllm"), _options("sglang")
 Check = Callable[[Cluster], Iterator[str]]
 Loss = Callable[[Cluster], object]
 FILES = {"token_file", "tls_cert", "tls_key", "tls_ca", "peer_secret_file"}
@@ -166,6 +166,7 @@ def one_user_owns_the_socket(cluster: Cluster) -> Iterator[str]:
 
 
 @policy(
+    but="sglang",
     socket=variables("KVFERRY_ENGINE_SOCKET", "/run/elsewhere/engine.sock"),
     daemons_mount=on_daemon(
         lambda daemon: daemon.update(volumeMounts=[one for one in daemon["volumeMounts"] if one["name"] != "kvferry"])
@@ -181,19 +182,24 @@ def engine_and_daemon_meet_at_the_socket(cluster: Cluster) -> Iterator[str]:
     for engine in cluster.engines:
         extra = Options.parse(engine.kv_transfer_config["kv_connector_extra_config"])
         world = int(engine.argument("tensor-parallel-size", "1"))
-        for local_rank, daemon in enumerate(engine.daemons):
-            socket = variable(daemon, "KVFERRY_ENGINE_SOCKET")
-            try:
-                wanted = extra.socket_of(local_rank, world, local_rank, 0)
-            except KvferryError as error:
-                yield f"{engine.name}: {error}"
-                continue
-            if socket != wanted:
-                yield f"{engine.name}: rank {local_rank} asks at {wanted}, its daemon listens on {socket}"
-            folder = str(PurePosixPath(socket).parent)
-            ours, theirs = engine.volume(daemon, folder), engine.volume(engine.engine, folder)
-            if ours is None or ours != theirs or ours.get("emptyDir", {}).get("medium") != "Memory":
-                yield f"{engine.name}: {folder} is not one volume in memory of both containers"
+        yield from _meet(engine, lambda rank, extra=extra, world=world: extra.socket_of(rank, world, rank, 0))
+
+
+def _meet(engine: Engine, socket_of: Callable[[int], str]) -> Iterator[str]:
+    """What keeps ranks and their daemons apart, if rank N asks at `socket_of(N)`."""
+    for local_rank, daemon in enumerate(engine.daemons):
+        socket = variable(daemon, "KVFERRY_ENGINE_SOCKET")
+        try:
+            wanted = socket_of(local_rank)
+        except KvferryError as error:
+            yield f"{engine.name}: {error}"
+            continue
+        if socket != wanted:
+            yield f"{engine.name}: rank {local_rank} asks at {wanted}, its daemon listens on {socket}"
+        folder = str(PurePosixPath(socket).parent)
+        ours, theirs = engine.volume(daemon, folder), engine.volume(engine.engine, folder)
+        if ours is None or ours != theirs or ours.get("emptyDir", {}).get("medium") != "Memory":
+            yield f"{engine.name}: {folder} is not one volume in memory of both containers"
 
 
 @policy(
@@ -603,6 +609,7 @@ def probes_ask_for_life_first_and_readiness_later(cluster: Cluster) -> Iterator[
 
 
 @policy(
+    but="sglang",
     no_drain=on_daemon(drop("lifecycle")),
     default_grace=on_engine(lambda engine: engine.pod.pop("terminationGracePeriodSeconds")),
     short_grace=on_engine(lambda engine: engine.pod.update(terminationGracePeriodSeconds=120)),
@@ -620,20 +627,24 @@ def probes_ask_for_life_first_and_readiness_later(cluster: Cluster) -> Iterator[
 def the_grace_period_covers_every_step(cluster: Cluster) -> Iterator[str]:
     """Both preStop hooks start at once; the daemon gets SIGTERM when its own has ended and the engine is gone."""
     for engine in cluster.engines:
-        engine_s = _seconds(engine.engine, r"sleep,(\d+)") + float(engine.argument("shutdown-timeout", "0"))
-        if not _seconds(engine.engine, r"sleep,(\d+)"):
-            yield f"{engine.name}: the engine ends while Services still send requests"
         if not float(engine.argument("shutdown-timeout", "0")):
             yield f"{engine.name}: the engine drops the requests that it has"
-        for daemon in engine.daemons:
-            wait_s = _seconds(daemon, r"kvferry drain --wait (\d+)")
-            if not wait_s:
-                yield f"{engine.name}: {daemon['name']} does not drain"
-            hook_s = _seconds(daemon, r"sleep (\d+)") + wait_s
-            exit_s = float(variable(daemon, "KVFERRY_DRAIN_TIMEOUT_S") or 300)
-            needed_s = max(hook_s, engine_s) + exit_s + MARGIN_S
-            if engine.pod.get("terminationGracePeriodSeconds", 30) < needed_s:
-                yield f"{engine.name}: the steps take {needed_s:g} s at most, the grace period is shorter"
+        yield from _time_to_end(engine, float(engine.argument("shutdown-timeout", "0")))
+
+
+def _time_to_end(engine: Engine, answers_s: float) -> Iterator[str]:
+    engine_s = _seconds(engine.engine, r"sleep,(\d+)") + answers_s
+    if not _seconds(engine.engine, r"sleep,(\d+)"):
+        yield f"{engine.name}: the engine ends while Services still send requests"
+    for daemon in engine.daemons:
+        wait_s = _seconds(daemon, r"kvferry drain --wait (\d+)")
+        if not wait_s:
+            yield f"{engine.name}: {daemon['name']} does not drain"
+        hook_s = _seconds(daemon, r"sleep (\d+)") + wait_s
+        exit_s = float(variable(daemon, "KVFERRY_DRAIN_TIMEOUT_S") or 300)
+        needed_s = max(hook_s, engine_s) + exit_s + MARGIN_S
+        if engine.pod.get("terminationGracePeriodSeconds", 30) < needed_s:
+            yield f"{engine.name}: the steps take {needed_s:g} s at most, the grace period is shorter"
 
 
 def _seconds(container: Resource, pattern: str) -> float:
@@ -1009,6 +1020,7 @@ def services_lead_to_containers(cluster: Cluster) -> Iterator[str]:
 
 
 @policy(
+    but="sglang",
     module=on_engine(
         lambda engine: engine.engine.update(args=[one.replace("kvferry.vllm", "") for one in engine.engine["args"]])
     ),
@@ -1144,3 +1156,101 @@ def llm_ds_sidecar_stands_before_decode(cluster: Cluster) -> Iterator[str]:
     rules = [rule for one in cluster.of("NetworkPolicy") for rule in one["spec"]["ingress"]]
     if not any("llm-d" in str(rule) and _opens(rule, 8000, 8000) for rule in rules if "ports" in rule):
         yield "llm-d's gateway does not reach the engines"
+
+
+def _argument(name: str, value: str | None, role: str = "prefill") -> Loss:
+    """None removes it."""
+
+    def lose(cluster: Cluster) -> None:
+        container, flag = _of(role, cluster).engine, f"--{name}"
+        container["args"] = [one for one in container["args"] if one.partition("=")[0] != flag]
+        if value is not None:
+            container["args"].append(f"{flag}={value}")
+
+    return lose
+
+
+@policy(
+    only="sglang",
+    socket=variables("KVFERRY_ENGINE_SOCKET", "/run/elsewhere/engine.sock"),
+    engines_socket=on_engine(lambda engine: set_variable(engine.engine, "KVFERRY_SGLANG_SOCKET", "/run/other.sock")),
+    misspelt=on_engine(
+        lambda engine: engine.engine["env"].append({"name": "KVFERRY_SGLANG_SOCKETS", "value": "/run/kvferry/a.sock"})
+    ),
+    backend=_argument("disaggregation-transfer-backend", "nixl"),
+    role=_argument("disaggregation-mode", "decode"),
+    too_few_daemons=_argument("tp-size", "4"),
+    loopback=_argument("host", None),
+    overlap=_argument("disable-overlap-schedule", None, "decode"),
+    unmeasured=_argument("enable-metrics", None),
+    probed_by_tokens=on_engine(
+        lambda engine: set_variable(engine.engine, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", None)
+    ),
+    nameless=on_engine(lambda engine: set_variable(engine.engine, "USER", None)),
+    no_drain=on_daemon(drop("lifecycle")),
+    short_grace=on_engine(lambda engine: engine.pod.update(terminationGracePeriodSeconds=120)),
+    leaves_at_once=on_engine(lambda engine: engine.engine.pop("lifecycle")),
+)
+def sglang_finds_its_daemons(cluster: Cluster) -> Iterator[str]:
+    """SGLang listens on loopback unless it is told, and its probe computes a token."""
+    for engine in cluster.engines:
+        named = {one["name"]: variable(engine.engine, one["name"]) for one in engine.engine["env"]}
+        ranks = int(engine.argument("tp-size", "1"))
+        try:
+            options = SglangOptions.read(named)
+        except KvferryError as error:
+            yield f"{engine.name}: {error}"
+            continue
+        yield from _meet(engine, lambda rank, options=options, ranks=ranks: options.socket_of(rank, ranks))
+        yield from _time_to_end(engine, 60)
+        if len(engine.daemons) != ranks:
+            yield f"{engine.name}: not one daemon for each rank"
+        role = "decode" if "decode" in engine.name else "prefill"
+        if engine.argument("disaggregation-mode") != role:
+            yield f"{engine.name} does not {role}"
+        if engine.argument("disaggregation-transfer-backend") != "kvferry":
+            yield f"{engine.name}: another backend"
+        if engine.argument("host") != "0.0.0.0":
+            yield f"{engine.name} is heard by itself only"
+        if role == "decode" and "--disable-overlap-schedule" not in engine.engine["args"]:
+            yield f"{engine.name}: a step that is under way may write to a page of the next request"
+        if "--enable-metrics" not in engine.engine["args"]:
+            yield f"{engine.name} has no metrics"
+        if named.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") != "false":
+            yield f"{engine.name}: a probe waits behind requests"
+        if not named.get("USER") or not named.get("HOME"):
+            yield f"{engine.name}: a user without a name or a home"
+
+
+@policy(
+    only="sglang",
+    port=_argument("disaggregation-bootstrap-port", "9000"),
+    closed=_rule(0, lambda rule: rule.update(ports=[one for one in rule["ports"] if one["port"] != 8998])),
+    router=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].remove("8998"),
+    none=lambda cluster: cluster.remove("Deployment"),
+    decode=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].pop(),
+    mixed=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].remove("--pd-disaggregation"),
+    retries=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].remove("--disable-retries"),
+    label=lambda cluster: _proxy(cluster)["metadata"]["labels"].pop("kvferry.io/front"),
+)
+def sglangs_router_brings_decode_to_prefills_bootstrap_address(cluster: Cluster) -> Iterator[str]:
+    if not cluster.of("Deployment"):
+        yield "there is no router"
+        return
+    template = _proxy(cluster)
+    args = template["spec"]["containers"][0]["args"]
+    if template["metadata"]["labels"].get("kvferry.io/front") != "true":
+        yield "the NetworkPolicy shuts the router out"
+    prefill, decode = _of("prefill", cluster), _of("decode", cluster)
+    port = container_port(prefill.engine, "bootstrap")
+    if prefill.argument("disaggregation-bootstrap-port") != str(port):
+        yield f"prefill does not answer at port {port}"
+    first, second = (f"http://{one.name}-0.{one.spec['serviceName']}:8000" for one in (prefill, decode))
+    told = ["--prefill", first, str(port), "--decode", second]
+    if args[-5:] != told or "--pd-disaggregation" not in args:
+        yield "the router does not know both engines"
+    if "--disable-retries" not in args:
+        yield "a room that is sent twice is refused"
+    rules = [rule for one in cluster.of("NetworkPolicy") for rule in one["spec"]["ingress"]]
+    if not any(_admits(rule, decode.labels) and _opens(rule, port, port) for rule in rules if port):
+        yield "decode does not reach prefill's bootstrap address"

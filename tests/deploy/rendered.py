@@ -83,6 +83,8 @@ VARIANTS = [
     _chart_alone(
         "placed-runtime-class", "gpu runtime-class metrics-service proxy placed", gpu={"mode": "runtimeClass"}, **PLACED
     ),
+    _chart_alone("sglang", "gpu dra metrics-service sglang", engine={"kind": "sglang"}),
+    _chart_alone("sglang-tp2", "gpu dra metrics-service sglang", engine={"kind": "sglang"}, ranksPerPod=2),
     _chart_alone("metrics-of-two-ranks", "gpu dra one-node metrics-service proxy", ranksPerPod=2),
 ]
 

@@ -37,6 +37,10 @@ def test_the_grace_period_follows_its_steps(step: str) -> None:
     [
         ({"gpu": {"mode": "mig"}}, "gpu.mode is dra, runtimeClass or none"),
         ({"front": {"kind": "nginx"}}, "front.kind is proxy, llm-d or none"),
+        ({"engine": {"kind": "trtllm"}}, "engine.kind is vllm or sglang"),
+        ({"engine": {"kind": "sglang"}, "front": {"kind": "llm-d"}}, "front.kind llm-d is for vLLM"),
+        ({"engine": {"kind": "sglang"}, "nodes": 2}, "engine.kind sglang has one node"),
+        ({"engine": {"kind": "sglang"}, "ipv6": True}, "over IPv4 alone"),
         ({"monitoring": {"kind": "grafana"}}, "monitoring.kind is service, podMonitor or none"),
         ({"models": {"readOnly": True}}, "models.readOnly needs models.claim"),
         ({"nodes": 2, "decode": {"replicas": 2}}, "one engine of each role"),

@@ -15,6 +15,10 @@ app.kubernetes.io/part-of: kvferry
 {{ include "kvferry.name" . }}-{{ .pod }}.{{ include "kvferry.name" . }}-peers
 {{- end }}
 
+{{- define "kvferry.engineImage" -}}
+{{- default (index (dict "vllm" "vllm-kvferry:v0.32.0" "sglang" "sglang-kvferry:v0.5.23") .Values.engine.kind) .Values.images.engine -}}
+{{- end }}
+
 {{- define "kvferry.grace" -}}
 {{- $s := .Values.shutdown -}}
 {{- add (max (add $s.leave $s.drain) (add $s.leave $s.engine)) $s.drainAtExit 25 -}}
