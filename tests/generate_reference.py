@@ -16,6 +16,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from grpc_tools import protoc
 from prometheus_client.metrics import MetricWrapperBase
 
+from generate_python import python_page
 from generate_stubs import PROTO
 from kvferry import errors
 from kvferryd import config
@@ -375,7 +376,7 @@ def generate(target: Path) -> None:
     document = openapi()
     pages = {
         "settings.md": settings_page(), "metrics.md": metrics_page(), "errors.md": errors_page(),
-        "rest.md": rest_page(document), "protos.md": protos_page(),
+        "rest.md": rest_page(document), "protos.md": protos_page(), "python.md": python_page(MADE),
         "openapi.json": json.dumps(document, indent=1) + "\n",
     }  # fmt: skip
     target.mkdir(parents=True, exist_ok=True)

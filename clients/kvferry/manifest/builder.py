@@ -36,8 +36,8 @@ class ManifestBuilder:
     >>> builder = ManifestBuilder("prefill", epoch, ModelInfo(name="m", fingerprint="f"))
     >>> builder.region(0, "host", nbytes=memory.nbytes, address=memory.address)
     >>> builder.group("full", block_size=16, num_blocks=1024)
-    >>> builder.component("full", layer=0, name="k", array=k, axes=("block", "slot", "head", "dim"),
-    ...                   region=0, shard=Shard(axis="head", start=0, total=8))
+    >>> axes, heads = ("block", "slot", "head", "dim"), Shard(axis="head", start=0, total=8)
+    >>> builder.component("full", layer=0, name="k", array=k, axes=axes, shard=heads)
     >>> manifest = builder.build()
     """
 
