@@ -37,7 +37,7 @@ def main() -> int:
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
     packages()
-    (DIST / f"kvferry-chart-{version}.tgz").write_bytes(chart(semantic(version)))
+    (DIST / f"kvferry-chart-{semantic(version)}.tgz").write_bytes(chart(version))
     contents(version)
     (DIST / "notes.md").write_text(notes)
     left_out = images(version)
@@ -84,7 +84,7 @@ def packages() -> None:
 
 
 def chart(version: str) -> bytes:
-    """As `helm package` makes it, with the commit's time for every file."""
+    """As `helm package` makes it, with the commit's time for every file, and the images of this release."""
     epoch = int(os.environ["SOURCE_DATE_EPOCH"])
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=epoch) as zipped, tarfile.open("", "w", zipped) as archive:
@@ -92,7 +92,9 @@ def chart(version: str) -> bytes:
             if path.is_file():
                 data = path.read_bytes()
                 if path.name == "Chart.yaml":
-                    data = re.sub(rb"(?m)^(version|appVersion): .*$", rb"\1: " + version.encode(), data)
+                    data = re.sub(rb"(?m)^(version|appVersion): .*$", rb"\1: " + semantic(version).encode(), data)
+                if path.name == "values.yaml":
+                    data = re.sub(rb"\bkvferry:(cpu|cuda)", rb"kvferry:" + version.encode() + rb"-\1", data)
                 member = tarfile.TarInfo(f"kvferry/{path.relative_to(CHART)}")
                 member.size, member.mtime = len(data), epoch
                 archive.addfile(member, io.BytesIO(data))
@@ -117,16 +119,17 @@ def contents(version: str) -> None:
 
 
 def images(version: str) -> str:
-    """A tar of each image that IMAGES names, all by default. Returns why there are none, if so."""
+    """A tar of each image that IMAGES names, all by default, upon the Debian of BASE. Returns why there are none."""
     wanted = os.environ.get("IMAGES", " ".join(IMAGES)).split()
     tools = [os.environ["ENGINE_TOOL"]] if "ENGINE_TOOL" in os.environ else TOOLS
     tool = next((each for each in tools if works(each)), None)
     if not wanted or tool is None:
         return f"neither of {', '.join(tools)} works here" if wanted else "IMAGES names none"
+    base = [f"--build-arg=BASE={os.environ['BASE']}"] if "BASE" in os.environ else []
     dated = [] if tool == "docker" else ["--format=docker", f"--timestamp={os.environ['SOURCE_DATE_EPOCH']}"]
     for name in wanted:
         tag, target = f"kvferry:{version}-{name}", DIST / f"kvferry-{version}-{name}.image.tar"
-        run(tool, "build", *dated, *IMAGES[name], f"--build-arg=VERSION={version}", f"--tag={tag}", ".")
+        run(tool, "build", *dated, *base, *IMAGES[name], f"--build-arg=VERSION={version}", f"--tag={tag}", ".")
         if tool == "buildah":
             run(tool, "push", f"localhost/{tag}", f"docker-archive:{target}:{tag}")
         else:

@@ -114,11 +114,13 @@ def test_the_chart_has_the_version_and_can_be_installed(release: Path) -> None:
         about = packed.extractfile("kvferry/Chart.yaml")
         assert about is not None
         assert b"\nversion: 0.1.0\nappVersion: 0.1.0\n" in about.read()
+    images = {"daemon": "kvferry:0.1.0-cuda13", "proxy": "kvferry:0.1.0-cpu"}
     with (
         engine.Chart.load(str(release / "kvferry-chart-0.1.0.tgz")) as packaged,
         engine.Chart.load(str(ROOT / "deploy" / "helm" / "kvferry")) as chart,
     ):
-        assert packaged.render({}, name="pair", namespace="n") == chart.render({}, name="pair", namespace="n")
+        same = chart.render({"images": images}, name="pair", namespace="n")
+        assert packaged.render({}, name="pair", namespace="n") == same
 
 
 @pytest.mark.slow
@@ -182,7 +184,12 @@ def test_each_image_is_told_the_version_and_keeps_its_health_check(small: Path, 
     tool.write_text(TOOL)
     tool.chmod(0o755)
     code = "import release; release.DIST.mkdir(); print(repr(release.images('0.1.0')))"
-    environment = os.environ | {"ENGINE_TOOL": str(tool), "IMAGES": "cpu cuda12", "SOURCE_DATE_EPOCH": "1"}
+    environment = os.environ | {
+        "ENGINE_TOOL": str(tool),
+        "IMAGES": "cpu cuda12",
+        "BASE": "debian:12",
+        "SOURCE_DATE_EPOCH": "1",
+    }
     command = [sys.executable, "-c", code]
     where = environment | {"PYTHONPATH": str(small / "deploy")}
     done = subprocess.run(command, cwd=small, env=where, capture_output=True, text=True, timeout=60)
@@ -192,7 +199,8 @@ def test_each_image_is_told_the_version_and_keeps_its_health_check(small: Path, 
     ]  # fmt: skip
     builds = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("build ")]
     assert [("--target=cpu" in line, "CUDA=12" in line) for line in builds] == [(True, False), (False, True)]
-    assert all("--build-arg=VERSION=0.1.0" in line and "--format=docker" in line for line in builds)
+    for told in ("--build-arg=VERSION=0.1.0", "--build-arg=BASE=debian:12", "--format=docker"):
+        assert all(told in line for line in builds), told
 
 
 def test_where_no_container_can_be_built_it_is_said(small: Path, tmp_path: Path) -> None:
