@@ -139,6 +139,24 @@ def test_a_room_that_is_sent_twice_is_the_first_ones(pair: SglangPair) -> None:
     _sent_twice(pair)
 
 
+@pytest.mark.parametrize("decode", ["d", "dd"], ids=["one rank", "two ranks"])
+def test_a_room_that_is_sent_to_decode_twice_is_the_first_ones(
+    engines: dict[str, SglangEngine], single: Service, decode: str
+) -> None:
+    """Two answers to one prompt, one of which comes while the other waits for its KV."""
+    pair = SglangPair(engines["p"], engines[decode], single)
+    tokens, where, before = prompt(100, seed=42), room(pair.prefill), len(pair.decode.transfers())
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(generate, pair.decode, tokens, **where)
+        assert eventually(lambda: len(pair.decode.transfers()) > before)
+        refused = generate(pair.decode, tokens, **where)
+        assert refused.status_code == 500
+        assert "receive_pending" in refused.text
+        assert generate(pair.prefill, tokens, **where).status_code == 200
+        assert tokens_of(first.result()) == pair.alone(tokens)
+    pair.same([prompt(40, seed=43)])
+
+
 def test_one_rank_hands_over_to_two(one_to_two: SglangPair) -> None:
     one_to_two.same([prompt(length, seed=20) for length in LENGTHS[::2]])
     assert {transfer.state for transfer in one_to_two.decode.transfers()} == {TransferState.DONE}

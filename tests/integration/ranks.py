@@ -55,12 +55,27 @@ class Kv:
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine holds the model. `heads`: the KV heads of each rank; `axes`: the cache's, outermost first."""
+    """How an engine holds the model. `heads`: the KV heads of each rank; `axes`: the cache's, outermost first.
+    `layers`: of each stage of a pipeline, the last of which has the states; all, and the states, on every rank where
+    there is none."""
 
     heads: tuple[tuple[int, int], ...] = ((0, HEADS),)
     axes: tuple[str, ...] = NHD
     block_size: int = 16
     num_blocks: int = 64
+    layers: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def pp(cls, *stages: int, **more: Any) -> Shape:
+        """So many layers on each."""
+        edges = [0, *itertools.accumulate(stages)]
+        return cls(((0, HEADS),) * len(stages), layers=tuple(itertools.pairwise(edges)), **more)
+
+    def layers_of(self, rank: int) -> range:
+        return range(*self.layers[rank]) if self.layers else range(LAYERS)
+
+    def has_states(self, rank: int) -> bool:
+        return not self.layers or rank == len(self.layers) - 1
 
     @classmethod
     def tp(cls, ranks: int, **more: Any) -> Shape:
@@ -70,18 +85,23 @@ class Shape:
     def nbytes(self, rank: int) -> int:
         return self._paged(rank) + self.num_blocks * self._width(rank) * STATE * ITEM
 
+    def _of(self, rank: int, kv: Kv) -> Array:
+        layers = self.layers_of(rank)
+        return kv.paged[layers.start : layers.stop]
+
     def _width(self, rank: int) -> int:
         start, stop = self.heads[rank]
         return stop - start
 
     def _paged(self, rank: int) -> int:
-        return LAYERS * 2 * self.num_blocks * self.block_size * self._width(rank) * DIM * ITEM
+        return len(self.layers_of(rank)) * 2 * self.num_blocks * self.block_size * self._width(rank) * DIM * ITEM
 
     def arrays(self, rank: int, memory: Bytes) -> tuple[Array, Array]:
         """Views of a rank's memory: [layer, k or v, *axes], and [block, head, n] of the states."""
         extents = {"block": self.num_blocks, "slot": self.block_size, "head": self._width(rank), "dim": DIM}
         cut = self._paged(rank)
-        paged = memory[:cut].view(np.uint16).reshape(LAYERS, 2, *(extents[axis] for axis in self.axes))
+        layers = len(self.layers_of(rank))
+        paged = memory[:cut].view(np.uint16).reshape(layers, 2, *(extents[axis] for axis in self.axes))
         state = memory[cut:].view(np.uint16).reshape(self.num_blocks, self._width(rank), STATE)
         return paged, state
 
@@ -93,8 +113,8 @@ class Shape:
         at = np.arange(max(tokens[0], blocks.first_token), tokens[1]) - blocks.first_token
         if len(blocks.ids):
             ids = np.asarray(blocks.ids)[at // self.block_size]
-            lying[:, :, ids, at % self.block_size] = kv.paged[:, :, at + blocks.first_token, start:stop]
-        if state and blocks.state is not None:
+            lying[:, :, ids, at % self.block_size] = self._of(rank, kv)[:, :, at + blocks.first_token, start:stop]
+        if state and blocks.state is not None and self.has_states(rank):
             states[blocks.state] = kv.state[start:stop]
 
     def wrong(self, rank: int, memory: Bytes, kv: Kv, blocks: Blocks) -> int:
@@ -105,8 +125,9 @@ class Shape:
         at = np.arange(blocks.first_token, kv.tokens) - blocks.first_token
         ids = np.asarray(blocks.ids, dtype=int)[at // self.block_size]
         held = lying[:, :, ids, at % self.block_size]
-        wrong = np.count_nonzero(held != kv.paged[:, :, blocks.first_token :, start:stop])
-        return int(wrong + np.count_nonzero(states[blocks.state] != kv.state[start:stop]))
+        wrong = np.count_nonzero(held != self._of(rank, kv)[:, :, blocks.first_token :, start:stop])
+        of_states = self.has_states(rank) and np.count_nonzero(states[blocks.state] != kv.state[start:stop])
+        return int(wrong + of_states)
 
 
 @dataclass(frozen=True)
@@ -313,10 +334,12 @@ def describe(
     builder.group("state", kind="state", num_blocks=shape.num_blocks)
     paged, state = shape.arrays(rank, region.array())
     shard = Shard(axis="head", start=shape.heads[rank][0], total=HEADS)
-    for layer in range(LAYERS):
+    for at, layer in enumerate(shape.layers_of(rank)):
         for i, name in enumerate("kv"):
-            keys_or_values, meant = paged[layer, i], {"encoding": "bf16", "shard": shard}
+            keys_or_values, meant = paged[at, i], {"encoding": "bf16", "shard": shard}
             builder.component("full", layer=layer, name=name, array=keys_or_values, axes=shape.axes, **meant)
     axes = "block", "head", "n"
+    if not shape.has_states(rank):
+        return builder.build()
     builder.component("state", layer=LAYERS, name="ssm", array=state, axes=axes, encoding="bf16", shard=shard)
     return builder.build()
