@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -119,18 +120,18 @@ def contents(version: str) -> None:
 
 
 def images(version: str) -> str:
-    """A tar of each image that IMAGES names, all by default, upon the Debian of BASE. Returns why there are none."""
+    """A tar of each image of IMAGES, all by default, built with the flags of BUILD. Returns why there are none."""
     wanted = os.environ.get("IMAGES", " ".join(IMAGES)).split()
     tools = [os.environ["ENGINE_TOOL"]] if "ENGINE_TOOL" in os.environ else TOOLS
     tool = next((each for each in tools if works(each)), None)
     if not wanted or tool is None:
         return f"neither of {', '.join(tools)} works here" if wanted else "IMAGES names none"
-    base = [f"--build-arg=BASE={os.environ['BASE']}"] if "BASE" in os.environ else []
+    own = shlex.split(os.environ.get("BUILD", ""))
     dated = [] if tool == "docker" else ["--format=docker", f"--timestamp={os.environ['SOURCE_DATE_EPOCH']}"]
     for name in wanted:
         tag, target = f"kvferry:{version}-{name}", DIST / f"kvferry-{version}-{name}.image.tar"
-        run(tool, "build", *dated, *base, *IMAGES[name], f"--build-arg=VERSION={version}", f"--tag={tag}", ".")
-        if tool == "buildah":
+        run(tool, "build", *dated, *own, *IMAGES[name], f"--build-arg=VERSION={version}", f"--tag={tag}", ".")
+        if Path(tool).name == "buildah":
             run(tool, "push", f"localhost/{tag}", f"docker-archive:{target}:{tag}")
         else:
             run(tool, "save", f"--output={target}", tag)
