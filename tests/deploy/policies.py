@@ -543,7 +543,8 @@ def ranks_of_two_nodes_meet_at_the_name_of_pod_0(cluster: Cluster) -> Iterator[s
 def _dialled(daemon: Resource, address: str) -> Iterator[str]:
     """Whether a daemon with these settings would dial such an address, by its own rule, whichever family pods have."""
     named = address.replace(POD_NAME, "some-pod-0").replace(POD_NAMESPACE, "kvferry")
-    allowed = Config(allow_peers=variable(daemon, "KVFERRY_ALLOW_PEERS")).allow_peers
+    told = variable(daemon, "KVFERRY_ALLOW_PEERS").replace(POD_NAMESPACE, "kvferry")
+    allowed = Config(allow_peers=told).allow_peers
     for pod in ("10.1.2.3", "fd00::5"):
         try:
             allow.check(Config(advertise=named.replace(POD_IP, pod)).advertise, allowed)

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from policies import every_prefill_engine_is_met_by_a_name_of_the_certificate
-from rendered import OVERLAYS, TIMEOUT_S, Cluster, Resource, helm, kustomize_command
+from rendered import OVERLAYS, TIMEOUT_S, Cluster, Resource, helm, kustomize_command, variable
+
+from kvferryd.config import Config
+from kvferryd.peers import allow
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
 KUSTOMIZATIONS = [
@@ -52,6 +55,17 @@ def test_an_overlay_of_ones_own_names_every_image(tmp_path: Path) -> None:
     example, _ = KUSTOMIZATIONS
     example["resources"] = [here(one, tmp_path) for one in example["resources"]]
     assert images(kustomized(example, tmp_path)) == IMAGES
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-tp2-one-node"])
+def test_pods_of_another_namespace_dial_each_other_by_name(overlay: str, tmp_path: Path) -> None:
+    above = {"namespace": "llm", "resources": [os.path.relpath(OVERLAYS / overlay, tmp_path)]}
+    for engine in Cluster(kustomized(above, tmp_path)).engines:
+        for daemon in engine.daemons:
+            allowed = variable(daemon, "KVFERRY_ALLOW_PEERS").replace("<metadata.namespace>", "llm")
+            allow.check(
+                f"{engine.name}-0.{engine.spec['serviceName']}.llm.svc:7411", Config(allow_peers=allowed).allow_peers
+            )
 
 
 def test_two_prefill_engines_with_certificates_are_both_met(tmp_path: Path) -> None:
