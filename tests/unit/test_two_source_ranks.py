@@ -185,6 +185,26 @@ def test_an_announcement_of_another_prompt_does_not_fail_a_request_that_is_prefi
     assert transfer.problem is None and two.is_there(blocks)
 
 
+def test_what_the_source_had_when_it_was_opened_may_be_out_of_date_as_well(two: Two) -> None:
+    """It was of another prompt, and the next one is of the one that is wanted."""
+    blocks, world = range(4), two.world
+
+    def published(digest: bytes) -> None:
+        for source in two.sources:
+            world.loop.call(source.engine.leases.revoke, "r", "preempted")
+            source.publish("r", blocks, digest)
+
+    published(b"one")
+    world.run()
+    transfer = two.receive("r", blocks, "direct", b"one")
+    published(b"another")
+    world.loop.pass_time(2 * OPEN_AFTER_S)
+    two.step_all(two.of_calls)
+    published(b"one")
+    world.run()
+    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 3
+
+
 @pytest.mark.parametrize("choice", [0, 1, 2, 5])
 def test_transfers_that_find_a_pairing_forgotten_each_go_by_one_that_is_known(two: Two, choice: int) -> None:
     """Whichever of them makes it."""

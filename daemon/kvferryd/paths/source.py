@@ -116,21 +116,23 @@ class SourceReader:
             await self._told.wait()
 
     async def ask_again(self) -> None:
-        """Go by the source's own answer instead of an announcement. The caller bounds the wait."""
+        """Go by the source's own answer instead of an announcement: what it has told already, where that is of the
+        prompt that is wanted, or what it has now. The caller bounds the wait."""
         self.announced = False
         ended = self._problem is not None and self._problem.code == "lease_ended"  # there may be another one since
-        if self._update is None and (self._problem is None or ended):
+        told = self._update is not None and self._wanted.fits(self._update)
+        if not told and (self._problem is None or ended):
             self._open_anew()
         self._apply(await self._next())
 
     async def ask_for(self, lease: int) -> None:
         """Read the lease of this number, which another rank of the source has told of. The caller bounds the wait."""
-        self.named, self.announced, self._update = lease, False, None
+        self.named, self.announced = lease, False
         self._open_anew()
         self._apply(await self._next())
 
     def _open_anew(self) -> None:
-        self._problem = None
+        self._update = self._problem = None
         self.close(complete=False)
         self.nbytes = 0  # the source has been told
         self.lease = peer_pb2.LeaseUpdate(more=True)
