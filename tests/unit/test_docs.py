@@ -134,6 +134,13 @@ def test_no_page_makes_an_environment_where_make_has_one() -> None:
                 assert made not in taken, f"{name(page)} makes {made}"
 
 
+def test_the_readmes_first_screen_is_two_commands_and_a_picture() -> None:
+    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
+    (commands,) = re.findall(r"```sh\n(.*?)```", screen, re.DOTALL)
+    assert [line.split("#")[0].strip() for line in commands.splitlines()] == ["make demo", "make test"]
+    assert re.search(r"^!\[.+\]\(docs/pictures/.+\.svg\)$", screen, re.MULTILINE)
+
+
 def test_the_readmes_code_is_that_of_the_examples() -> None:
     examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     found = [code for language, code in blocks(ROOT / "README.md") if language == "python"]
