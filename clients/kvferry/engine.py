@@ -1,10 +1,10 @@
 """How an engine rank speaks to the daemon beside it.
 
-    client = await EngineClient.connect("/run/kvferry/engine.sock", engine_id="prefill", epoch=epoch)
-    region = await client.allocate(nbytes)              # daemon-owned: outlives a crash of the engine
-    await client.register(manifest)                     # what lies where in it
-    lease = await client.publish("req-1", tables, num_tokens=813, metadata=b"...")
-    await lease.ended()                                 # the blocks may be reused
+    async with await EngineClient.connect("/run/kvferry/engine.sock", engine_id="prefill", epoch=epoch) as client:
+        region = await client.allocate(nbytes)          # daemon-owned: outlives a crash of the engine
+        await client.register(manifest)                 # what lies where in it
+        lease = await client.publish("req-1", tables, num_tokens=813, metadata=b"...")
+        await lease.ended()                             # the blocks may be reused
 
     received = await other.receive("req-1", tables, source=SourceBody(engine_id="prefill", address="10.0.0.1:7411"))
 
@@ -57,7 +57,8 @@ FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 
 
 class EngineClient:
-    """One engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
+    """One engine rank's session with its daemon. Make it with `connect`; as a context manager it ends with the block,
+    also on an error, else with `close`."""
 
     def __init__(self, socket: str, epoch: str, call_timeout_s: float = CALL_S) -> None:
         self.epoch = epoch

@@ -259,6 +259,35 @@ async def test_all_ranks_of_an_engine_are_asked_by_its_roster(
     assert "ranks rank 0: not ready: engine ranks: the daemons of ranks [1] have not joined, or have gone" in said
 
 
+async def test_a_source_that_has_died_is_named_with_how_it_does_not_answer(
+    kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, scene: Scene, request_id: str
+) -> None:
+    (mortal,) = await daemons.start("mortal")
+    source, _ = await engine_on(stack, "mortal-source", mortal)
+    kv, _ = await published(source, request_id)
+    await receives(scene.reader, request_id, kv, source.source())
+    mortal.process.kill()
+    mortal.process.wait(TIMEOUT_S)
+    gone = SourceBody(engine_id="mortal-source", address=mortal.peer)
+    with pytest.raises(TransferFailed) as failed:
+        await scene.reader.receive(f"{request_id}-late", scene.reader.take(50), source=gone)
+    assert failed.value.code in ("peer_unreachable", "peer_lost")
+
+    async def told() -> bool:
+        with suppress(TransferFailed):  # the next request dials anew
+            await scene.reader.receive(f"{uuid.uuid4().hex}", scene.reader.take(50), source=gone)
+        status, said = await kvferry("peers", "--daemon", scene.here.url)
+        row = next((line.split() for line in said.splitlines() if "mortal-source" in line), [])
+        return status == 1 and row[:1] in (["failing"], ["lost"]) and f"nobody listens at {mortal.peer}" in said
+
+    await until(told, "the daemon that has died is named")
+    status, said = await kvferry("status", "--daemon", scene.here.url)
+    assert status == 1
+    assert f"warning: engine mortal-source: rank 0 at {mortal.peer} has not answered" in said
+    await kvferry("peers", "--forget", "mortal-source", "--daemon", scene.here.url)
+    assert not [warning for warning in (await scene.router.ready()).warnings if "mortal" in warning]
+
+
 async def test_certificates_for_another_name_are_told_with_both_names(
     scene: Scene, kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:

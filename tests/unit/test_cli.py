@@ -156,9 +156,10 @@ def test_transfers_are_a_table_with_the_unfinished_first() -> None:
         phases_ms={"waiting": 1, "reading": 1500}, created_at=time.time() - 1.5,
     )  # fmt: skip
     lines = transfers.transfer_table([ended, live]).splitlines()
-    assert lines[0].split() == ["STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "BEGAN", "ERROR"]
+    heads = ["STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "WAITED", "BEGAN", "ERROR"]
+    assert lines[0].split() == heads
     began = time.strftime("%m-%d %H:%M:%S", time.localtime(live.created_at))
-    moved = ["reading", "new", "prefill", "decode", "staged", "3.0", "GiB", "2.0", "GiB/s", "1.5", "s"]
+    moved = ["reading", "new", "prefill", "decode", "staged", "3.0", "GiB", "2.0", "GiB/s", "1.5", "s", "1.0", "ms"]
     assert lines[1].split() == [*moved, *began.split()]
     assert "deadline: too late" in lines[2]
     assert "\x1b" not in lines[2]

@@ -38,16 +38,18 @@ def _state(text: str | None) -> TransferState | None:
 
 
 def transfer_table(records: Sequence[TransferRecord]) -> str:
-    """Unfinished transfers first, then the newest. RATE is `bytes_per_s` of the record."""
+    """Unfinished transfers first, then the newest. RATE is `bytes_per_s` of the record; WAITED is the part of TOTAL in
+    which the order, the reservation or the publish was not there yet."""
     rows = []
     for record in sorted(records, key=lambda record: (record.state.ended, -record.created_at)):
         source = record.source.engine_id if record.source else "-"
         why = f"{record.error.code}: {record.error.message}" if record.error else ""
         rows.append((
             record.state.value, record.request_id, source, record.engine_id, record.path or "-", size(record.bytes),
-            rate(record.bytes_per_s), duration(_total_ms(record)), moment(record.created_at), why,
+            rate(record.bytes_per_s), duration(_total_ms(record)), duration(record.phases_ms.get("waiting", 0.0)),
+            moment(record.created_at), why,
         ))  # fmt: skip
-    heads = ("STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "BEGAN", "ERROR")
+    heads = ("STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "WAITED", "BEGAN", "ERROR")
     return table(heads, rows, "no transfers", bad=(TransferState.FAILED,))
 
 
