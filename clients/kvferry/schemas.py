@@ -296,7 +296,7 @@ class PeerState(enum.StrEnum):
     IDLE = "idle"
     """A handshake is done, and no stream is open."""
     FAILING = "failing"
-    """It has not answered since `last_error_at`."""
+    """It has not answered since `last_error_at`; with no `failures` it answers, and NIXL does not reach its memory."""
 
 
 class PeerRecord(_Answer):
@@ -351,8 +351,8 @@ class InboundRecord(_Answer):
 
 
 class UnmetRecord(_Answer):
-    """A daemon that was called in the last ten minutes, does not answer, and is none of `peers` and `lost`: nobody has
-    said yet which engine is there. Fields as of PeerRecord."""
+    """A daemon that was called in the last ten minutes, does not answer or cannot be read (`failures` is 0 then), and
+    is none of `peers` and `lost`. Fields as of PeerRecord."""
 
     address: str
     failures: int

@@ -290,7 +290,7 @@ class Ferry:
         since = time.time() - UNMET_S
         found = [
             (contact.failed_at, contact.address, contact)
-            for contact in self.peers_known.channels.silent()
+            for contact in self.peers_known.channels.in_trouble()
             if contact.failed_at and contact.failed_at > since and contact.address not in told
         ]
         return [contact for *_, contact in sorted(found, reverse=True)[:UNMET]]
@@ -302,7 +302,7 @@ class Ferry:
             for engine_id, home in self.peers_known.forgotten()
             for rank, address in enumerate(home.addresses)
         )
-        return [each for each in ranks if each[-1].failures]
+        return [each for each in ranks if each[-1].trouble]
 
     async def prewarm(self, body: schemas.PeerRequest) -> list[schemas.PeerRecord]:
         """Shake hands now, on all ranks of the engine that will read, so that the first transfer need not. The records
@@ -390,9 +390,9 @@ class Ferry:
         named = [(f"engine {engine_id}: rank {rank}", contact) for (engine_id, rank), contact in contacts.items()]
         named += [("a daemon that was never met", contact) for contact in self._unmet()]
         return [
-            f"{name} at {contact.address} has not answered ({contact.failures} in a row): {contact.error.message}"
+            f"{name} at {contact.address} {_what(contact)}: {trouble.message}"
             for name, contact in named
-            if contact.failures and contact.error
+            if (trouble := contact.trouble)
         ]
 
     def totals(self) -> schemas.Totals:
@@ -609,10 +609,14 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[-(-99 * len(values) // 100) - 1]
 
 
+def _what(contact: Contact) -> str:
+    return f"has not answered ({contact.failures} in a row)" if contact.failures else "answers and cannot be read"
+
+
 def _contact_fields(contact: Contact, *, connected: bool) -> dict[str, Any]:
     state = schemas.PeerState.CONNECTED if connected else schemas.PeerState.IDLE
     return {
-        "state": schemas.PeerState.FAILING if contact.failures else state,
+        "state": schemas.PeerState.FAILING if contact.trouble else state,
         "last_contact_at": contact.answered_at,
         "last_error": error_body(contact.error) if contact.error else None,
         "last_error_at": contact.failed_at,

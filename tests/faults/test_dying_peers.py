@@ -16,6 +16,7 @@ from test_hostile_metadata import impostor, inner
 from kvferry.errors import Full, KvferryError
 from kvferry.schemas import PeerRequest
 from kvferry.v1 import peer_pb2
+from kvferryd.commands.cli import main
 from kvferryd.transport.agent import Agent
 from kvferryd.transport.metadata import Metadata, parse
 from kvferryd.transport.read import Span, TransportError
@@ -54,6 +55,32 @@ async def test_a_peer_that_dies_while_it_is_met_is_unreachable(daemons: Daemons,
         with pytest.raises(KvferryError) as refused:
             await router.prewarm(PeerRequest(engine_id="met", address=address))
     assert refused.value.code == "peer_unreachable"
+
+
+@pytest.mark.slow
+async def test_a_daemon_that_answers_and_cannot_be_read_is_named(
+    daemons: Daemons, stack: AsyncExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its peer port answers every handshake, and nobody is where NIXL has to connect."""
+    (theirs,), (ours,) = [await daemons.start(name, 1, "--way", "direct") for name in ("apart", "apart-reader")]
+    await engine_on(stack, "apart", theirs)
+    _, router = await engine_on(stack, "apart-reader", ours)
+    async with peer_stub(theirs) as stub:
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id="apart"))
+    await ended(theirs, signal.SIGKILL)
+    async with impostor(said) as (service, address):
+        service.moves_to(address)
+        with pytest.raises(KvferryError) as refused:
+            await router.prewarm(PeerRequest(engine_id="apart", address=address))
+        (unmet,) = (await router.neighbours()).unmet
+        assert (unmet.address, unmet.failures, unmet.last_error.code) == (address, 0, refused.value.code)
+        (warning,) = (await router.ready()).warnings
+        assert f"{address} answers and cannot be read: " in warning
+        for command in ("status", "peers"):
+            assert await asyncio.to_thread(main, (command, "--daemon", ours.url)) == 1
+            shown = capsys.readouterr().out
+            assert address in shown
+            assert unmet.last_error.message in shown
 
 
 async def sources(stack: AsyncExitStack, count: int) -> tuple[Span, list[Metadata]]:

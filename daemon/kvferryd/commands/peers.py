@@ -85,7 +85,7 @@ def _row(state: str, peer: PeerRecord) -> tuple[str, ...]:
 
 
 def _error(whom: str, failures: int, error: ErrorBody, at: float | None) -> str:
-    since = f"{count(failures, 'failure')} in a row, the last" if failures else "answers again; failed"
+    since = f"{count(failures, 'failure')} in a row, the last" if failures else "it answers; this was"
     remedy = f" -> {error.remedy}" if error.remedy else ""
     return f"{whom} ({since} at {moment(at)}): {error.code}: {error.message}{remedy}"
 

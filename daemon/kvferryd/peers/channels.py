@@ -88,9 +88,9 @@ class Channels:
         contact: Contact = self._contacts.setdefault(address, Contact(address))
         return contact
 
-    def silent(self) -> list[Contact]:
-        """The daemons that do not answer."""
-        return [contact for contact in self._contacts.values() if contact.failures]
+    def in_trouble(self) -> list[Contact]:
+        """The daemons that do not answer, or cannot be read."""
+        return [contact for contact in self._contacts.values() if contact.trouble]
 
     @contextlib.asynccontextmanager
     async def calling(self, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:

@@ -31,6 +31,13 @@ class Contact:
     error: KvferryError | None = None
     """The last one."""
     failed_at: float | None = None
+    unread: KvferryError | None = None
+    """Why its memory could not be read when it was met, though it answered."""
+
+    @property
+    def trouble(self) -> KvferryError | None:
+        """What keeps it from being read now; None where nothing is known to."""
+        return self.error if self.failures else self.unread
 
     def answered(self) -> None:
         self.answered_at, self.failures = time.time(), 0
@@ -40,9 +47,15 @@ class Contact:
         # A copy: `why` is raised further, and an error that is raised holds each frame that it passes through.
         self.error, self.failed_at = Caused(why), time.time()
 
+    def met(self, unread: KvferryError | None = None) -> None:
+        """It has answered a handshake. unread: why that came to nothing all the same."""
+        self.unread = Caused(unread) if unread is not None else None
+        if unread is not None:
+            self.error, self.failed_at = self.unread, time.time()
+
     def forgive(self) -> None:
         """Its failures are not told any more."""
-        self.failures, self.error, self.failed_at = 0, None, None
+        self.failures, self.error, self.failed_at, self.unread = 0, None, None, None
 
 
 class asking:  # noqa: N801  used like a function

@@ -186,6 +186,8 @@ class Peers:
             "peer met", engine_id=engine_id, epoch=peer.epoch, ranks=len(peer.ranks), unmapped=peer.unmapped,
             took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - began), 1)},
         )  # fmt: skip
+        for rank in peer.ranks.values():
+            rank.channel.contact.met()
         before = self._known.get(key)
         self._known[key] = peer
         self._homes[key] = peer.home
@@ -361,7 +363,8 @@ class Peers:
         name = rank.agent_name
         try:
             await work
-        except TransportError:
+        except (TransportError, PeerFailed) as problem:
+            error: KvferryError = problem
             now, _ = await self._ask(peer.own, peer.engine_id, rank.address)
             await now.close()
             if now.agent_name != name:
@@ -369,7 +372,10 @@ class Peers:
                     "peer_lost", f"engine {peer.engine_id} was registered anew at {rank.address} meanwhile",
                     field="address", value=rank.address, remedy="try again",
                 ) from None  # fmt: skip
-            raise
+            if error.code == "peer_unreachable":
+                error = _apart(rank.address)
+            rank.channel.contact.met(unread=error)
+            raise error from None
 
     async def _try(self, rank: PeerRank, metadata: Metadata, peer: PeerEngine) -> None:
         with took(peer.took_s, "screening"):
@@ -388,10 +394,7 @@ class Peers:
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await agent.warm(rank.agent_name, rank.readable[0])
             except TimeoutError:
-                raise PeerFailed(
-                    "peer_unreachable", f"NIXL did not connect to {rank.address}", field="address", value=rank.address,
-                    remedy="check the fabric between the two daemons and the ucx settings",
-                ) from None  # fmt: skip
+                raise _apart(rank.address) from None
 
     def _memory_gone(self, peer: PeerEngine) -> None:
         if not peer.stale:
@@ -545,6 +548,12 @@ def took(seconds: defaultdict[str, float], step: str) -> Iterator[None]:
         yield
     finally:
         seconds[step] += time.monotonic() - began
+
+
+def _apart(address: str) -> PeerFailed:
+    why = f"the daemon at {address} answers, and NIXL does not connect to its memory"
+    remedy = "look at the fabric between the two: UCX's ports, its devices and transports (`kvferry doctor` on both)"
+    return PeerFailed("peer_unreachable", why, field="address", value=address, remedy=remedy)
 
 
 def _taken(engine_id: str, home: Home) -> Conflict:
