@@ -25,7 +25,7 @@ from kvferryd.engine import registry
 from kvferryd.leases import gather
 from kvferryd.peers import peer, peers, reader_stream
 from kvferryd.staging import share
-from kvferryd.transfers import transfers
+from kvferryd.transfers import ranks, transfers
 from kvferryd.transfers.order import Reservation
 from kvferryd.transfers.transfer import Transfer
 
@@ -100,6 +100,7 @@ UNDER_WAY: dict[str, Row] = {
     "transfers over that hold more than a record": lambda kept: 0,
     "users of peers": lambda kept: kept.going_on,
     "Ranks._tasks": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Ranks._refusals": lambda kept: kept.ranks * ranks.TOLD_AGAIN,
     "Claims._held": lambda kept: kept.going_on,
     "Claim.blocks": lambda kept: kept.going_on,
     "Reservation.tables": lambda kept: kept.going_on,
@@ -161,7 +162,7 @@ UNDER_WAY: dict[str, Row] = {
     ),
 }  # fmt: skip
 """Collections of what is under way: nothing is left in them when nothing is."""
-TASKS = ("._after", "._tasks", "._preparing", "._unloading", "._freeing")
+TASKS = ("._after", "._tasks", "._refusals", "._preparing", "._unloading", "._freeing")
 REMEMBERED: dict[str, Row] = {
     # Who asks rank 0 which lease it reads waits there by the deadline of the call.
     "Transfers._awaited": lambda kept: kept.ranks * kept.config.max_transfers,

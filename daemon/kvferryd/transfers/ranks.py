@@ -41,7 +41,8 @@ class Ranks:
 
     def __init__(self, config: Config, channels: Channels, instance: str) -> None:
         self._config, self._channels, self._instance = config, channels, instance
-        self._tasks = Tasks()
+        self._tasks, self._refusals = Tasks(), Tasks()
+        """Calls about transfers, and about attempts that were refused here."""
         self._open: dict[Engine, dict[str, Channel]] = {}
         """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
 
@@ -89,12 +90,12 @@ class Ranks:
     def tell_refused(self, engine: Engine, request_id: str, attempt: Attempt, why: KvferryError) -> None:
         """This rank takes no part in the attempt: the others need not go on with it, or begin."""
         until = asyncio.get_running_loop().time()
-        if len(self._tasks) < TOLD_AGAIN:
+        if len(self._refusals) < TOLD_AGAIN:
             until += self._config.deadline_s
         for rank in range(engine.world_size):
             if rank != engine.rank:
                 request = _abort(engine, request_id, attempt, why.code, failed=True)
-                self._tasks.spawn(self._tell_ended(engine, rank, request, until))
+                self._refusals.spawn(self._tell_ended(engine, rank, request, until))
 
     async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
         """Give a router's order to rank 0; (its answer, whether the order is new). Raises KvferryError."""
@@ -140,12 +141,12 @@ class Ranks:
 
     async def close(self) -> None:
         """What has just ended is told before, if it can be."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LAST_S)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if telling := self._tasks | self._refusals:
+            await asyncio.wait(telling, timeout=LAST_S)
+        if left := self._tasks | self._refusals:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
         for engine in list(self._open):
             await self.leave(engine)
 
