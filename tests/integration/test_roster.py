@@ -110,6 +110,20 @@ async def test_a_roster_that_is_missing_or_forbidden_is_told_by_readyz_and_the_l
     assert "roster cannot be joined" in daemon.log.read_text()
 
 
+async def test_a_roster_that_names_the_rest_port_is_told_so(
+    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack
+) -> None:
+    rest = two[0].url.removeprefix("http://")
+    (daemon,) = await daemons.start("misled", 1, "--roster", rest)
+    await rank_of(stack, "misled", daemon, 1)
+    router = await stack.enter_async_context(RouterClient(daemon.url))
+
+    async def says_so() -> bool:
+        return any(f"what listens at {rest} is no kvferry peer port" in why for why in (await router.ready()).reasons)
+
+    await until(says_so, "the reason names the port")
+
+
 async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_ranks(
     pair: Pair, two: list[DaemonService], stack: AsyncExitStack, request_id: str
 ) -> None:
