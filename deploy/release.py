@@ -27,13 +27,22 @@ TOOLS = ("podman", "buildah", "docker")
 
 
 def main() -> int:
+    """0 made, 1 one of the tools failed, 2 there is nothing to make a release of."""
     os.chdir(ROOT)
     try:
-        version = tagged()
-        notes = notes_of(version)
+        make()
     except ValueError as error:
         print(f"make release: {error}", file=sys.stderr)
         return 2
+    except subprocess.CalledProcessError as error:
+        print(f"make release: this ended with {error.returncode}: {shlex.join(map(str, error.cmd))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make() -> None:
+    version = tagged()
+    notes = notes_of(version)
     os.environ["SOURCE_DATE_EPOCH"] = output("git", "log", "-1", "--format=%ct")
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
@@ -48,7 +57,6 @@ def main() -> int:
         print(f"{path.stat().st_size:>13,}  {path.relative_to(ROOT)}")
     if left_out:
         print(f"no images: {left_out}")
-    return 0
 
 
 def tagged() -> str:

@@ -179,6 +179,15 @@ def test_nothing_is_made_of_what_is_no_release(
     assert not (small / "dist").exists()
 
 
+def test_a_tool_that_fails_is_named_in_one_line(small: Path) -> None:
+    tag(small)
+    (small / ".git" / "HEAD").unlink()
+    done = subprocess.run([sys.executable, "deploy/release.py"], cwd=small, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith("make release: this ended with 128: git status --porcelain\n")
+    assert "Traceback" not in done.stderr
+
+
 def test_each_image_is_told_the_version_and_keeps_its_health_check(small: Path, tmp_path: Path) -> None:
     tool = tmp_path / "podman"
     tool.write_text(TOOL)
