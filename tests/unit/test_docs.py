@@ -134,6 +134,13 @@ def test_no_page_makes_an_environment_where_make_has_one() -> None:
                 assert made not in taken, f"{name(page)} makes {made}"
 
 
+def test_the_first_version_fixes_and_changes_nothing() -> None:
+    """Nobody had what was before it."""
+    first = (ROOT / "CHANGELOG.md").read_text().rpartition("\n## [0.1.0]")[2]
+    assert "### Known limits" in first
+    assert re.findall(r"^- (Fixed|\*\*Changed).*", first, re.MULTILINE) == []
+
+
 def test_the_readmes_first_screen_is_two_commands_and_a_picture() -> None:
     screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
     (commands,) = re.findall(r"```sh\n(.*?)```", screen, re.DOTALL)
