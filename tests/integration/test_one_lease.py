@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 from fleet import TIMEOUT_S
-from pair import TOKENS, Pair, prefilled
+from pair import TOKENS, Pair, order, prefilled
 
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.schemas import LeaseState, OrderBody
+from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferState
 
 pytestmark = pytest.mark.anyio
 
@@ -86,3 +86,24 @@ async def test_a_router_may_name_the_lease_and_the_record_says_which_was_read(pa
     await pair.decode.receive(request_id, pair.decode.take(TOKENS))
     record = await pair.routers[1].wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
     assert (record.lease, record.source.lease if record.source else None) == (number, number)
+
+
+async def test_ranks_that_an_order_gives_their_tables_read_a_lease_in_one_attempt(pair: Pair, request_id: str) -> None:
+    """Rank 0 counts these, and sources know the number."""
+    kv, leases = await prefilled(pair, request_id)
+    attempts = []
+    for _ in range(2):
+        blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
+        pair.decode.write_into(expected, kv, blocks)
+        transfer_id = await order(pair, request_id, 1, destination=DestinationBody(tables=blocks.json()))
+        record = await pair.routers[1].wait(transfer_id, timeout_s=TIMEOUT_S)
+        assert record.state is TransferState.DONE, record
+        assert pair.decode.differences(expected) == ""
+        async with asyncio.timeout(TIMEOUT_S):
+            assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+        ended = await pair.prefill_routers[0].leases(ended=100)
+        (readers,) = [each.readers for each in ended if (each.request_id, each.lease) == (request_id, leases[0].number)]
+        (attempt,) = {reader.attempt for reader in readers}
+        attempts.append(attempt)
+        kv, leases = await prefilled(pair, request_id)
+    assert 0 < attempts[0] < attempts[1]

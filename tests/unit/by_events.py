@@ -115,7 +115,7 @@ class ByEvents:
     def finish(self, who: ReaderId = READER, request_id: str = "r", lease: int = 1, attempt: int = 0) -> None:
         """By one that has not opened it."""
         reader = self.reader(who)
-        reader.finishes(request_id, lease, attempt)
+        reader.finishes(request_id, lease, attempt=attempt)
         reader.goes()
 
 
@@ -139,9 +139,9 @@ class Speaker:
     def closes(self, reading: int, *, complete: bool = True, **left: Any) -> None:
         self.source.on(e.Leave(Reading(self.stream, reading), complete=complete, **left))
 
-    def finishes(self, request_id: str = "r", lease: int = 1, attempt: int = 0) -> None:
-        left = e.Leave(Reading(self.stream, 0), complete=True, attempt=attempt)
-        self.source.on(replace(left, request_id=request_id, lease=lease))
+    def finishes(self, request_id: str = "r", lease: int = 1, **left: Any) -> None:
+        finished = e.Leave(Reading(self.stream, 0), complete=True, **left)
+        self.source.on(replace(finished, request_id=request_id, lease=lease))
 
     def hears(self, reading: int = 1) -> e.Told | None:
         return self.source.source.take(Reading(self.stream, reading))

@@ -85,7 +85,7 @@ class Pair:
         assert ended.request_id == view.request_id
 
     async def view(self, request_id: str) -> SourceReader:
-        view = SourceReader(self.rank, request_id, 0, 0, Computed(), tell_lost=lambda _: None)
+        view = SourceReader(self.rank, request_id, 0, (0, ""), Computed(), tell_lost=lambda _: None)
         async with asyncio.timeout(60):
             await view.advance()
         return view

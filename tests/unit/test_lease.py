@@ -6,6 +6,7 @@ import random
 import traceback
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from by_events import ANOTHER, LONG_S, READER, ByEvents, Speaker, rank_of
@@ -68,16 +69,17 @@ def test_a_lease_is_over_exactly_when_all_have_read_whatever_its_readers_do() ->
     for number in range(60):
         source = ByEvents()
         source.publish(readers=rng.choice([1, 2, 50]))
-        streams, opened = {who: source.reader(who) for who in ranks}, dict[ReaderId, int]()
+        streams, opened = {who: source.reader(who) for who in ranks}, dict[ReaderId, tuple[int, str]]()
         while not source.ended and rng.random() > 0.02:
             who, step = rng.choice(ranks), rng.choice(["open", "leave", "close", "finished"])
-            attempt = rng.choice([1, 1, 2, 3])
+            said: dict[str, Any] = {"attempt": rng.choice([1, 1, 2, 3]), "by": rng.choice(["", "", "one", "two"])}
             if step == "open" and who not in opened:
-                opened[who] = streams[who].opens(attempt=attempt)
+                opened[who] = streams[who].opens(**said), said["by"]
             elif step == "finished" and who not in opened:
-                streams[who].finishes(attempt=attempt)
+                streams[who].finishes(**said)
             elif step in ("leave", "close") and who in opened:
-                streams[who].closes(opened.pop(who), complete=step == "close")
+                number_of_reading, by = opened.pop(who)
+                streams[who].closes(number_of_reading, complete=step == "close", by=by)
             account = source.account()
             read = Counter((it.who.engine_id, it.who.world_size) for it in account.readers if it.state == "read")
             whole = sum(count == world for (_, world), count in read.items())
@@ -104,6 +106,21 @@ def test_a_rank_that_closes_by_a_higher_attempt_takes_back_what_was_read_in_lowe
     second.closes(second.opens(attempt=1), attempt=2)
     assert source.state() is LeaseState.PUBLISHED
     first.finishes(attempt=2)
+    assert source.state() is LeaseState.RELEASED
+
+
+def test_ranks_read_together_what_one_daemon_of_rank_0_has_counted(source: ByEvents) -> None:
+    """Orders that bring their tables have attempts of their own; the next daemon counts from 1 again."""
+    source.publish()
+    first, second = (source.reader(rank_of(rank, 2)) for rank in range(2))
+    first.closes(first.opens(attempt=7, by="one"), attempt=7, by="one")
+    late = second.opens(attempt=7, by="one")
+    second.closes(late, complete=False, attempt=7, by="one")
+    second.closes(second.opens(attempt=1, by="two"), attempt=1, by="two")
+    assert source.state() is LeaseState.PUBLISHED
+    first.finishes(attempt=7, by="one")  # late
+    assert source.state() is LeaseState.PUBLISHED
+    first.finishes(attempt=1, by="two")
     assert source.state() is LeaseState.RELEASED
 
 
@@ -521,7 +538,7 @@ def test_readers_that_gave_up_take_no_place(source: ByEvents) -> None:
     for number in range(MAX_READERS + 1):
         who = rank_of(0, 1, f"stranger-{number}")
         source.lease().readers.open(who, (1, number), 0)  # type: ignore[arg-type]
-        source.lease().readers.close(who, (1, number), complete=False, nbytes=0, attempt=0)  # type: ignore[arg-type]
+        source.lease().readers.close(who, (1, number), 0, complete=False, nbytes=0)  # type: ignore[arg-type]
     assert max(source.lease().sizes().values()) <= MAX_READERS
     source.read()
     assert source.state() is LeaseState.RELEASED

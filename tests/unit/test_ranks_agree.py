@@ -16,7 +16,7 @@ from stepped import Daemon, manifest_of, stepping
 from stepwise import Step, Stream, World
 
 from kvferry.errors import Conflict, KvferryError
-from kvferry.schemas import OrderBody, SourceBody, TransferState
+from kvferry.schemas import DestinationBody, OrderBody, SourceBody, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
@@ -42,10 +42,10 @@ class Ranks:
         manifest = manifest_of("decode", heads=len(RANKS), rank=rank, of=len(RANKS))
         return Daemon(self.world, RANKS[rank], manifest, dict(enumerate(RANKS)))
 
-    def order(self, rank: int, **more: Any) -> asyncio.Task[str]:
+    def order(self, rank: int, source: SourceBody = SOURCE_BODY, **more: Any) -> asyncio.Task[str]:
         """At one rank, as a router does: its transfer's id, from rank 0."""
         daemon = self.daemons[rank]
-        body = OrderBody(request_id="r", source=SOURCE_BODY, deadline_ms=30_000, **more)
+        body = OrderBody(request_id="r", source=source, deadline_ms=30_000, **more)
 
         async def ordered() -> str:
             return (await daemon.ferry.order(body))[0].transfer_id
@@ -54,6 +54,12 @@ class Ranks:
             self.asked.append(self.world.loop.create_task(ordered()))
         self.world.loop.settle()
         return self.asked[-1]
+
+    def order_tables(self, first: int, lease: int) -> None:
+        """At rank 0, an order that brings the tables of all ranks, and names the lease: no rank asks another."""
+        source = SOURCE_BODY.model_copy(update={"epoch": self.source.engine.epoch, "lease": lease})
+        tables = {"full": {"block_ids": list(range(first, first + 4)), "first_token": 0}}
+        self.order(0, source, destination=DestinationBody(tables=tables))
 
     def reserve(self, rank: int, blocks: range = range(4), *, order: Order | None = None) -> Transfer:
         """For the engine's attempt. order: by the engine itself."""
@@ -337,6 +343,33 @@ def test_a_rank_that_has_read_the_lease_of_rank_0_does_not_wait_for_its_end(rank
     assert [part.state for part in parts] == [TransferState.READING, TransferState.DONE, TransferState.DONE]
     ranks.world.run(5000)
     assert {(part.state, part.lease) for part in parts} == {(TransferState.DONE, 2)}
+
+
+def test_ranks_that_read_by_two_orders_with_tables_have_not_read_a_lease_together(ranks: Ranks) -> None:
+    """Rank 0 has read by the first, and is slow by the second."""
+    ranks.publish(0)
+    ranks.order_tables(4, 1)  # hands are shaken, and streams of leases open
+    ranks.world.run(5000)
+    ranks.publish(0)
+    ranks.world.run(500)
+    slow = [daemon.engine.agent for daemon in ranks.daemons[1:]]
+    ranks.order_tables(0, 2)
+    ranks.run_without(lambda: {flight.step for flight in ranks.world.flights() if flight.agent in slow})
+    first = list(ranks.daemons[0].ferry.jobs)[-1]
+    assert first.state is TransferState.DONE
+    ranks.world.loop.call(ranks.daemons[0].ferry.jobs.abort_transfer, first, "by the test")
+    ranks.world.run(5000)
+    (late,) = [
+        each for each in ranks.world.streams() if each._client is ranks.daemons[0].process and each._method == "Read"
+    ]
+    ranks.order_tables(4, 2)
+    agent = ranks.daemons[0].engine.agent
+    ranks.run_without(lambda: {*late.steps(), *(each.step for each in ranks.world.flights() if each.agent is agent)})
+    assert len(ranks.source.engine.leases) == 1, "rank 0 is still to read it"
+    ranks.world.run(5000)
+    again = list(ranks.daemons[0].ferry.jobs)[-1]
+    assert again.state_of_all is TransferState.DONE, again.problem
+    assert not len(ranks.source.engine.leases)
 
 
 def test_rank_0_is_not_bound_to_a_lease_that_was_over_when_it_was_announced(ranks: Ranks) -> None:

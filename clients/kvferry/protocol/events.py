@@ -108,7 +108,7 @@ class Disconnect:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """The reader opens a lease. lease: its number, 0 for whichever there is. known: of the announcement that the reader
-    goes by. refused: why the message cannot be taken."""
+    goes by. refused: why the message cannot be taken. by: who counts the attempt; empty for the reading engine."""
 
     reading: Reading
     request_id: str
@@ -117,6 +117,7 @@ class Ask:
     known: tuple[int, int] = (0, 0)
     trace: Trace = UNTRACED
     refused: KvferryError | None = None
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Pack:
 @dataclass(frozen=True, slots=True)
 class Leave:
     """The reader closes a reading, or with number 0 a lease that it has not opened. complete: it has read all that it
-    wanted. attempt: that it is in by now."""
+    wanted. attempt: that it is in by now. by: as of Ask."""
 
     reading: Reading
     request_id: str = ""
@@ -140,6 +141,7 @@ class Leave:
     nbytes: int = 0
     attempt: int = 0
     trace: Trace = UNTRACED
+    by: str = ""
 
 
 # ---- between the machines ----

@@ -18,7 +18,7 @@ ANNOUNCED_TO = 4
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader fails at once instead of waiting for a publish."""
 Effects = list[e.LeasesEffect]
-_Early = dict[ReaderId, tuple[int, int]]
+_Early = dict[ReaderId, tuple[int, int, str]]
 
 
 class Leases:
@@ -30,7 +30,8 @@ class Leases:
         self._waits = Waits(limit)
         self._ended: Latest[str, Account] = Latest(TOMBSTONES)
         self._early: Latest[str, _Early] = Latest(TOMBSTONES, len)
-        """Ranks with nothing to read here, which finished before this rank published, each with lease and attempt."""
+        """Ranks with nothing to read here, which finished before this rank published, each with lease and attempt, and
+        who counts that."""
         self._refused: Latest[str, tuple[int, KvferryError]] = Latest(TOMBSTONES)
         """Leases whose publish was refused, and why: their readers need not wait."""
         self._lost: Latest[str, int] = Latest(TOMBSTONES)
@@ -131,9 +132,9 @@ class Leases:
             effects += self._end(lease, LeaseState.REVOKED, f"published anew, as lease {number}", now)
         lease = self._live[request_id] = Lease(terms, now)
         effects.append(e.HoldWord(terms.word))
-        for who, (closed, attempt) in (self._early.pop(request_id) or {}).items():
+        for who, (closed, attempt, by) in (self._early.pop(request_id) or {}).items():
             if closed == number:
-                lease.readers.finish(who, nbytes=0, attempt=attempt)
+                lease.readers.finish(who, attempt, by, nbytes=0)
         for remembered in (self._ended, self._lost, self._refused):
             remembered.pop(request_id)
         for asked, who in self._waits.up_to(request_id, number):
@@ -208,7 +209,7 @@ class Leases:
         if not isinstance(held, Lease):
             return [e.Over(asked.reading, held)]
         try:
-            held.readers.open(who, asked.reading, asked.attempt)
+            held.readers.open(who, asked.reading, asked.attempt, asked.by)
         except KvferryError as refused:
             return [e.Over(asked.reading, refused.kept())]
         held.trace = asked.trace
@@ -219,7 +220,7 @@ class Leases:
         served: Effects = [e.Served(who.engine_id, left.nbytes)] if left.nbytes else []
         lease, _ = self._opened.pop(left.reading, (None, who))
         if lease is not None:
-            lease.readers.close(who, left.reading, complete=left.complete, nbytes=left.nbytes, attempt=left.attempt)
+            lease.readers.close(who, left.reading, left.attempt, left.by, complete=left.complete, nbytes=left.nbytes)
             return served + self._settle(lease, now)
         waited = self._waits.pop(left.reading) is not None
         if left.complete and (waited or not left.reading.number):
@@ -232,13 +233,13 @@ class Leases:
         lease, newest = self._live.get(request_id), self.newest(request_id)
         if lease is not None and number == newest:
             try:
-                lease.readers.finish(who, nbytes=left.nbytes, attempt=left.attempt)
+                lease.readers.finish(who, left.attempt, left.by, nbytes=left.nbytes)
             except (Conflict, Full):  # another reading of this rank has it open, and closes it
                 return []
             lease.trace = left.trace
             return self._settle(lease, now)
         if number > newest and not self._closed:
-            early = (self._early.get(request_id) or {}) | {who: (number, left.attempt)}
+            early = (self._early.get(request_id) or {}) | {who: (number, left.attempt, left.by)}
             if len(early) <= TOMBSTONES:
                 self._early.put(request_id, early)
         return []

@@ -1,7 +1,9 @@
 """The readers of one lease: those that read it, and those that have.
 
 An engine has read a lease when all its ranks have closed it complete in one attempt. A higher attempt takes back what
-the ranks have read in lower ones. Thousands may read one lease, so all is counted, and nothing is looked up.
+the ranks have read in lower ones; so does the first one that somebody else counts, as the daemon of the engine's rank 0
+does for orders that bring their tables, and the next daemon anew. Thousands may read one lease, so all is counted, and
+nothing is looked up.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ MAX_READERS = 4096
 
 @dataclass(slots=True)
 class _Place:
-    """How one rank stands. reading: by which it reads now."""
+    """How one rank stands. by: who counts the attempt. reading: by which it reads now."""
 
     attempt: int
+    by: str
     reading: Reading | None = None
     read: bool = False
     nbytes: int = 0
@@ -34,21 +37,25 @@ class Readers:
         self._places: dict[ReaderId, _Place] = {}
         self._read: Counter[ReaderEngine] = Counter()
         """Ranks of each engine that have read, in its newest attempt."""
-        self._newest: Latest[ReaderEngine, int] = Latest(MAX_READERS)
-        """The newest attempt of each engine that has read or reads, or has left."""
+        self._newest: Latest[tuple[ReaderEngine, str], int] = Latest(MAX_READERS)
+        """The highest attempt of each engine that has read or reads, or has left, by who counts it."""
+        self._counts: Latest[ReaderEngine, str] = Latest(MAX_READERS)
+        """Who counts the attempt that each engine is in."""
         self.live = self.closed = self.whole = self.nbytes = 0
         """Ranks that read now; ranks that have read; engines of which all ranks have; bytes that were read in all."""
 
-    def open(self, who: ReaderId, reading: Reading, attempt: int) -> None:
+    def open(self, who: ReaderId, reading: Reading, attempt: int, by: str = "") -> None:
         """Raises KvferryError: `already_reading`, `full`."""
         place = self._places.get(who)
         if place is not None and place.reading is not None:
             why = f"{who.engine_id} rank {who.rank} reads request {self._request_id} already"
             remedy = "wait for that read to end"
             raise Conflict("already_reading", why, field="request_id", value=self._request_id, remedy=remedy)
-        self._add(who, _Place(attempt, reading))
+        self._add(who, _Place(attempt, by, reading))
 
-    def close(self, who: ReaderId, reading: Reading, *, complete: bool, nbytes: int, attempt: int) -> None:
+    def close(
+        self, who: ReaderId, reading: Reading, attempt: int, by: str = "", *, complete: bool, nbytes: int
+    ) -> None:
         """The reader goes. Ignored if another reading has taken its place."""
         self.nbytes += nbytes
         place = self._places.get(who)
@@ -56,14 +63,14 @@ class Readers:
             return
         place.reading = None
         self.live -= 1
-        place.nbytes, place.attempt = nbytes, max(attempt, place.attempt)
-        self._go_by(who, place.attempt)
-        if complete and place.attempt >= self._attempt_of(who.engine):
+        place.nbytes = nbytes
+        self._go_on(who, place, attempt, by)
+        if complete and self._is_newest(who, place):
             self._count(who, place, read=True)
         if not place.read:
             del self._places[who]
 
-    def finish(self, who: ReaderId, *, nbytes: int, attempt: int) -> None:
+    def finish(self, who: ReaderId, attempt: int, by: str = "", *, nbytes: int) -> None:
         """A rank has read without opening the lease: it had nothing to read, or was quick with an announcement.
 
         Raises KvferryError: `not_opened`, `full`.
@@ -74,11 +81,11 @@ class Readers:
             remedy = "close it by the number with which it was opened, on the same stream"
             raise Conflict("not_opened", why, field="reading", remedy=remedy)
         if place is None:
-            place = self._add(who, _Place(attempt))
+            place = self._add(who, _Place(attempt, by))
         self.nbytes += nbytes
-        place.nbytes, place.attempt = max(nbytes, place.nbytes), max(attempt, place.attempt)
-        self._go_by(who, place.attempt)
-        if place.attempt >= self._attempt_of(who.engine):
+        place.nbytes = max(nbytes, place.nbytes)
+        self._go_on(who, place, attempt, by)
+        if self._is_newest(who, place):
             self._count(who, place, read=True)
 
     def leave(self) -> list[Reading]:
@@ -101,8 +108,17 @@ class Readers:
             state = "read" if place.read else "left" if place.reading is None else "reading"
             yield Reader(who, state, place.nbytes, place.attempt)
 
-    def _attempt_of(self, engine: ReaderEngine) -> int:
-        return self._newest.get(engine) or 0
+    def _is_newest(self, who: ReaderId, place: _Place) -> bool:
+        """Whether its engine is in this attempt."""
+        newest = self._newest.get((who.engine, place.by)) or 0
+        return place.by == self._counts.get(who.engine) and place.attempt >= newest
+
+    def _go_on(self, who: ReaderId, place: _Place, attempt: int, by: str) -> None:
+        """The rank is in this attempt by now."""
+        if place.by != by or place.attempt < attempt:
+            self._count(who, place, read=False)
+            place.attempt, place.by = attempt, by
+        self._go_by(who, place)
 
     def _add(self, who: ReaderId, place: _Place) -> _Place:
         before = self._places.get(who)
@@ -113,22 +129,24 @@ class Readers:
             self._count(who, before, read=False)
         self._places[who] = place
         self.live += place.reading is not None
-        self._go_by(who, place.attempt)
+        self._go_by(who, place)
         return place
 
-    def _go_by(self, who: ReaderId, attempt: int) -> None:
-        """The engine is in this attempt by now: what its ranks have read in lower ones is read anew."""
-        newest = self._newest.get(who.engine)
+    def _go_by(self, who: ReaderId, place: _Place) -> None:
+        """The engine is in this attempt by now, if that is new: what its ranks have read in others is read anew."""
+        attempt, by = place.attempt, place.by
+        newest = self._newest.get((who.engine, by))
         if newest is not None and attempt <= newest:
             return
-        self._newest.put(who.engine, attempt)
+        self._newest.put((who.engine, by), attempt)
+        self._counts.put(who.engine, by)
         if not self._read[who.engine]:
             return
         for rank in range(who.world_size):
             other = replace(who, rank=rank)
-            place = self._places.get(other)
-            if place is not None and place.attempt < attempt:
-                self._count(other, place, read=False)
+            before = self._places.get(other)
+            if before is not None and (before.by != by or before.attempt < attempt):
+                self._count(other, before, read=False)
 
     def _count(self, who: ReaderId, place: _Place, *, read: bool) -> None:
         if place.read == read:
@@ -148,9 +166,14 @@ class Readers:
         assert self.live == sum(place.reading is not None for place in self._places.values())
         assert self.closed == read.total() and +self._read == read
         assert self.whole == sum(count >= engine[2] for engine, count in read.items())
-        attempts = {(who.engine, place.attempt) for who, place in self._places.items() if place.read}
+        attempts = {(who.engine, place.attempt, place.by) for who, place in self._places.items() if place.read}
         assert len(attempts) == len(read), "an engine has read in one attempt"
         assert all(place.reading is None or not place.read for place in self._places.values())
 
     def sizes(self) -> Sizes:
-        return {"readers": len(self._places), "engines read": len(self._read), "attempts": len(self._newest)}
+        return {
+            "readers": len(self._places),
+            "engines read": len(self._read),
+            "attempts": len(self._newest),
+            "counted by": len(self._counts),
+        }

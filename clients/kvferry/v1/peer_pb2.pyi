@@ -512,6 +512,7 @@ class LeaseOpen(google.protobuf.message.Message):
     KNOWN_WORD_FIELD_NUMBER: builtins.int
     KNOWN_VERSION_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
@@ -521,7 +522,9 @@ class LeaseOpen(google.protobuf.message.Message):
     """of an announcement that the reader goes by: the lease is not sent again if nothing changed"""
     known_version: builtins.int
     attempt: builtins.int
-    """of the reading engine at this request; 0: an order has brought its tables"""
+    """of the reading engine at this request"""
+    by: builtins.str
+    """who counts it, as in Attempt"""
     lease: builtins.int
     """the lease's number: waited for until it is published; 0: whichever there is"""
     @property
@@ -534,11 +537,12 @@ class LeaseOpen(google.protobuf.message.Message):
         known_word: builtins.int = ...,
         known_version: builtins.int = ...,
         attempt: builtins.int = ...,
+        by: builtins.str = ...,
         lease: builtins.int = ...,
         trace: Global___Trace | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "known_version", b"known_version", "known_word", b"known_word", "lease", b"lease", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "by", b"by", "known_version", b"known_version", "known_word", b"known_word", "lease", b"lease", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
 
 Global___LeaseOpen: typing_extensions.TypeAlias = LeaseOpen
 
@@ -556,6 +560,7 @@ class LeaseClose(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     reading: builtins.int
     request_id: builtins.str
@@ -567,6 +572,8 @@ class LeaseClose(google.protobuf.message.Message):
     """the lease's number"""
     attempt: builtins.int
     """of the reading engine: it has read the lease when all ranks of one attempt have closed it complete"""
+    by: builtins.str
+    """who counts it, as in Attempt"""
     @property
     def trace(self) -> Global___Trace:
         """with reading 0"""
@@ -580,10 +587,11 @@ class LeaseClose(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         lease: builtins.int = ...,
         attempt: builtins.int = ...,
+        by: builtins.str = ...,
         trace: Global___Trace | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "complete", b"complete", "lease", b"lease", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "by", b"by", "complete", b"complete", "lease", b"lease", "nbytes", b"nbytes", "reading", b"reading", "request_id", b"request_id", "trace", b"trace"]) -> None: ...
 
 Global___LeaseClose: typing_extensions.TypeAlias = LeaseClose
 
@@ -866,6 +874,7 @@ class PackOpen(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """opens the lease with the same message, as LeaseOpen does with this word and version"""
@@ -881,6 +890,8 @@ class PackOpen(google.protobuf.message.Message):
     nbytes: builtins.int
     attempt: builtins.int
     """with request_id"""
+    by: builtins.str
+    """with request_id: who counts the attempt, as in Attempt"""
     lease: builtins.int
     """with request_id"""
     @property
@@ -908,10 +919,11 @@ class PackOpen(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         trace: Global___Trace | None = ...,
         attempt: builtins.int = ...,
+        by: builtins.str = ...,
         lease: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tokens", b"tokens", "trace", b"trace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "lease", b"lease", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "by", b"by", "chunk_nbytes", b"chunk_nbytes", "chunks", b"chunks", "lease", b"lease", "nbytes", b"nbytes", "pairing", b"pairing", "request_id", b"request_id", "states", b"states", "tables", b"tables", "tokens", b"tokens", "trace", b"trace", "version", b"version", "word", b"word"]) -> None: ...
 
 Global___PackOpen: typing_extensions.TypeAlias = PackOpen
 

@@ -20,6 +20,9 @@ from kvferryd.leases.leases import Leases
 from kvferryd.leases.record import announced_as, update_of
 from kvferryd.observe import logs
 
+LONGEST_BY = 64
+"""Characters that are kept of who counts an attempt."""
+
 
 @dataclass(frozen=True)
 class _Turn:
@@ -107,7 +110,7 @@ class ServedStream:
                 said, also = request.pack, request.pack.open
                 if also.request_id:
                     known = also.word, also.version
-                    self._ask(said.reading, also.request_id, also.lease, also.attempt, known, also.trace)
+                    self._ask(said.reading, also, known)
                 if said.HasField("open"):
                     self.leases.on(e.Pack(Reading(self._stream, said.reading), said.packing, said.open))
                 gather = self._gathers.get(said.reading)
@@ -116,17 +119,16 @@ class ServedStream:
             case "open":
                 asked = request.open
                 known = asked.known_word, asked.known_version
-                self._ask(asked.reading, asked.request_id, asked.lease, asked.attempt, known, asked.trace)
+                self._ask(asked.reading, asked, known)
             case "close":
                 self._leave(request.close)
             case kind:
                 raise Malformed("malformed_read", "a message has no open, pack or close", field="kind", value=kind)
 
-    def _ask(
-        self, number: int, request_id: str, lease: int, attempt: int, known: tuple[int, int], trace: peer_pb2.Trace
-    ) -> None:
-        reading, refused = Reading(self._stream, number), _refused(request_id)
-        self.leases.on(e.Ask(reading, request_id, lease, attempt, known, _trace(trace), refused))
+    def _ask(self, number: int, said: peer_pb2.LeaseOpen | peer_pb2.PackOpen, known: tuple[int, int]) -> None:
+        reading, refused = Reading(self._stream, number), _refused(said.request_id)
+        trace, by = _trace(said.trace), said.by[:LONGEST_BY]
+        self.leases.on(e.Ask(reading, said.request_id, said.lease, said.attempt, known, trace, refused, by))
 
     def _leave(self, said: peer_pb2.LeaseClose) -> None:
         """Not answered. A reading that is over, or was refused, needs no closing."""
@@ -135,7 +137,7 @@ class ServedStream:
         self.leases.on(
             e.Leave(
                 Reading(self._stream, said.reading), said.request_id, said.lease, said.complete, said.nbytes,
-                said.attempt, _trace(said.trace),
+                said.attempt, _trace(said.trace), said.by[:LONGEST_BY],
             )
         )  # fmt: skip
 

@@ -52,11 +52,12 @@ class SourceReader:
     """
 
     def __init__(
-        self, source: PeerRank, request_id: str, named: int, attempt: int, wanted: Computed, trace: Trace = UNTRACED,
+        self, source: PeerRank, request_id: str, named: int, attempt: tuple[int, str], wanted: Computed,
+        trace: Trace = UNTRACED,
         on_unpublished: Callable[[], None] = lambda: None, tell_lost: Callable[[KvferryError], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """named: the lease's number; 0 for whichever the source has. attempt: of this engine at the request; 0 where
-        its daemons count. on_unpublished: called when the source answers that the lease is still to come. tell_lost:
+        """named: the lease's number; 0 for whichever the source has. attempt: of this engine at the request, and who
+        counts it. on_unpublished: called when the source answers that the lease is still to come. tell_lost:
         called when the stream is over while the lease is open."""
         self.source, self.request_id, self.named, self.attempt = source, request_id, named, attempt
         self._wanted = wanted
@@ -142,8 +143,8 @@ class SourceReader:
         """The source answers unless it holds the very lease that was announced."""
         stream, word, version = self._follow(), self.lease.word, self.lease.version
         opening = peer_pb2.LeaseOpen(
-            reading=self.number, request_id=self.request_id, lease=self.named, attempt=self.attempt, known_word=word,
-            known_version=version, trace=self._trace,
+            reading=self.number, request_id=self.request_id, lease=self.named, known_word=word, known_version=version,
+            attempt=self.attempt[0], by=self.attempt[1], trace=self._trace,
         )  # fmt: skip
         stream.send(peer_pb2.ReadRequest(open=opening))
 
@@ -188,7 +189,8 @@ class SourceReader:
         opening.word, opening.version = self.lease.word, self.lease.version
         if self._opening is not None:
             self._follow()
-            opening.request_id, opening.lease, opening.attempt = self.request_id, self.named, self.attempt
+            opening.request_id, opening.lease = self.request_id, self.named
+            opening.attempt, opening.by = self.attempt
             opening.trace.CopyFrom(self._trace)
         self.check()
         assert self._stream is not None
@@ -258,7 +260,7 @@ class SourceReader:
 
 
 def readers_of(
-    peer: PeerEngine, request_id: str, lease: int, attempt: int, wanted: Computed, trace: Trace,
+    peer: PeerEngine, request_id: str, lease: int, attempt: tuple[int, str], wanted: Computed, trace: Trace,
     on_unpublished: Callable[[], None], tell_lost: Callable[[KvferryError], None],
 ) -> tuple[list[SourceReader], list[SourceReader]]:  # fmt: skip
     """(the ranks that are read, the others). At least one is read: it has the metadata and the verdict."""

@@ -91,8 +91,8 @@ class ReaderStream:
         self._outbox.ask(compose)
 
     def close_reading(
-        self, request_id: str, lease: int, attempt: int, *, complete: bool, nbytes: int = 0, number: int = 0,
-        trace: peer_pb2.Trace | None = None,
+        self, request_id: str, lease: int, attempt: tuple[int, str], *, complete: bool, nbytes: int = 0,
+        number: int = 0, trace: peer_pb2.Trace | None = None,
     ) -> None:  # fmt: skip
         """lease: its number. attempt: as of SourceReader. nbytes: read of it. number: of the reading; 0 for a lease
         that was never opened. A source that does not get this has its time to live."""
@@ -100,8 +100,8 @@ class ReaderStream:
         if lease:
             self.announced(request_id, lease)  # it may have come since the source was asked: nobody goes by it any more
         closing = peer_pb2.LeaseClose(
-            reading=number, request_id=request_id, lease=lease, attempt=attempt, complete=complete, nbytes=nbytes,
-            trace=trace,
+            reading=number, request_id=request_id, lease=lease, attempt=attempt[0], by=attempt[1], complete=complete,
+            nbytes=nbytes, trace=trace,
         )  # fmt: skip
         self.send(peer_pb2.ReadRequest(close=closing))
 

@@ -346,7 +346,8 @@ class Transfer:
         for again in (True, False):
             peer = await peers.use(engine, order.engine_id, order.address, order.epoch)
             readers, others = readers_of(
-                peer, self.request_id, order.lease, self._numbered, Computed(self.reservation.digest, self.weights),
+                peer, self.request_id, order.lease, (self.attempt.number, self.attempt.by),
+                Computed(self.reservation.digest, self.weights),
                 self.trace,
                 self._on_unpublished, self._on_lost,
             )  # fmt: skip
@@ -364,11 +365,6 @@ class Transfer:
                 self.phases.published()  # this source, which said `unpublished`, is not asked again
         self.phases.published()
         return peer, readers, others
-
-    @property
-    def _numbered(self) -> int:
-        """The attempt's number as sources know it; 0 where an order has brought its tables."""
-        return 0 if self.attempt.by else self.attempt.number
 
     def _on_unpublished(self) -> None:
         """The source has not got the request yet: what is waited for from now on is its engine."""
