@@ -141,7 +141,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--listen", type=_listen, default="127.0.0.1:8000", metavar="HOST:PORT", help="default: 127.0.0.1:8000")
+    help = "default: 127.0.0.1:8000; *:8000 is every interface, IPv4 and IPv6"
+    add("--listen", type=_listen, default="127.0.0.1:8000", metavar="HOST:PORT", help=help)
     for whose, help in {
         "api": "clients must send this bearer token; it is not passed on to the engines",
         "daemon": "bearer token of the daemons' REST service",
