@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $$(test ! -f $(1)/pyvenv.cfg || echo --clear) $(1)
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise soak soak-vllm lint format proto reference models bench release clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise simulate soak soak-vllm lint format proto reference models bench release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines, behind SGLang's ro
 
 stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on all cores; what is new goes to found.jsonl
 	@$(BIN)/python tests/unit/seeded.py --hours $${HOURS:-1}
+
+simulate: $(READY) ## the protocol without I/O: HOURS=8 draws runs on all cores, SEED=n plays one and prints its transcript
+	@$(BIN)/python tests/simulation/simulate.py $(if $(SEED),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS))
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py

@@ -1,0 +1,94 @@
+"""Runs of the protocol's machines, drawn from seeds: `make simulate SEED=n` plays one again and prints its transcript,
+`make simulate HOURS=n` draws fresh ones on all cores and writes what they find."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+from source_world import Violation, World
+
+SEEDS = 1 << 48
+
+
+@dataclass
+class Found:
+    """Of many runs. kinds: of violations, each with the first seed that showed it."""
+
+    runs: int = 0
+    steps: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def __iadd__(self, other: Found) -> Found:
+        self.runs, self.steps = self.runs + other.runs, self.steps + other.steps
+        self.kinds = other.kinds | self.kinds
+        self.ends += other.ends
+        self.pairs += other.pairs
+        return self
+
+    def __str__(self) -> str:
+        events = sorted({event for _, event in self.pairs})
+        states = sorted({state for state, _ in self.pairs})
+        rows = [f"{event:<15}" + "".join(f"{self.pairs[state, event]:>12}" for state in states) for event in events]
+        table = "\n".join([" " * 15 + "".join(f"{state:>12}" for state in states), *rows])
+        kinds = "".join(f"\n{kind}: make simulate SEED={seed}" for kind, seed in self.kinds.items())
+        return f"{self.runs} runs, {self.steps} steps, {dict(self.ends)}\n{table}{kinds or chr(10) + 'no violation'}"
+
+
+def played(seed: int, found: Found) -> str:
+    """The kind of violation of one run; empty where all holds."""
+    world, kind = World(seed), ""
+    try:
+        world.run()
+    except Violation as violation:
+        kind = violation.kind
+    except Exception as error:  # noqa: BLE001  a machine that breaks, or its check, is a finding, too
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        kind = f"{type(error).__name__} in {frame.name}: {error}"[:120]
+    if kind:
+        found.kinds.setdefault(kind, seed)
+    found.runs, found.steps = found.runs + 1, found.steps + world.steps
+    found.ends += world.ends
+    found.pairs += world.pairs
+    return kind
+
+
+def for_seconds(first: int, seconds: float) -> Found:
+    rng, found, until = random.Random(first), Found(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        played(rng.randrange(SEEDS), found)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--hours", type=float, default=1 / 360)
+    asked = parser.parse_args()
+    if asked.seed is not None:
+        world = World(asked.seed, told=print)
+        world.run()
+        print(f"{world.steps} steps: all holds")
+        return 0
+    cores = os.cpu_count() or 1
+    firsts = [random.SystemRandom().randrange(SEEDS) for _ in range(cores)]
+    print(f"from seeds {firsts}", flush=True)
+    found = Found()
+    with multiprocessing.Pool(cores) as pool:
+        for each in pool.starmap(for_seconds, [(first, 3600 * asked.hours) for first in firsts]):
+            found += each
+    print(found)
+    return 1 if found.kinds else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,767 @@
+"""An engine that publishes, on one or two ranks, and engines that read it, drawn from one seed.
+
+The ranks' machines are those that daemons run. Around them everything takes its step when the seed says so: messages of
+each stream in order, reads and gathers block by block, streams that break and are noticed later on either side,
+processes that die, engines that use a block otherwise the moment they may. Between any two effects of one event
+somebody else may read memory: NIXL asks nobody.
+
+A run has three parts: blows, then none until all has come to rest, and at last one more request, which must be done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.errors import Conflict, KvferryError
+from kvferry.protocol import events as e
+from kvferry.protocol import leases
+from kvferry.protocol.readers import MAX_READERS
+from kvferry.protocol.source import Source
+from kvferry.protocol.states import LeaseState
+from kvferry.protocol.values import Account, Publication, ReaderId, Reading, Terms, View
+from kvferry.tables import BlockTable
+
+BLOCKS, LIMIT, JUNK = 10, 4, -1
+TTL_S, DEADLINE_S = 20.0, 30.0
+NAMES = ("r", "s")
+BLOWS = ("break", "break", "revoke", "give up", "time", "time", "crash", "reader dies", "fence fails", "leave",
+         "weights")  # fmt: skip
+
+
+class Violation(AssertionError):
+    """Something that must hold does not. kind: the same for all runs that find the same."""
+
+    def __init__(self, kind: str, about: str = "") -> None:
+        super().__init__(f"{kind}: {about}" if about else kind)
+        self.kind = kind
+
+
+@dataclass(eq=False)
+class Prefill:
+    """One lease as its engine sees it. ranks: blocks on each rank that has not been told that it is over."""
+
+    name: str
+    number: int
+    expected: int
+    parts: list[int]
+    """Blocks that each publish adds."""
+    ranks: dict[int, list[int]] = field(default_factory=dict)
+    published: Counter[int] = field(default_factory=Counter)
+    """Publishes by rank."""
+    words: dict[int, int] = field(default_factory=dict)
+    """By rank: the word of its first publish."""
+    weights: str = ""
+
+    def tags(self, count: int) -> list[int]:
+        return [self.number << 8 | index for index in range(count)]
+
+
+@dataclass(eq=False)
+class Gathering:
+    """What a source packs for one reading. bytes: by index of the block."""
+
+    packing: int
+    word: int
+    """The lease's that the reader means."""
+    left: list[int]
+    view: View | None = None
+    bytes: dict[int, int] = field(default_factory=dict)
+    reply: tuple[int, dict[int, int] | None] | None = None
+
+
+@dataclass(eq=False)
+class Link:
+    """One stream. Each side learns that it is broken in its own time."""
+
+    number: int
+    reader: ReaderRank
+    source: SourceRank
+    life: int
+    up: deque[e.SourceEvent] = field(default_factory=deque)
+    down: deque[tuple[int, object]] = field(default_factory=deque)
+    turns: dict[int, None] = field(default_factory=dict)
+    """Readings that have something to tell, in order."""
+    broken: bool = False
+    connected: bool = False
+    announced: dict[str, View] = field(default_factory=dict)
+    parts: dict[int, Part] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    """Readings whose end was told."""
+    readings: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+@dataclass(eq=False)
+class SourceRank:
+    index: int
+    source: Source
+    life: int = 0
+    words: set[int] = field(default_factory=set)
+    memory: list[int] = field(default_factory=lambda: [JUNK] * BLOCKS)
+    fences: dict[int, tuple[Prefill, int]] = field(default_factory=dict)
+    """Each with the publish that waits for it."""
+    gathers: dict[Reading, Gathering] = field(default_factory=dict)
+    links: dict[int, Link] = field(default_factory=dict)
+    complete: defaultdict[tuple[str, int], set[tuple[tuple[object, ...], int, int]]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+    """(engine, attempt, rank) that has closed each lease complete, as heard here."""
+    newest: defaultdict[tuple[str, int], Counter[tuple[object, ...]]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    """The highest attempt of each engine that has opened each lease."""
+
+
+@dataclass(eq=False)
+class ReaderRank:
+    who: ReaderId
+    links: dict[int, Link] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Part:
+    """What one rank reads of one source rank in one attempt."""
+
+    receive: Receive
+    reader: ReaderRank
+    source: SourceRank
+    link: Link | None = None
+    reading: int = 0
+    view: View | None = None
+    bytes: dict[int, int] = field(default_factory=dict)
+    packing: int = 0
+    life: int = 0
+    """The source's, whose memory was read."""
+    state: str = "reads"
+
+    @property
+    def over(self) -> bool:
+        return self.state != "reads"
+
+
+@dataclass(eq=False)
+class Receive:
+    """One attempt of one engine."""
+
+    name: str
+    attempt: int
+    lease: int
+    staged: bool
+    deadline: float
+    parts: list[Part] = field(default_factory=list)
+
+
+class World:
+    def __init__(self, seed: int, *, told: Callable[[str], None] | None = None) -> None:
+        """told: each line of the transcript."""
+        self.seed, self.rng, self.now, self.steps = seed, random.Random(seed), 0.0, 0
+        self._told = told
+        self.numbers, self.streams, self.words = itertools.count(1), itertools.count(1), itertools.count(1)
+        self.fences = itertools.count(1)
+        self.sources = [SourceRank(index, Source(LIMIT)) for index in range(self.rng.choice((1, 1, 2)))]
+        self.engines = {
+            f"d{number}": [ReaderRank(ReaderId(f"d{number}", "1", rank, of)) for rank in range(of)]
+            for number, of in enumerate(self.rng.choice(((1,), (2,), (1, 2), (3,), (2, 1, 1))))
+        }
+        self.attempts: Counter[tuple[str, str]] = Counter()
+        self.weights = ""
+        self.prefills: list[Prefill] = []
+        self.receives: list[tuple[str, Receive]] = []
+        self.ends: Counter[str] = Counter()
+        self.pairs: Counter[tuple[str, str]] = Counter()
+        """How often each event met each state of its lease."""
+
+    def tell(self, line: str) -> None:
+        if self._told is not None:
+            self._told(f"{self.steps:5} {self.now:6.1f} s  {line}")
+
+    # ---- the machines of a source rank ----
+
+    def feed(self, at: SourceRank, event: e.SourceEvent) -> list[e.SourceEffect]:
+        """Raises KvferryError for a publish that is refused."""
+        self._count(at, event)
+        effects = at.source.on(event, self.now)
+        for each, (lease, who) in at.source.leases._opened.items():
+            newest = at.newest[lease.request_id, lease.number]
+            newest[who.engine] = max(
+                newest[who.engine], at.source.streams[each.stream]._opened[each.number].asked.attempt
+            )
+        for effect in effects:
+            self._do(at, effect)
+            while self.rng.random() < 0.4:
+                self._read_memory(at)
+        at.source.check()
+        self._check_sizes(at)
+        return effects
+
+    def _count(self, at: SourceRank, event: e.SourceEvent) -> None:
+        name = getattr(event, "request_id", "") or (event.terms.request_id if isinstance(event, e.Publish) else "")
+        state = at.source.leases.state_of(name) if name else None
+        self.pairs[state.value if state else "none", type(event).__name__] += 1
+
+    def _do(self, at: SourceRank, effect: e.SourceEffect) -> None:
+        match effect:
+            case e.HoldWord(word):
+                at.words.add(word)
+            case e.ClearWord(word):
+                at.words.remove(word)
+            case e.CancelFence(fence):
+                del at.fences[fence]
+            case e.LeaseEnded(account):
+                self._over(at, account)
+            case e.Speak(reading):
+                at.links[reading.stream].turns.setdefault(reading.number)
+            case e.StartPacking(reading, packing, wanted):
+                assert isinstance(wanted, tuple)
+                at.gathers[reading] = Gathering(packing, wanted[0], list(wanted[1]))
+            case e.Gather(reading, view):
+                gather = at.gathers[reading]
+                gather.view = view
+                if gather.word != view.terms.word:  # the reader went by an announcement that is out of date
+                    self._not_packed(at, reading)
+            case e.StopPacking(reading, why):
+                gather = at.gathers[reading]
+                if why is None:
+                    del at.gathers[reading]
+                elif gather.left:
+                    self._not_packed(at, reading)
+            case e.Served():
+                pass
+
+    def _not_packed(self, at: SourceRank, reading: Reading) -> None:
+        gather = at.gathers[reading]
+        gather.left, gather.reply = [], (gather.packing, None)
+        at.links[reading.stream].turns.setdefault(reading.number)
+
+    def _over(self, at: SourceRank, account: Account) -> None:
+        """The engine is told, and uses the blocks otherwise."""
+        name, number, state = account.request_id, account.number, account.state
+        self.ends[state.value] += 1
+        self.tell(f"source {at.index}: lease {number} of {name} is {state}")
+        prefill = self.prefills[number - 1]
+        if at.index not in prefill.ranks:
+            raise Violation("an engine is told of an end twice", f"lease {number}")
+        if prefill.words[at.index] in at.words:
+            raise Violation("an engine is told of an end while the word stands", f"lease {number}")
+        if state is LeaseState.RELEASED and account.open:
+            raise Violation("released under its readers", f"lease {number}: {account.open}")
+        for block in prefill.ranks.pop(at.index):
+            at.memory[block] = JUNK
+        if state is LeaseState.RELEASED:
+            closed, newest = at.complete[name, number], at.newest[name, number]
+            whole = {
+                engine
+                for engine, attempt, _ in closed
+                if attempt >= newest[engine]
+                and all((engine, attempt, rank) in closed for rank in range(int(str(engine[2]))))
+            }
+            if len(whole) < prefill.expected:
+                raise Violation("released before it was read", f"lease {number}: {closed}, newest {newest}")
+
+    def _check_sizes(self, at: SourceRank) -> None:
+        sizes = at.source.sizes()
+        readers = sum(len(ranks) for ranks in self.engines.values()) + 4 * len(at.links)
+        most = {
+            "live": LIMIT, "awaited": LIMIT, "ended": leases.TOMBSTONES, "opened": 64 * readers, "alarms": LIMIT,
+            "heap": 2 * LIMIT + 64, "readers": MAX_READERS, "queued": 16 * LIMIT,
+        }  # fmt: skip
+        for name, bound in most.items():
+            if sizes.get(name, 0) > bound:
+                raise Violation(f"more than may be kept: {name}", f"{sizes[name]} of {bound}")
+
+    # ---- the engine that publishes ----
+
+    def publish(self, name: str = "", *, expected: int = 0) -> Prefill | None:
+        """Begin a prefill. Its ranks publish each in its own time."""
+        rng = self.rng
+        name = name or rng.choice(NAMES)
+        if any(each.name == name and each.ranks for each in self.prefills):
+            return None
+        parts = [rng.randint(1, 2) for _ in range(rng.choice((1, 1, 2, 3)))]
+        expected = expected or rng.choice((1, 1, 1, min(2, len(self.engines))))
+        prefill = Prefill(name, next(self.numbers), expected, parts, weights=self.weights)
+        for at in self.sources:
+            taken = {block for each in self.prefills for block in each.ranks.get(at.index, ())}
+            free = [block for block in range(BLOCKS) if block not in taken]
+            if len(free) < sum(parts):
+                self.prefills.append(Prefill(name, prefill.number, 1, []))
+                return None
+            prefill.ranks[at.index] = rng.sample(free, sum(parts))
+        self.prefills.append(prefill)
+        return prefill
+
+    def advance(self, prefill: Prefill, at: SourceRank) -> bool:
+        """The next publish of one rank."""
+        done = prefill.published[at.index]
+        if at.index not in prefill.ranks or done == len(prefill.parts):
+            return False
+        prefill.published[at.index] += 1
+        blocks = prefill.ranks[at.index][: sum(prefill.parts[: done + 1])]
+        more = done + 1 < len(prefill.parts)
+        fence = next(self.fences) if self.rng.random() < 0.3 else None
+        terms = Terms(prefill.name, prefill.number, next(self.words), TTL_S, prefill.expected)
+        prefill.words.setdefault(at.index, terms.word)
+        table = {"full": BlockTable(np.array(blocks))}
+        said = Publication(table, len(blocks), b"", more=more, weights=prefill.weights)
+        self.tell(
+            f"source {at.index}: publish {prefill.number} of {prefill.name}, {len(blocks)} blocks, {more=}, {fence=}"
+        )
+        if fence is None:
+            self._write(prefill, at, len(blocks))
+        else:
+            at.fences[fence] = prefill, len(blocks)
+        try:
+            self.feed(at, e.Publish(terms, said, fence))
+        except KvferryError as error:
+            if fence is not None:
+                at.fences.pop(fence, None)
+            if error.code not in ("full", "lease_ended"):
+                raise Violation(f"a publish is refused: {error.code}", str(error)) from error
+            prefill.ranks.pop(at.index, None)
+        return True
+
+    def _write(self, prefill: Prefill, at: SourceRank, count: int) -> None:
+        for block, tag in zip(prefill.ranks.get(at.index, ()), prefill.tags(count), strict=False):
+            at.memory[block] = tag
+
+    def reach(self, at: SourceRank, *, problem: KvferryError | None = None) -> None:
+        fence = self.rng.choice(list(at.fences))
+        prefill, count = at.fences.pop(fence)
+        if problem is None:
+            # A stream writes in order: what an earlier fence guards is there as well.
+            self._write(prefill, at, count)
+        self.tell(f"source {at.index}: fence {fence} is {'reached' if problem is None else 'given up'}")
+        self.feed(at, e.FenceOver(prefill.name, prefill.number, fence, problem))
+
+    # ---- engines that read ----
+
+    def receive(self, engine: str, name: str = "", *, lease: int | None = None) -> Receive:
+        name = name or self.rng.choice(NAMES)
+        self.attempts[engine, name] += 1
+        for owner, before in self.receives:
+            if (owner, before.name) == (engine, name) and self.rng.random() < 0.8:
+                for part in before.parts:
+                    if not part.over:
+                        self.fail(part, "superseded")
+        if lease is None:
+            last = max((each.number for each in self.prefills if each.name == name), default=0)
+            lease = self.rng.choice((0, last, last + 1 if self.rng.random() < 0.1 else last))
+        staged = self.rng.random() < 0.5
+        receive = Receive(name, self.attempts[engine, name], lease, staged, self.now + DEADLINE_S)
+        for reader, at in itertools.product(self.engines[engine], self.sources):
+            receive.parts.append(Part(receive, reader, at))
+        self.receives.append((engine, receive))
+        self.tell(f"{engine}: receive {name}, attempt {receive.attempt}, lease {lease or 'any'}, {staged=}")
+        return receive
+
+    def go_on(self, part: Part) -> None:
+        """One step of a reader's."""
+        link = self._link(part)
+        if part.view is None:
+            known = None if part.reading else link.announced.get(part.receive.name)
+            if known is not None and part.receive.lease in (0, known.terms.number):
+                part.view, part.life = known, link.life
+            elif not part.reading:
+                self._ask(part, link)
+        elif not part.reading and (part.receive.staged or self.rng.random() < 0.5):
+            self._ask(part, link)
+        elif part.receive.staged:
+            self._pack(part, link, part.view)
+        else:
+            self._read(part)
+
+    def _link(self, part: Part) -> Link:
+        at, reader = part.source, part.reader
+        if part.link is not None:
+            return part.link
+        link = reader.links.get(at.index)
+        if link is None or link.broken:
+            link = reader.links[at.index] = Link(next(self.streams), reader, at, at.life)
+            at.links[link.number] = link
+            link.up.append(e.Connect(link.number, reader.who, announcing=True))
+        part.link = link
+        return link
+
+    def _ask(self, part: Part, link: Link) -> None:
+        part.reading = next(link.readings)
+        link.parts[part.reading] = part
+        known = part.view.known_by if part.view is not None else (0, 0)
+        receive = part.receive
+        link.up.append(e.Ask(Reading(link.number, part.reading), receive.name, receive.lease, receive.attempt, known))
+
+    def _wanted(self, view: View) -> list[int]:
+        return list(range(view.said.num_tokens))
+
+    def _pack(self, part: Part, link: Link, view: View) -> None:
+        missing = [index for index in self._wanted(view) if index not in part.bytes]
+        if missing and part.packing < 0:
+            return  # one is under way
+        if missing:
+            part.packing = -(abs(part.packing) + 1)
+            link.up.append(e.Pack(Reading(link.number, part.reading), abs(part.packing), (view.terms.word, missing)))
+        elif not view.said.more:
+            self._complete(part, view)
+
+    def _read(self, part: Part) -> None:
+        """By NIXL: one block, or at last the word."""
+        view, at = part.view, part.source
+        assert view is not None
+        missing = [index for index in self._wanted(view) if index not in part.bytes]
+        if part.life != at.life:
+            self.fail(part, "the source is gone")
+        elif missing:
+            index = self.rng.choice(missing)
+            part.bytes[index] = at.memory[int(view.said.tables["full"].block_ids[index])]
+        elif not view.said.more:
+            if view.terms.word in at.words:
+                self._complete(part, view)
+            else:
+                self.fail(part, "torn")
+
+    def _read_memory(self, at: SourceRank) -> None:
+        reading = [
+            each for each in self.parts() if each.source is at and not each.receive.staged and each.view is not None
+        ]
+        if reading:
+            self._read(self.rng.choice(reading))
+
+    def _complete(self, part: Part, view: View) -> None:
+        """The reader calls it whole, and closes."""
+        meant = dict(enumerate(self.prefills[view.terms.number - 1].tags(view.said.num_tokens)))
+        if part.bytes != meant:
+            raise Violation("called whole and is not", f"lease {view.terms.number}: {part.bytes}")
+        part.state = "done"
+        self.ends["done"] += 1
+        self._leave(part, complete=True)
+
+    def _leave(self, part: Part, *, complete: bool) -> None:
+        self.tell(f"{part.reader.who.engine_id}/{part.reader.who.rank}: attempt {part.receive.attempt} at "
+                  f"{part.receive.name} of source {part.source.index}: {part.state}")  # fmt: skip
+        link, view = part.link, part.view
+        if link is None or link.broken:
+            return
+        number = view.terms.number if view is not None else part.receive.lease
+        if part.reading or complete:
+            link.up.append(
+                e.Leave(
+                    Reading(link.number, part.reading), part.receive.name, number, complete, len(part.bytes),
+                    part.receive.attempt,
+                )
+            )  # fmt: skip
+        link.parts.pop(part.reading, None)
+
+    def fail(self, part: Part, why: str) -> None:
+        part.state = why
+        self.ends[why] += 1
+        self._leave(part, complete=False)
+
+    def parts(self) -> list[Part]:
+        return [part for _, receive in self.receives for part in receive.parts if not part.over]
+
+    # ---- streams ----
+
+    def carry(self, link: Link) -> bool:
+        """One message, or that a side learns that the stream is broken."""
+        at, choices = link.source, []
+        known = at.links.get(link.number) is link and link.life == at.life
+        if known and link.up and not link.broken:
+            choices.append("up")
+        if known and link.connected and link.turns and not link.broken:
+            choices.append("compose")
+        if link.down and not link.broken:
+            choices.append("down")
+        if link.broken and known:
+            choices.append("source learns")
+        if not choices:
+            return False
+        match self.rng.choice(choices):
+            case "up":
+                self._hear(at, link, link.up.popleft())
+            case "compose":
+                self._compose(at, link)
+            case "down":
+                self._deliver(link, *link.down.popleft())
+            case _:
+                if link.connected:
+                    self.feed(at, e.Disconnect(link.number))
+                del at.links[link.number]
+        return True
+
+    def _hear(self, at: SourceRank, link: Link, event: e.SourceEvent) -> None:
+        if isinstance(event, e.Connect):
+            link.connected = True
+        if isinstance(event, e.Leave) and event.complete:
+            opened = at.source.leases._opened.get(event.reading)
+            number = opened[0].number if opened is not None else event.lease
+            who = link.reader.who
+            at.complete[event.request_id, number].add((who.engine, event.attempt, who.rank))
+        try:
+            self.feed(at, event)
+        except KvferryError as error:
+            raise Violation(f"between daemons of ours: {error.code}", str(error)) from error
+
+    def _compose(self, at: SourceRank, link: Link) -> None:
+        number = next(iter(link.turns))
+        del link.turns[number]
+        told = at.source.take(Reading(link.number, number))
+        if told is not None:
+            link.turns[number] = None
+            link.down.append((number, told))
+            return
+        gather = at.gathers.get(Reading(link.number, number))
+        if gather is not None and gather.reply is not None:
+            reply, gather.reply = gather.reply, None
+            link.down.append((number, reply))
+
+    def _deliver(self, link: Link, number: int, told: object) -> None:
+        if number in link.ended:
+            raise Violation("something is told after the end", str(told))
+        part = link.parts.get(number)
+        match told:
+            case e.Announcement(view):
+                link.announced[view.terms.request_id] = view
+            case e.Problem(why):
+                link.ended.add(number)
+                if part is not None:
+                    self.fail(part, why.code)
+            case e.Update(view) if part is not None:
+                if part.view is not None and part.view.terms.word != view.terms.word:
+                    part.bytes.clear()
+                    part.packing = abs(part.packing)
+                elif part.view is not None and view.version <= part.view.version:
+                    raise Violation("told what it knows", f"{view.version} after {part.view.version}")
+                part.view, part.life = view, link.life
+            case (int(packing), packed) if part is not None and packing == -part.packing:
+                part.packing = packing
+                if packed is None:
+                    self.fail(part, "not packed")
+                else:
+                    part.bytes |= packed
+            case _:
+                pass
+
+    def gather(self, at: SourceRank, reading: Reading) -> bool:
+        """Pack one more block."""
+        gather = at.gathers[reading]
+        if gather.view is None or not gather.left:
+            return False
+        index = gather.left.pop()
+        gather.bytes[index] = at.memory[int(gather.view.said.tables["full"].block_ids[index])]
+        if not gather.left:
+            gather.reply = gather.packing, gather.bytes
+            at.links[reading.stream].turns.setdefault(reading.number)
+        return True
+
+    # ---- blows ----
+
+    def blow(self) -> None:
+        rng, what = self.rng, self.rng.choice(BLOWS)
+        at, engine = rng.choice(self.sources), rng.choice(list(self.engines))
+        name = rng.choice(NAMES)
+        self.tell(f"blow: {what}")
+        match what:
+            case "break" if links := [each for each in at.links.values() if not each.broken]:
+                self._break(rng.choice(links))
+            case "revoke":
+                for each in self.sources:
+                    self.feed(each, e.Revoke(name, "preempted"))
+                for prefill in self.prefills:
+                    if prefill.name == name:
+                        prefill.ranks.clear()
+            case "give up":
+                self.feed(at, e.GiveUp(name, "aborted", rng.choice(self.engines[engine]).who))
+            case "time":
+                self.pass_time(rng.choice((1.0, 7.0, 25.0)))
+            case "crash" if rng.random() < 0.3:
+                self._crash(at)
+            case "reader dies" if rng.random() < 0.3:
+                self._die(engine)
+            case "fence fails" if at.fences:
+                self.reach(at, problem=Conflict("fence_timeout", "the GPU is slow"))
+            case "leave" if parts := self.parts():
+                self.fail(rng.choice(parts), "gave up")
+            case "weights" if rng.random() < 0.2:
+                self.weights = f"w{self.steps}"
+                for each in self.sources:
+                    self.feed(each, e.ReplaceWeights(self.weights, "replaced"))
+            case _:
+                pass
+
+    def _break(self, link: Link) -> None:
+        link.broken = True
+        link.up.clear()
+        link.down.clear()
+        for part in list(link.parts.values()):
+            self.fail(part, "peer lost")
+        for part in self.parts():
+            if part.link is link:
+                self.fail(part, "peer lost")
+
+    def _crash(self, at: SourceRank) -> None:
+        """The daemon; its engine attaches again, and says what it had published."""
+        self.tell(f"source {at.index}: the daemon dies")
+        for link in at.links.values():
+            if not link.broken:
+                self._break(link)
+        lost = [(each.name, each.number) for each in self.prefills if each.ranks.pop(at.index, None) is not None]
+        at.memory[:] = [JUNK] * BLOCKS
+        at.life += 1
+        at.source, at.words, at.fences, at.gathers, at.links = Source(LIMIT), set(), {}, {}, {}
+        self.feed(at, e.Lose(tuple(lost)))
+
+    def _die(self, engine: str) -> None:
+        """All ranks of a reading engine; it starts anew, in another epoch."""
+        self.tell(f"{engine}: dies")
+        ranks = self.engines[engine]
+        for reader in ranks:
+            for link in reader.links.values():
+                if not link.broken:
+                    self._break(link)
+        for owner, receive in self.receives:
+            for part in receive.parts:
+                if owner == engine and not part.over:
+                    part.state = "died"
+        epoch = str(int(ranks[0].who.epoch) + 1)
+        self.engines[engine] = [ReaderRank(ReaderId(engine, epoch, it.who.rank, len(ranks))) for it in ranks]
+        for name in NAMES:
+            self.attempts[engine, name] = 0
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.now + seconds
+        while True:
+            timers = [(at.source.next_timer(), at) for at in self.sources]
+            due = min((timer for timer, _ in timers if timer is not None), default=until + 1)
+            if due > until:
+                break
+            self.now = max(self.now, due)
+            for timer, at in timers:
+                if timer is not None and timer <= self.now:
+                    self.feed(at, e.Tick())
+                    if (again := at.source.next_timer()) is not None and again <= self.now:
+                        raise Violation("a timer rings and rings")
+        self.now = until
+        for _, receive in self.receives:
+            for part in receive.parts:
+                if not part.over and receive.deadline <= self.now:
+                    self.fail(part, "deadline")
+
+    # ---- a run ----
+
+    def step(self) -> bool:
+        """Somebody's next step, if anybody can take one."""
+        self.steps += 1
+        rng = self.rng
+        links = [link for at in self.sources for link in at.links.values()]
+        kinds = [self._step_link, self._step_link, self._step_part, self._step_source]
+        rng.shuffle(kinds)
+        return any(kind(links) for kind in kinds)
+
+    def _step_link(self, links: list[Link]) -> bool:
+        self.rng.shuffle(links)
+        return any(self.carry(link) for link in links)
+
+    def _step_part(self, links: list[Link]) -> bool:
+        parts = self.parts()
+        if not parts:
+            return False
+        part = self.rng.choice(parts)
+        before = (part.view, part.reading, part.packing, len(part.bytes), part.state)
+        self.go_on(part)
+        return (part.view, part.reading, part.packing, len(part.bytes), part.state) != before
+
+    def _step_source(self, links: list[Link]) -> bool:
+        at = self.rng.choice(self.sources)
+        if at.fences and self.rng.random() < 0.4:
+            self.reach(at)
+            return True
+        for reading in list(at.gathers):
+            if self.gather(at, reading):
+                return True
+        going = [each for each in self.prefills if at.index in each.ranks]
+        return any(self.advance(each, at) for each in self.rng.sample(going, len(going)))
+
+    def go(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def run_dry(self) -> None:
+        """Until nobody can take a step."""
+        idle = 0
+        for _ in range(20_000):
+            idle = 0 if self.step() else idle + 1
+            if idle > 60:
+                return
+        raise Violation("it never comes to rest")
+
+    def run(self) -> None:
+        rng = self.rng
+        for _ in range(rng.randint(4, 10)):
+            acts: list[Callable[[], object]] = [self.publish, lambda: self.receive(rng.choice(list(self.engines)))]
+            rng.shuffle(acts)
+            for act in acts:
+                act()
+                self.go(rng.choice((0, 3, 10, 30)))
+            self.blow()
+            self.go(rng.choice((0, 10, 40)))
+        self.tell("blows stop")
+        self._come_to_rest()
+        self._serve_once_more()
+
+    def _come_to_rest(self) -> None:
+        self.run_dry()
+        self._check_told()
+        self.pass_time(DEADLINE_S)
+        self.run_dry()
+        if self.parts():
+            raise Violation("an attempt goes on after its deadline")
+        self.pass_time(2 * TTL_S)
+        self.run_dry()
+        for at in self.sources:
+            sizes = at.source.sizes()
+            if sizes["live"] or at.words or any(at.index in each.ranks for each in self.prefills):
+                raise Violation("a lease does not end", f"{sizes}")
+            for name in ("opened", "waiting", "awaited", "alarms", "heap", "queued"):
+                if sizes.get(name, 0):
+                    raise Violation(f"something is left: {name}", f"{sizes}")
+            if at.fences:
+                raise Violation("a fence is waited for")
+
+    def _check_told(self) -> None:
+        """Every reader has been told the latest."""
+        for part in self.parts():
+            link, at = part.link, part.source
+            if link is None or link.broken or not part.reading or link.life != at.life:
+                continue
+            lease, wanted = at.source.leases.get(part.receive.name), part.receive.lease
+            if lease is not None and wanted in (0, lease.number) and lease.version:
+                seen = part.view.version if part.view is not None else 0
+                if seen < lease.version or not lease.more:
+                    raise Violation("a reader of what is published waits", f"{seen} of {lease.version}")
+            elif wanted and wanted <= at.source.leases.newest(part.receive.name):
+                raise Violation("a reader of what is over waits", f"lease {wanted} of {part.receive.name}")
+
+    def _serve_once_more(self) -> None:
+        """Nothing stands in the way of it."""
+        engine = self.rng.choice(list(self.engines))
+        first = self.rng.random() < 0.5
+        self.tell(f"once more, {'publish' if first else 'receive'} first")
+        name, number = self.rng.choice(NAMES), len(self.prefills) + 1
+        if first:
+            self.publish(name, expected=1)
+            self.go(self.rng.choice((0, 5, 40)))
+        receive = self.receive(engine, name, lease=number)
+        self.go(self.rng.choice((0, 5, 40)))
+        if not first:
+            self.publish(name, expected=1)
+        self.run_dry()
+        for part in receive.parts:
+            if part.state != "done":
+                raise Violation(f"not done though nothing stands in the way: {part.state}")
+        for at in self.sources:
+            if at.source.leases.state_of(name) is not LeaseState.RELEASED:
+                raise Violation("read by all, and not released")
