@@ -87,6 +87,7 @@ class Engines(Fleet):
         daemons: Sequence[DaemonService] = (),
         *,
         ranks: int = 1,
+        stages: int = 1,
         block_size: int = 32,
         options: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
@@ -96,7 +97,8 @@ class Engines(Fleet):
     ) -> Service:
         """One engine with a rank per daemon; without any it has vLLM's own NixlConnector and `ranks` of them.
 
-        options: kv_connector_extra_config. beside: other connectors, which vLLM's MultiConnector asks after ours.
+        stages: of a pipeline, among which the ranks are divided. options: kv_connector_extra_config. beside: other
+        connectors, which vLLM's MultiConnector asks after ours.
         """
         port = self.free_port()
         command = [
@@ -111,7 +113,8 @@ class Engines(Fleet):
             connector |= {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
             extra = {"socket": str(self.directory / f"{name}-{{rank}}.sock")} | (options or {})
             connector |= {"kv_connector_extra_config": extra}
-        command += ["--tensor-parallel-size", str(len(daemons) or ranks)]
+        command += ["--tensor-parallel-size", str((len(daemons) or ranks) // stages)]
+        command += ["--pipeline-parallel-size", str(stages)]
         connector |= transfer or {}
         if beside:
             several = {"connectors": [connector, *beside]}
@@ -250,10 +253,16 @@ class Several:
 
 def kv_rows(engine: Service, tokens: int) -> set[Row]:
     """For every `tokens` slots of the engine's cache a hash of each head's KV (worker/kv_rows.py), rank after rank."""
-    body = {"method": "kv_rows", "args": [str(tokens)]}
+    found = of_workers(engine, "kv_rows", str(tokens))
+    return {tuple(chain.from_iterable(row)) for row in zip(*found, strict=True)}
+
+
+def of_workers(engine: Service, method: str, *args: str) -> list[Any]:
+    """What each rank's worker answers, by a method of worker/kv_rows.py."""
+    body = {"method": method, "args": args}
     answer = httpx.post(f"{engine.url}/collective_rpc", json=body, trust_env=False, timeout=ANSWER_S)
     answer.raise_for_status()
-    return {tuple(chain.from_iterable(row)) for row in zip(*answer.json()["results"], strict=True)}
+    return list(answer.json()["results"])
 
 
 @contextmanager

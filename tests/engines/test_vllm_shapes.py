@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines import LENGTHS, MODEL, Pair, Several, cache_usage, eventually, handed_over, prompt, several
+from engines import LENGTHS, MODEL, Pair, Several, cache_usage, eventually, handed_over, of_workers, prompt, several
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
@@ -22,6 +22,7 @@ SIDES = {
 """By TP and block size."""
 SHAPES = [("TP1-32", "TP1-96"), ("TP1-96", "TP1-32"), ("TP2-64", "TP1-32"), ("TP1-32", "TP2-64"), ("TP2-64", "TP3-32")]
 WINDOWED = {"TP1-32": {"block_size": 32}, "TP2-64": {"block_size": 64, "ranks": 2}}
+PIPELINED = {"TP1-32": {"block_size": 32}, "PP2-64": {"block_size": 64, "ranks": 2, "stages": 2}}
 WINDOWED_SHAPES = [("TP1-32", "TP2-64"), ("TP2-64", "TP1-32")]
 
 
@@ -76,6 +77,16 @@ def test_a_sliding_window_alone(sliding: Pair, request: pytest.FixtureRequest) -
 
 def test_a_sliding_window_eight_at_once(sliding: Pair, request: pytest.FixtureRequest) -> None:
     read_whole(sliding, fresh(request), at_once=8)
+
+
+@pytest.mark.long
+def test_a_pipeline_of_two_stages_hands_over_to_one_rank_and_back(request: pytest.FixtureRequest) -> None:
+    """Each stage publishes its own layers when they are computed; the other way each reads its own."""
+    with several(DIVISIBLE, PIPELINED) as both:
+        of_workers(both.engines["PP2-64"], "make_room_between_stages")
+        for at, (prefill, decode) in enumerate((("PP2-64", "TP1-32"), ("TP1-32", "PP2-64"))):
+            prompts = [prompt(length, seed=hash_of(request.node.name) + at) for length in LENGTHS]
+            read_whole(both.pair(prefill, decode), prompts, at_once=8)
 
 
 def fresh(request: pytest.FixtureRequest) -> list[list[int]]:

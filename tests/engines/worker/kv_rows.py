@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,6 +17,7 @@ class KvRows:
     """vLLM adds this to its worker (`--worker-extension-cls kv_rows.KvRows`)."""
 
     vllm_config: VllmConfig
+    model_runner: Any
 
     def kv_rows(self, tokens: str) -> list[list[int]]:
         """Of every `tokens` consecutive slots of a block: a 64-bit hash of all layers' keys and values for each head.
@@ -34,6 +36,14 @@ class KvRows:
         assert total is not None
         rows: list[list[int]] = total.tolist()
         return rows
+
+    def make_room_between_stages(self) -> None:
+        """For what the stage before sends. vLLM does so when it warms up, which it does not on a CPU."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
 
 def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
