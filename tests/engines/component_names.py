@@ -3,7 +3,8 @@
 .venv-engines/bin/python tests/engines/component_names.py
 
 vLLM makes the layers and their caches. Prints a line of JSON: for each set of layers and each order the name of every
-component with the layer of vLLM's that has its memory, or the error.
+component with the layer of vLLM's that has its memory, or the error. And why a worker refuses to start whose ranks have
+no names: those of prefill context parallelism.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from descriptions import Shape, config_of
+from descriptions import NAME, Shape, config_of
 from models import as_one_of
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -28,6 +29,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvferry.errors import KvferryError
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.vllm.layers import Group, describe
+from kvferry.vllm.options import Options
+from kvferry.vllm.worker import WorkerSide
 
 HEADS, NOPE, ROPE, RANK = 8, 32, 64, 512
 
@@ -99,9 +102,25 @@ def outcome(makers: dict[str, Make], order: Sequence[str]) -> dict[str, str] | s
         return f"{error.code}: {error}"
 
 
+def ranks_without_names() -> str:
+    config = config_of(Shape(1), {"prefill_context_parallel_size": 2})
+    with set_current_vllm_config(config), as_one_of(1, 1, 0, 1), set_default_torch_dtype(torch.bfloat16):
+        latent(NAME, config)
+        layers: dict[str, Any] = config.compilation_config.static_forward_context
+        groups = get_kv_cache_groups(config, {NAME: layers[NAME].get_kv_cache_spec(config)})
+        pages = get_kv_cache_config_from_groups(config, groups, 2**24)
+    try:
+        WorkerSide(config, pages, Options())
+    except KvferryError as error:
+        return f"{error.code}: {error}"
+    return "starts"
+
+
 def main() -> None:
-    told = {what: [outcome(makers, order) for order in ([*makers], [*makers][::-1])] for what, makers in LAYERS.items()}
-    print(json.dumps(told))
+    told: dict[str, Any] = {
+        what: [outcome(makers, order) for order in ([*makers], [*makers][::-1])] for what, makers in LAYERS.items()
+    }
+    print(json.dumps(told | {"ranks": ranks_without_names()}))
 
 
 if __name__ == "__main__":

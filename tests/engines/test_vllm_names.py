@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,24 +24,29 @@ REFUSED = {"nobody knows": "both hold kv of layer 1", "a ring": "has a CircularB
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[dict[str, str] | str]]:
+def found() -> dict[str, Any]:
     if not PYTHON.exists():
         pytest.skip(f"no vLLM at {PYTHON}: make engines-venv")
     run = [PYTHON, Path(__file__).with_name("component_names.py")]
     done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=360)
     assert done.returncode == 0, done.stderr
-    told: dict[str, list[dict[str, str] | str]] = json.loads(done.stdout.splitlines()[-1])
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
 
 
 @pytest.mark.parametrize("what", NAMES)
-def test_a_name_says_what_it_is_in_either_order(found: dict[str, list[dict[str, str] | str]], what: str) -> None:
+def test_a_name_says_what_it_is_in_either_order(found: dict[str, Any], what: str) -> None:
     assert found[what] == [NAMES[what]] * 2
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_has_no_name_is_refused(found: dict[str, list[dict[str, str] | str]], what: str) -> None:
+def test_what_has_no_name_is_refused(found: dict[str, Any], what: str) -> None:
     for outcome in found[what]:
         assert isinstance(outcome, str)
         assert outcome.startswith("unsupported_cache: ")
         assert REFUSED[what] in outcome
+
+
+def test_ranks_that_share_a_prompt_in_another_way_have_no_names_and_do_not_start(found: dict[str, Any]) -> None:
+    assert found["ranks"].startswith("unsupported_engine: ")
+    assert "prefill_context_parallel_size = 2" in found["ranks"]
