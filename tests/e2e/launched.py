@@ -39,7 +39,9 @@ class Launched:
 
     def says(self, what: str) -> None:
         """Wait until it has said so."""
-        self.eventually(lambda: what in self.said, f"it says {what!r}")
+        ended = self.service.process.poll
+        self.eventually(lambda: what in self.said or ended() is not None, f"it says {what!r}")
+        assert what in self.said, self.service.tail(60)
 
     @property
     def first(self) -> psutil.Process:
@@ -96,12 +98,14 @@ def launched(
     flags: Sequence[str] = (),
     port: int = 0,
     path: str = "/health",
+    device: str = "cpu",
 ) -> Launched:
-    """Start it. command: the engine's, with `{port}` for its port."""
+    """Start it. command: the engine's, with `{port}` for its port. device: or it is left to `kvferry run`."""
     rest, peer, port = _base(fleet, ranks), _base(fleet, ranks), port or fleet.free_port()
-    own = ["run", f"--rest={HOST}:{rest}", f"--peer={HOST}:{peer}", "--device=cpu", "--arena-mb=16", *flags, "--"]
+    own = ["run", f"--rest={HOST}:{rest}", f"--peer={HOST}:{peer}", "--arena-mb=16", *flags]
+    own += [f"--device={device}"] if device else []
     words = [word.replace("{port}", str(port)) for word in command]
-    process, log = fleet._start("run", _kvferry([*own, *words]))
+    process, log = fleet._start("run", _kvferry([*own, "--", *words]))
     service = fleet._add(Service("kvferry run", f"http://{HOST}:{port}", path, process, log))
     return Launched(fleet, service, rest, peer, ranks, service.url)
 

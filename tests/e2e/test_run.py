@@ -106,6 +106,17 @@ def test_a_signal_before_the_engine_s_start_ends_the_daemons(fleet: Fleet) -> No
     run.leaves_nothing()
 
 
+def test_a_daemon_that_ends_before_it_serves_is_named(fleet: Fleet) -> None:
+    run = launched(fleet, ENGINE)
+    keeper = run.child("daemon-0")
+    run.look()
+    keeper.kill()
+    assert run.wait() == 2
+    assert "daemon-0 was ended by SIGKILL before it served: its lines say why" in run.said
+    assert "Traceback" not in run.said
+    run.leaves_nothing()
+
+
 def test_what_is_in_the_way_is_said_before_anything_starts() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]

@@ -139,23 +139,22 @@ class Launcher:
                 await self._end()
 
     async def _runs(self) -> int:
-        loop, telling = asyncio.get_running_loop(), [self._keep(daemon) for daemon in self._plan.daemons]
-        serving = asyncio.gather(*(loop.sock_recv(told, len(READY)) for told in telling))
+        serving = asyncio.create_task(_served([self._keep(daemon) for daemon in self._plan.daemons]))
         await self._first(START_S, serving, self._told, *self._endings())
         if lost := self._lost():
-            return self._failed(f"{lost.name} {how_ended(lost.ended.result())} before it served: its lines say why")
+            how = how_ended(lost.ended.result()).removeprefix("it ")
+            return self._failed(f"{lost.name} {how} before it served: its lines say why")
         if self._told.done():
-            serving.cancel()
             return 128 + self._told.result()
         if not serving.done():
-            serving.cancel()
             return self._failed(f"not all daemons serve after {START_S:g} s: their lines say what they wait for")
         self._say("all daemons serve: the engine starts")
         environment = {"PYTHONUNBUFFERED": "1", **self._environment, **self._plan.environment}
         self._engine = self._start(ENGINE, self._plan.engine, environment)
         await self._first(None, self._told, *self._endings())
         if lost := self._lost():
-            return self._failed(f"the keeper of {lost.name} {how_ended(lost.ended.result())}: all else ends, too")
+            how = how_ended(lost.ended.result()).removeprefix("it ")
+            return self._failed(f"the keeper of {lost.name} {how}: all else ends, too")
         if not self._engine.ended.done():
             await self._drain()
         await self._stop(self._plan.engine_stop_s, self._engine)
@@ -222,9 +221,14 @@ class Launcher:
         """No daemon takes more work; until what is published has been read."""
         assert self._engine is not None
         self._say(f"the daemons drain, for at most {self._plan.drain_s:g} s")
-        drained = asyncio.gather(*(self._drained(daemon) for daemon in self._plan.daemons))
+        drained = asyncio.create_task(self._all_drained())
         await self._first(None, drained, self._hurried, *self._endings())
         drained.cancel()
+
+    async def _all_drained(self) -> None:
+        async with asyncio.TaskGroup() as daemons:
+            for daemon in self._plan.daemons:
+                daemons.create_task(self._drained(daemon))
 
     async def _drained(self, daemon: Daemon) -> None:
         try:
@@ -266,6 +270,12 @@ class Launcher:
 
     def _say(self, what: str, level: str = "info") -> None:
         self._output.say(what, level)
+
+
+async def _served(telling: Iterable[socket.socket]) -> None:
+    """Until each keeper has said that its daemon serves."""
+    for told in telling:
+        await asyncio.get_running_loop().sock_recv(told, len(READY))
 
 
 def _name(daemon: Daemon) -> str:
