@@ -155,8 +155,12 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
+    """request_id, trace: of the lease, as the reader asked for it."""
+
     left: Leave
     who: ReaderId
+    request_id: str
+    trace: Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,10 +77,7 @@ class Lease:
 
     def over(self) -> KvferryError:
         """Why a reader cannot read it any more."""
-        if self.problem is not None:
-            return self.problem.kept()
-        why = f"{self.state.value}{f': {self.reason}' if self.reason else ''}"
-        return lease_ended(self.request_id, why, self.number)
+        return why_over(self)
 
     def refusal(self, said: Publication) -> KvferryError | None:
         """Why this cannot be published after what is there: `already_published`, `published_less`,
@@ -170,3 +167,10 @@ def lease_ended(request_id: str, why: str, number: int = 0) -> KvferryError:
     which = f"lease {number}" if number else "the lease"
     why, remedy = f"{which} of request {request_id} is {why}", "prefill the request again"
     return Conflict("lease_ended", why, field="request_id", value=request_id, remedy=remedy)
+
+
+def why_over(ended: Lease | Account) -> KvferryError:
+    if ended.problem is not None:
+        return ended.problem.kept()
+    why = f"{ended.state.value}{f': {ended.reason}' if ended.reason else ''}"
+    return lease_ended(ended.request_id, why, ended.number)

@@ -8,7 +8,7 @@ from typing import assert_never
 from kvferry.errors import Conflict, Full, KvferryError, Unavailable
 from kvferry.protocol import events as e
 from kvferry.protocol.kept import Alarms, Latest
-from kvferry.protocol.lease import Lease, lease_ended
+from kvferry.protocol.lease import Lease, lease_ended, why_over
 from kvferry.protocol.states import LeaseState
 from kvferry.protocol.values import Account, ReaderId, Reading, Sizes
 from kvferry.protocol.waits import Waits
@@ -77,7 +77,7 @@ class Leases:
             case e.Open():
                 return self._open(event.asked, event.who)
             case e.Close():
-                return self._close(event.left, event.who, now)
+                return self._close(event, now)
             case e.Refuse(request_id, number, why):
                 if request_id in self._live:
                     return []
@@ -216,7 +216,8 @@ class Leases:
         self._opened[asked.reading] = held, who
         return [e.Show(asked.reading, held.view)] if held.version else []
 
-    def _close(self, left: e.Leave, who: ReaderId, now: float) -> Effects:
+    def _close(self, closed: e.Close, now: float) -> Effects:
+        left, who = closed.left, closed.who
         served: Effects = [e.Served(who.engine_id, left.nbytes)] if left.nbytes else []
         lease, _ = self._opened.pop(left.reading, (None, who))
         if lease is not None:
@@ -224,19 +225,19 @@ class Leases:
             return served + self._settle(lease, now)
         waited = self._waits.pop(left.reading) is not None
         if left.complete and (waited or not left.reading.number):
-            return served + self._finish(left, who, now)
+            return served + self._finish(closed, now)
         return served
 
-    def _finish(self, left: e.Leave, who: ReaderId, now: float) -> Effects:
+    def _finish(self, closed: e.Close, now: float) -> Effects:
         """A rank has finished without opening the lease of this number, perhaps before its publish."""
-        request_id, number = left.request_id, left.lease
+        left, who, request_id, number = closed.left, closed.who, closed.request_id, closed.left.lease
         lease, newest = self._live.get(request_id), self.newest(request_id)
         if lease is not None and number == newest:
             try:
                 lease.readers.finish(who, left.attempt, left.by, nbytes=left.nbytes)
             except (Conflict, Full):  # another reading of this rank has it open, and closes it
                 return []
-            lease.trace = left.trace
+            lease.trace = closed.trace
             return self._settle(lease, now)
         if number > newest and not self._closed:
             early = (self._early.get(request_id) or {}) | {who: (number, left.attempt, left.by)}
@@ -281,7 +282,7 @@ class Leases:
     ) -> Effects:
         """The word first, then readers, and the engine last: it may reuse the blocks."""
         fences = lease.end(state, reason, problem)
-        account, why = lease.account(now), lease.over()
+        account = lease.account(now)
         del self._live[lease.request_id]
         self._alarms.drop(lease.request_id)
         self._ended.put(lease.request_id, account)
@@ -289,7 +290,7 @@ class Leases:
         effects += [e.CancelFence(fence) for fence in fences]
         for reading in lease.readers.leave():
             del self._opened[reading]
-            effects.append(e.Over(reading, why))
+            effects.append(e.Over(reading, lease.over()))
         if lease.announced:
             effects += [e.Withdraw(stream, lease.terms.word) for stream in self._audience]
         return [*effects, e.LeaseEnded(account)]
@@ -317,13 +318,6 @@ class Leases:
         heap = self._alarms.entries
         named.pop("closed")
         return {**of_leases, **named, "heap": heap, **self._waits.sizes()}
-
-
-def why_over(ended: Account) -> KvferryError:
-    if ended.problem is not None:
-        return ended.problem.kept()
-    why = f"{ended.state.value}{f': {ended.reason}' if ended.reason else ''}"
-    return lease_ended(ended.request_id, why, ended.number)
 
 
 def _lost(request_id: str, number: int) -> KvferryError:

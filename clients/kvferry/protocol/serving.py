@@ -6,7 +6,7 @@ and announcements that find too many others waiting are dropped, since a reader 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
 from kvferry.errors import KvferryError, Malformed
@@ -153,9 +153,10 @@ class Serving:
     def _leave(self, left: e.Leave) -> Effects:
         opened = self._opened.pop(left.reading.number, None)
         if opened is None:
-            return [e.Close(left, self.who)] if left.complete and not left.reading.number else []
+            unopened = e.Close(left, self.who, left.request_id, left.trace)
+            return [unopened] if left.complete and not left.reading.number else []
         stop: Effects = [e.StopPacking(left.reading)] if opened.packing is not None else []
-        return [*stop, e.Close(replace(left, request_id=opened.asked.request_id, trace=opened.asked.trace), self.who)]
+        return [*stop, e.Close(left, self.who, opened.asked.request_id, opened.asked.trace)]
 
     def check(self) -> None:
         for number, opened in self._opened.items():
