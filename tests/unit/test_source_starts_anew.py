@@ -63,7 +63,7 @@ def test_a_stream_is_for_the_daemon_that_was_met(pair: Pair, way: str, *, epoch:
     transfer = pair.receive(blocks, way, epoch=epoch)
     while not world.asked["Pair"]:  # the last that is asked before the stream
         assert world.step(0)
-    assert not pair.source.engine.leases.inbound
+    assert not pair.source.engine.leases.inbound()
     pair.restart()
     pair.source.publish("r", blocks)
     world.run()
