@@ -99,6 +99,6 @@ async def test_an_announcement_without_a_number_ends_the_stream_by_name() -> Non
 @pytest.mark.parametrize(("closed", "kept"), [(1, 2), (2, 0), (3, 0)])
 async def test_nobody_goes_by_what_was_announced_of_a_lease_that_has_been_read(closed: int, kept: int) -> None:
     async with announced(of(2)) as stream:
-        stream.close_reading("r", closed, attempt=1, complete=False)
+        stream.close_reading("r", closed, attempt=(1, ""), complete=False)
         update = stream.announced("r", 0)
         assert (update.lease if update is not None else 0) == kept
