@@ -20,7 +20,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 FILE = DEPLOY / "compose.yaml"
 PROFILES = {"gpu": ("prefill", "decode"), "cpu": ("prefill-on-cpu", "decode-on-cpu")}
 STOP_S = 60 + 10
-"""Of the engine, and what a daemon may take beyond its drain."""
+"""The engine's own stop, and the time that a daemon may take beyond its drain."""
 Compose = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ def ports(of: Plan) -> dict[str, int]:
 
 
 def faults(compose: Compose) -> Iterator[str]:
-    """What does not fit, one sentence each."""
+    """A sentence for each thing that does not fit."""
     services = compose["services"]
     for profile, names in PROFILES.items():
         sides = [services[name] for name in names]

@@ -17,8 +17,8 @@ READ = 1 << 16
 
 
 class Watch:
-    """Notes in a folder each file of MEMORY that one of our processes makes: its name, and in it the file's number. Who
-    outlives us takes them away. `close` it."""
+    """Notes in a folder each file of MEMORY that one of our processes makes: its name, and in it the file's number.
+    `remove` takes them away, by whichever process is left. `close` it."""
 
     def __init__(self, folder: Path, ours: Callable[[], Set[int]]) -> None:
         """Nothing is noted where the kernel has no watch left, or MEMORY is not there."""
