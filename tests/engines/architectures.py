@@ -22,12 +22,17 @@ VOCABULARY = 576
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint of checkpoints.py, its engines' options, and those of one side."""
+    """A checkpoint of checkpoints.py, its engines' options, and those of one side.
+
+    apart: prefill is given all but the prompt's last token. Where rounding differs with the number of tokens that are
+    computed together, the rows are then those of `Stages.split`, bit for bit.
+    """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
+    apart: bool = False
 
 
 class Staged:
@@ -77,8 +82,10 @@ class Stages:
     fleet: Engines
     prefill: Staged
     decode: Staged
+    model: Model | None = None
 
     def load(self, model: Model) -> None:
+        self.model = model
         folder = self.fleet.directory / model.name
         if not folder.exists():
             self.prefill.write(model.name, folder)
@@ -89,7 +96,8 @@ class Stages:
             raise problem
 
     def handover(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        _, params = self.prefill.generate(tokens, 1, kv_transfer_params=PREFILL_LEG)
+        prefilled = tokens[:-1] if self.model and self.model.apart else tokens
+        _, params = self.prefill.generate(prefilled, 1, kv_transfer_params=PREFILL_LEG)
         return self.decode.generate(tokens, max_tokens, kv_transfer_params=params)[0]
 
     def split(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
