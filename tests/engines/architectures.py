@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from kvferryd.demo.fleet import DaemonService
 
 SIDES = ("p", "d")
 VOCABULARY = 576
+DEVICE = os.environ.get("ENGINES_DEVICE", "cpu")
+"""Of both daemons. `cuda:0`, with vLLM for CUDA in ENGINES_VENV: both engines share that GPU."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def stages() -> Iterator[Stages]:
     fleet = Engines()
     try:
         with ExitStack() as opened:
-            daemons = [fleet.daemon(f"{name}-0") for name in SIDES]
+            daemons = [fleet.daemon(f"{name}-0", flags=("--device", DEVICE)) for name in SIDES]
             listeners = [opened.enter_context(fleet.in_process(name)) for name in SIDES]
             asyncio.run(fleet.ready(*daemons, timeout_s=START_S))
             asked = [opened.enter_context(listener.accept()) for listener in listeners]

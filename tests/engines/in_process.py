@@ -15,6 +15,7 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # else the engine and its worker are processes of their own
 
 import checkpoints
+import torch
 from forced import Forced
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -26,6 +27,8 @@ ALWAYS: dict[str, Any] = {
     "seed": 0, "skip_tokenizer_init": True, "distributed_executor_backend": "uni", "logits_processors": [Forced],
     "disable_log_stats": False,
 }  # fmt: skip
+if torch.cuda.is_available():
+    ALWAYS["gpu_memory_utilization"] = 0.1  # vLLM only checks that so much is free: both engines share a GPU
 
 
 class Stage:
