@@ -252,6 +252,8 @@ async def _started(until: float) -> _Process:
     except asyncio.CancelledError:
         creating.add_done_callback(_not_wanted)
         await asyncio.wait([creating])
+        if creating.exception() is None:
+            await creating.result().wait()
         raise
     except OSError as error:
         why = f"the process that tries peers' metadata cannot be started: {error}"
