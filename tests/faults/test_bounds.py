@@ -192,7 +192,7 @@ async def test_half_of_the_leases_may_be_waited_for(daemons: Daemons, stack: Asy
 async def test_a_reader_has_so_many_readings_on_a_stream(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounded(monkeypatch, {"kvferryd.leases.stream.READINGS": 4})
+    bounded(monkeypatch, {"kvferry.protocol.source.READINGS": 4})
     (daemon,) = await daemons.start("readings", 1, "--max-leases", "1")
     greedy = await greedy_reader(stack, daemon)
 
