@@ -24,7 +24,7 @@ from kvferryd.commands import cli
 from kvferryd.config import OPTIONS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"])
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 ELSEWHERE = ("https://", "http://", "mailto:")
 
@@ -87,6 +87,26 @@ def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     listed = {(index.parent / link).resolve() for link in links(index) if not link.startswith(ELSEWHERE)}
     assert [name(page) for page in PAGES if page not in listed | {index} and page.parent != ROOT] == []
+
+
+def test_the_page_of_the_tests_names_files_that_exist_and_every_folder() -> None:
+    """In its tables a path is one below tests/."""
+    tests = ROOT / "tests"
+    named = set(re.findall(r"`([a-z0-9]+/(?:[a-z0-9_]+\.py)?)`", (tests / "README.md").read_text()))
+    assert len(named) > 100
+    assert [path for path in sorted(named) if not (tests / path).exists()] == []
+    folders = {f"{path.parent.name}/" for path in tests.glob("*/*.py")}
+    assert folders - named == set()
+
+
+def test_the_tests_of_each_room_exist() -> None:
+    """CONTRIBUTING.md names the first file of a folder with the folder, and others after it without."""
+    missing, folder = [], Path()
+    for named in re.findall(r"tests/[\w/*]+(?:\.(?:py|md))?|\btest_[\w*]+\.py", (ROOT / "CONTRIBUTING.md").read_text()):
+        path = ROOT / named if named.startswith("tests/") else folder / named
+        folder = path.parent if path.suffix else path
+        missing += [] if list(path.parent.glob(path.name)) else [named]
+    assert missing == []
 
 
 def test_pages_that_sources_speak_of_exist() -> None:
