@@ -103,8 +103,8 @@ async def made_on(
 
 
 class Worker:
-    """A thread that does one piece of work after another; it starts with the first. `close` it. One that hangs keeps
-    neither `close` beyond its bound nor the process from ending."""
+    """A thread that does one piece of work after another; it starts with the first. `close` it: where its work hangs,
+    `close` still returns after `timeout_s`, and the process can exit."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None):
         """begin, end: called on the thread, before and after all work."""

@@ -47,7 +47,7 @@ async def _refuse(service: Any, context: Context, error: BaseException, method: 
 
 
 def told(error: BaseException, call: str) -> KvferryError:
-    """The error that the caller gets: `internal` for one that is none of ours. The daemon lives on."""
+    """The KvferryError to send for any exception. Unknown ones become `internal`, and the daemon lives on."""
     if isinstance(error, KvferryError):
         return error
     if isinstance(error, DecodeError):

@@ -39,10 +39,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._ferry, self._handovers, self._session = ferry, handovers, ferry.registry.of_session
 
     def admit(self, context: Context) -> None:
-        """Everybody: only this user can open the socket."""
+        """Admits every caller: the mode of the socket keeps others out."""
 
     def sent_away(self, context: Context) -> KvferryError | None:
-        """Nobody."""
+        """Never cuts a caller off."""
 
     @stream
     async def Attach(

@@ -93,7 +93,7 @@ class Copier:
         with device:
             self._take(SCRATCH_NBYTES)  # page-locked memory takes milliseconds
         self._using = threading.Lock()
-        """The tables, from the look at them to the launch: once launched, `free` waits for who uses them."""
+        """Held from reading the tables until the launch. After that `free` waits for the kernel."""
 
     def copy(self, batches: Sequence[Batch], stream: cuda.Stream, programs: int = PROGRAMS) -> int:
         """Put the batches on a stream, one launch for each width of word. Returns the number of launches.

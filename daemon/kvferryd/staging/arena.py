@@ -1,10 +1,9 @@
 """The staging arena: registered once, cut into slots, lent to transfers in the order in which they ask.
 
-A chunk on its way takes a slot on either side. The reader has its own before it asks the source for one, or is about to
-have it: a slot whose bytes have arrived is promised to the next chunk while they are scattered, which waits for nothing
-but this daemon's own copies. And neither direction may take all slots. So a slot that is lent to be packed always waits
-for a read that can begin, and two daemons that read from each other cannot starve each other. A transfer keeps its
-slots from chunk to chunk only while nobody else waits for one (`sought`).
+A chunk on its way takes a slot on either side. A reader asks for a chunk only when it has a slot, or one whose scatter
+has begun; a scatter waits for nothing but this daemon's own copies. Neither direction may take all slots. So a slot
+that is lent to be packed always waits for a read that can begin, and two daemons that read from each other cannot
+starve each other. A transfer keeps its slots from chunk to chunk only while nobody else waits for one (`sought`).
 """
 
 from __future__ import annotations

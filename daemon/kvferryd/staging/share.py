@@ -46,7 +46,7 @@ def share_of(sources: Sequence[Manifest], destination: Manifest, rank: int) -> P
 
 
 def packs(share: Plan, rank: int, tables: Tables, wanted: peer_pb2.PackOpen) -> list[Chunk]:
-    """The source's chunks; only their gathering side means anything. Raises KvferryError."""
+    """Chunks to gather; their destination side is a placeholder. Raises KvferryError."""
     stand_in = {}
     for group in share.destination.groups:
         if group.name in wanted.tables:
