@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,17 @@ from typing import Any
 import httpx
 import pytest
 
-from engines import ANSWER_S, MODEL, Pair, Service, complete, eventually, missed, pair, prompt, tokens_of
+from engines import ANSWER_S, MODEL, Pair, Service, complete, eventually, leases_at, missed, pair, prompt, tokens_of
 from kvferry.reference.config import ModelSource
 from kvferry.reference.model import write_checkpoint
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 PREFIX = prompt(160, seed=77)
 """What all prompts begin with: five blocks, which the prefix caches keep."""
+DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
+"""By 2, as vLLM wants every dimension that it splits."""
+RANKS = [(1, 1), *(pytest.param(ranks, marks=pytest.mark.long) for ranks in ((2, 1), (1, 2)))]
+"""Of tensor parallelism, of prefill and of decode."""
 AT_ONCE, BEFORE, AFTER = 3, 6, 9
 """Clients, and how many answers they get before and after a change."""
 
@@ -39,11 +44,12 @@ class Both:
         return [*PREFIX, *prompt((40, 130, 500, 700)[self.made % 4], seed=1000 + self.made)]
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    other = tmp_path_factory.mktemp("weights") / "b"
-    write_checkpoint(ModelSource(MODEL, seed=1), other)
-    with pair(daemon_flags=("--lease-ttl-s", "60", "--deadline-s", "20")) as engines:
+@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: "TP{} to TP{}".format(*ranks))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    other, (theirs, ours) = tmp_path_factory.mktemp("weights") / "b", request.param
+    write_checkpoint(ModelSource(DIVISIBLE, seed=1), other)
+    flags = ("--lease-ttl-s", "60", "--deadline-s", "20")
+    with pair(DIVISIBLE, prefill={"ranks": theirs}, decode={"ranks": ours}, daemon_flags=flags) as engines:
         yield Both(engines, engines.fleet.directory / "model", other)
 
 
@@ -60,8 +66,9 @@ def reset(engine: Service) -> None:
 
 def reset_all(engines: Pair) -> None:
     """Also where prefill keeps blocks for requests that decode has refused."""
-    for lease in engines.leases():
-        httpx.delete(f"{engines.prefill_daemons[0].url}/v1/leases/{lease.request_id}", trust_env=False)
+    for daemon in engines.prefill_daemons:
+        for lease in leases_at(daemon):
+            httpx.delete(f"{daemon.url}/v1/leases/{lease.request_id}", trust_env=False)
     for engine in (engines.prefill, engines.decode):
         reset(engine)
 
