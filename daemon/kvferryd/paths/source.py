@@ -310,7 +310,7 @@ class ChunkStream:
         assert source.staging is not None
         self.rank, self.chunks, self.agent_name = source.rank, chunks, source.agent_name
         self.problem: KvferryError | None = None
-        """Why no more of them come."""
+        """Why not all of them have come, or are not proven."""
         self.span = source.staging.span
         """The source's arena."""
         self._address = source.address
@@ -357,7 +357,11 @@ class ChunkStream:
         if not self._in_time:
             self._pending.vouch = True
             self._queue()
-            await self._vouched
+            try:
+                await self._vouched
+            except KvferryError as why:
+                self.problem = why
+                raise
 
     def _queue(self) -> None:
         self._stream.ask(self._take)
@@ -409,7 +413,9 @@ class ChunkStream:
         return self._reader.announced
 
     def fail(self, why: KvferryError) -> None:
-        self.problem = self.problem or why
+        """No more of them come. Chunks that have are read to their end."""
+        if not all(packed.done() for packed in self._packed):
+            self.problem = self.problem or why
         futures: list[asyncio.Future[Any]] = [*self._packed, self._vouched]
         for future in futures:
             if not future.done():

@@ -81,11 +81,21 @@ class Staged:
         every = [(stream, index) for index in range(max(counts)) for stream in streams if index < len(stream.chunks)]
         turns = (turn for turn in every if turn[0].problem is None)
         await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, arena.most, len(every))))
+        await together(_prove(stream) for stream in streams)
         whole = [stream for stream in streams if stream.problem is None]
-        await together(stream.vouched() for stream in whole)
         ranks, failed = frozenset(stream.rank for stream in whole), (stream.problem for stream in streams)
         carried = sum(len(stream.chunks) for stream in whole)
         return Moved(ranks, carried, packed=ranks, failed=next(filter(None, failed), None))
+
+
+async def _prove(stream: ChunkStream) -> None:
+    """Its chunks are whole, or it has a problem. Raises KvferryError where its source rank will not be asked again."""
+    if stream.problem is None:
+        try:
+            await stream.vouched()
+        except KvferryError:
+            if not stream.may_begin_again:
+                raise
 
 
 def _chunk_nbytes(nbytes: int, stagings: Sequence[Staging], own: int) -> int:
