@@ -231,14 +231,13 @@ def test_a_stop_while_an_upgrade_drains_waits_for_the_drain_and_nothing_follows(
     daemon = own_fleet.daemon("stopped", kept=True, flags=["--drain-timeout-s", "600"])
     asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
     engine = Engine("stopped", daemon, "1")
-    order = {"request_id": "r", "source": {"engine_id": "nobody", "address": "127.0.0.1:9"}}
+    engine.publish("r", Kv.random(40), Blocks((0, 1, 2), 0))
     with httpx.Client(base_url=daemon.url, trust_env=False, timeout=TIMEOUT_S) as http:
-        ordered = http.post("/v1/transfers", json=order).raise_for_status().json()
         daemon.signal(signal.SIGHUP)
         eventually(lambda: '"stopping"' in daemon.log.read_text(), "the one that serves drains")
         daemon.signal(signal.SIGTERM)
         eventually(lambda: len(children(daemon)) < 2, "nothing is to follow")
-        http.delete(f"/v1/transfers/{ordered['transfer_id']}").raise_for_status()
+        http.delete("/v1/leases/r").raise_for_status()
         assert daemon.process.wait(TIMEOUT_S) == 0
     log = daemon.log.read_text()
     assert "not drained" not in log

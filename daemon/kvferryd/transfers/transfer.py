@@ -408,9 +408,7 @@ class Transfer:
         if compares and not self.announced:
             proofs.append(self._compare_lease(engine))
         await together(proofs)
-        if (
-            compares and self.announced
-        ):  # rank 0 is bound by what it tells, so it is asked about no lease that has ended
+        if compares and self.announced:  # rank 0 is bound by what it tells: it is asked about no lease that has ended
             await self._compare_lease(engine)
         if self._around.config.checksum:
             assert isinstance(self.reservation, Reservation) and self.tokens is not None
