@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import KvferryError
-from kvferryd.run.engines import known
+from kvferryd.run.engines import known, shown
 from kvferryd.run.plan import Plan, described, plan, split
 
 TP2 = "vllm serve m --tensor-parallel-size 2"
@@ -233,3 +233,10 @@ def test_a_plan_can_be_read() -> None:
 def test_what_stands_before_the_engines_name_is_not_read() -> None:
     engine = known(["nice", "-tp", "5", "env", "VLLM_PLUGINS=lora", "vllm", "serve", "m"], {}, str)
     assert engine.ranks == 1 and engine.environment["VLLM_PLUGINS"] == "lora"
+
+
+def test_secrets_of_a_command_are_not_shown() -> None:
+    words = ["env", "HF_TOKEN=hf_1", "A=b", "vllm", "serve", "m", "--api-key", "sk-1", "--api-key=sk-2", "--port", "1"]
+    assert shown(words) == "env HF_TOKEN=*** A=b vllm serve m --api-key *** --api-key=*** --port 1"
+    assert "sk-1" not in "".join(described(planned("vllm serve m --api-key sk-1")))
+    assert "sk-1" not in refused("serve m --api-key sk-1")

@@ -54,3 +54,19 @@ def test_another_file_of_the_same_name_stays(tmp_path: Path) -> None:
         memory.close()
         memory.unlink()
     remove(tmp_path / "not there")
+
+
+def test_what_another_process_has_open_stays(tmp_path: Path) -> None:
+    name = f"kvferry-test-{tmp_path.name}"
+    command = [sys.executable, "-c", MAKES, name]
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "made\n"
+            (tmp_path / name).write_text(str((MEMORY / name).stat().st_ino))
+            remove(tmp_path)
+            assert (MEMORY / name).exists()
+            process.kill()
+        remove(tmp_path)
+        assert not (MEMORY / name).exists()
+    finally:
+        (MEMORY / name).unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from sglang.srt.disaggregation.utils import MetadataBuffers
     from sglang.srt.managers.schedule_batch import Req
+
+
+TOLD_S = 1.0
+"""The longest that an answer about a failure waits for this rank's own reason."""
 
 
 class Receiver(BaseKVReceiver):
@@ -159,6 +164,11 @@ class Receiver(BaseKVReceiver):
         return self._quiesced.done() and self._quiesced.exception() is None
 
     def failure_exception(self) -> None:
-        """Raises why this failed; on the other ranks, which end with it, that it was another one."""
+        """Raises why this failed. What fails on another rank ends here, too, and may be told here a moment later. The
+        client gets the answer of one rank, which names another one only where it has no reason of its own."""
+        if not self._why and self._receipt is not None:
+            with contextlib.suppress(TimeoutError):
+                if (error := self._receipt.exception(TOLD_S)) is not None:
+                    self._why = reason(error)
         why = self._why or "it failed on another rank"
         raise KVTransferError(self._room, f"kvferry: {why}", is_from_another_rank=not self._why)

@@ -20,6 +20,10 @@ RANK = "{rank}"
 SCALAR = re.compile(r"^[\"']?([A-Za-z][\w-]*)[\"']?\s*:\s*(.*?)\s*(?:\s#.*)?$")
 """A line of an engine's own file of options, of which only plain values are needed."""
 
+SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+"""In the name of a flag or a variable: its value is not shown."""
+NAMED = re.compile(r"^(-{0,2}[A-Za-z_][\w.-]*)=")
+
 
 @dataclass(frozen=True, slots=True)
 class Connected:
@@ -244,9 +248,24 @@ def known(words: Sequence[str], environment: Mapping[str, str], read: Callable[[
             return engine(words, start, environment, read)
     raise Malformed(
         "unknown_engine", "the command behind -- starts no engine that kvferry run knows", field="command",
-        value=" ".join(words), remedy="start `vllm serve MODEL` or `python -m sglang.launch_server`, if need be behind"
+        value=shown(words), remedy="start `vllm serve MODEL` or `python -m sglang.launch_server`, if need be behind"
         " env or numactl; within a script write kvferry run -- before it; other engines: docs/engines.md",
     )  # fmt: skip
+
+
+def shown(words: Iterable[str]) -> str:
+    """A command for logs and errors: values of flags and variables that are named like secrets are left out."""
+    told, hidden = list[str](), False
+    for word in words:
+        named = NAMED.match(word)
+        if hidden and not word.startswith("-"):
+            told.append("***")
+        elif named and SECRET.search(named[1]):
+            told.append(f"{named[1]}=***")
+        else:
+            told.append(word)
+        hidden = word.startswith("-") and not named and SECRET.search(word) is not None
+    return " ".join(told)
 
 
 def _dashed(flag: str) -> str:

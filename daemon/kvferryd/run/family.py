@@ -45,6 +45,7 @@ def guarded(work: Callable[[], int], leave: Callable[[], None]) -> int:
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     first = os.getpid()
+    others = living(first)  # of the script that has become us
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
     child = os.fork()
     if child == 0:
@@ -68,7 +69,7 @@ def guarded(work: Callable[[], int], leave: Callable[[], None]) -> int:
         pass
     for number in HANDED_ON:
         signal.signal(number, signal.SIG_IGN)
-    end(lambda: living(os.getpid()), ORPHANED_S)
+    end(lambda: living(first, spared=others), ORPHANED_S)
     leave()
     status = os.waitstatus_to_exitcode(ended[1])
     return status if status >= 0 else 128 - status

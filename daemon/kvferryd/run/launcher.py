@@ -20,6 +20,7 @@ from kvferry.errors import KvferryError, Unavailable
 from kvferryd.commands.ask import client
 from kvferryd.observe.foreign import LONGEST, LOST, Writer, as_json, event
 from kvferryd.process.keeper import READY, how_ended
+from kvferryd.run.engines import shown
 from kvferryd.run.family import end, living, tied
 from kvferryd.run.plan import Daemon, Plan
 from kvferryd.run.shared import Watch, remove
@@ -31,6 +32,8 @@ AGAIN_S = 5.0
 """Between the second signal to a process that was told to stop, and its death."""
 LEFT_S = 5.0
 """How long what an engine has left behind may take."""
+LONGEST_DRAIN_S = 3600.0
+"""That a daemon can be asked to drain in one call."""
 BEYOND_DRAIN_S = 10.0
 """How much longer than its drain a daemon may take to stop."""
 RUN, ENGINE = "run", "engine"
@@ -186,7 +189,7 @@ class Launcher:
         child = Child(name, process)
         self._opened.callback(child.close)
         self._children.append(child)
-        self._say(f"{name} is process {process.pid}: {' '.join(command)}")
+        self._say(f"{name} is process {process.pid}: {shown(command)}")
         return child
 
     def _watch_memory(self) -> None:
@@ -233,8 +236,8 @@ class Launcher:
     async def _drained(self, daemon: Daemon) -> None:
         try:
             async with client(daemon.config, Namespace(daemon="")) as asked:
-                await asked.drain(self._plan.drain_s)
-        except KvferryError as error:
+                await asked.drain(min(self._plan.drain_s, LONGEST_DRAIN_S))
+        except (KvferryError, OSError) as error:
             self._say(f"{_name(daemon)} cannot be drained: {error}", "warning")
 
     async def _stop(self, patience_s: float, *children: Child) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.errors import Malformed, Unavailable
 from kvferryd.config import Config, bad_config, resolve, written
 from kvferryd.config.types import split_address
-from kvferryd.run.engines import RANK, Engine, known
+from kvferryd.run.engines import RANK, Engine, known, shown
 
 APART = 10
 """Between the ports of two ranks: 7410 and 7411, then 7420 and 7421."""
@@ -152,4 +152,4 @@ def described(plan: Plan) -> Iterator[str]:
                f"engine socket {config.engine_socket}")  # fmt: skip
     for name, value in plan.environment.items():
         yield f"engine: {name}={value}"
-    yield f"engine: {' '.join(plan.engine)}"
+    yield f"engine: {shown(plan.engine)}"

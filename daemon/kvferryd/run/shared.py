@@ -43,11 +43,14 @@ class Watch:
 
 
 def remove(folder: Path) -> None:
-    """Take away what is noted there, and is still the same file."""
-    for note in folder.iterdir() if folder.is_dir() else ():
+    """Take away what is noted there, is still the same file, and is open in no process: another program may have it."""
+    notes = list(folder.iterdir()) if folder.is_dir() else []
+    held = {path for each in Path("/proc").glob("[0-9]*") for path in _open(each.name)} if notes else set()
+    for note in notes:
+        path = MEMORY / note.name
         with suppress(OSError, ValueError):
-            if (MEMORY / note.name).stat().st_ino == int(note.read_text()):
-                (MEMORY / note.name).unlink()
+            if str(path) not in held and path.stat().st_ino == int(note.read_text()):
+                path.unlink()
 
 
 def _names(events: bytes) -> Iterator[str]:
@@ -59,7 +62,7 @@ def _names(events: bytes) -> Iterator[str]:
         at += length
 
 
-def _open(pid: int) -> Iterator[str]:
+def _open(pid: int | str) -> Iterator[str]:
     """Files that a process has open or mapped."""
     process = Path("/proc") / str(pid)
     with suppress(OSError):  # it has ended
