@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvferry.errors import KvferryError
 from kvferry.schemas import ErrorBody, InboundRecord, PeerList, PeerRecord, PeerRequest, PeerState
 from kvferryd.commands.ask import DONE, NOT_SO, bad_argument, client
-from kvferryd.commands.say import as_json, count, duration, moment, printable, rate, size, table
+from kvferryd.commands.say import as_json, count, duration, error_line, moment, printable, rate, size, table
 from kvferryd.config import Config
 
 UNMET, LOST = "unmet", "lost"
@@ -86,8 +86,7 @@ def _row(state: str, peer: PeerRecord) -> tuple[str, ...]:
 
 def _error(whom: str, failures: int, error: ErrorBody, at: float | None) -> str:
     since = f"{count(failures, 'failure')} in a row, the last" if failures else "it answers; this was"
-    remedy = f" -> {error.remedy}" if error.remedy else ""
-    return f"{whom} ({since} at {moment(at)}): {error.code}: {error.message}{remedy}"
+    return f"{whom} ({since} at {moment(at)}): {error_line(error)}"
 
 
 def _reader(reader: InboundRecord) -> tuple[str, ...]:

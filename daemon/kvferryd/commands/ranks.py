@@ -11,23 +11,13 @@ from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import EngineRecord, ErrorBody, Readiness, Totals, TransferState
 from kvferryd.commands.ask import at
-from kvferryd.commands.say import rate, size, table
+from kvferryd.commands.say import error_line, rate, size, table, wrong
 from kvferryd.config import Config
 
 SILENT = "no answer"
 HEADS: tuple[str, ...] = (
-    "STATE",
-    "ENGINE",
-    "RANK",
-    "REST",
-    "MOVING",
-    "LEASES",
-    "READ",
-    "SERVED",
-    "FAILED",
-    "ARENAS",
-    "PROCESS",
-)
+    "STATE", "ENGINE", "RANK", "REST", "MOVING", "LEASES", "READ", "SERVED", "FAILED", "ARENAS", "PROCESS",
+)  # fmt: skip
 
 
 class Rank(BaseModel):
@@ -110,8 +100,6 @@ def _wrong(found: Sequence[Rank]) -> Iterator[str]:
     for each in found:
         name = f"{each.engine_id} rank {each.rank}"
         if each.error is not None:
-            remedy = f" -> {each.error.remedy}" if each.error.remedy else ""
-            yield f"{name}: {each.error.code}: {each.error.message}{remedy}"
+            yield f"{name}: {error_line(each.error)}"
         if each.ready is not None:
-            yield from (f"{name}: not ready: {reason}" for reason in each.ready.reasons)
-            yield from (f"{name}: warning: {warning}" for warning in each.ready.warnings)
+            yield from (f"{name}: {line}" for line in wrong(each.ready))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
+
+from kvferry.schemas import ErrorBody, Readiness
 
 UNBROKEN = 1 << 16
 """Columns where the output is no terminal."""
@@ -66,6 +68,16 @@ def rate(bytes_per_s: float | None) -> str:
 def moment(at: float | None) -> str:
     """Seconds since 1970, as the clock of this machine has it."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(at)) if at else "-"
+
+
+def error_line(error: ErrorBody) -> str:
+    return f"{error.code}: {error.message}{f' -> {error.remedy}' if error.remedy else ''}"
+
+
+def wrong(ready: Readiness) -> Iterator[str]:
+    """A line for each reason why a daemon is not ready, and for each warning."""
+    yield from (f"not ready: {reason}" for reason in ready.reasons)
+    yield from (f"warning: {warning}" for warning in ready.warnings)
 
 
 def as_json(answer: object) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Totals, TransferState
 from kvferryd.commands.ask import DONE, NOT_SO, client
 from kvferryd.commands.ranks import Rank, ranks_of, ranks_text
-from kvferryd.commands.say import as_json, count, duration, printable, size, table
+from kvferryd.commands.say import as_json, count, duration, printable, size, table, wrong
 from kvferryd.config import Config
 
 
@@ -27,7 +27,7 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
         as_json(told)
     else:
         print(f"kvferry {info.version} at {daemon.url}: {verdict(ready)}")
-        for line in (*_wrong(ready), *_figures(info, left, totals)):
+        for line in (*wrong(ready), *_figures(info, left, totals)):
             print(f"  {printable(line)}")
         print(_engines(engines))
         for engine in engines:
@@ -41,7 +41,7 @@ def _readiness(ready: Readiness, *, json: bool) -> int:
     if json:
         as_json(ready)
     else:
-        print("\n".join([verdict(ready), *(f"  {printable(line)}" for line in _wrong(ready))]))
+        print("\n".join([verdict(ready), *(f"  {printable(line)}" for line in wrong(ready))]))
     return DONE if ready.ready else NOT_SO
 
 
@@ -57,11 +57,6 @@ def _all(found: Sequence[Rank], *, json: bool) -> int:
 def verdict(ready: Readiness) -> str:
     said = "ready" if ready.ready else "not ready"
     return f"{said}, {count(len(ready.warnings), 'warning')}" if ready.warnings else said
-
-
-def _wrong(ready: Readiness) -> Iterator[str]:
-    yield from (f"not ready: {reason}" for reason in ready.reasons)
-    yield from (f"warning: {warning}" for warning in ready.warnings)
 
 
 def _figures(info: Info, left: DrainStatus, totals: Totals) -> Iterator[str]:

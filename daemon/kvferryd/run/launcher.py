@@ -10,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import KvferryError, Unavailable
-from kvferryd.commands.ask import client
+from kvferryd.commands.ask import at
 from kvferryd.observe.foreign import LONGEST, LOST, Writer, as_json, event
 from kvferryd.process.keeper import READY, how_ended
 from kvferryd.run.engines import shown
@@ -235,7 +234,7 @@ class Launcher:
 
     async def _drained(self, daemon: Daemon) -> None:
         try:
-            async with client(daemon.config, Namespace(daemon="")) as asked:
+            async with at(daemon.config, daemon.config.url) as asked:
                 await asked.drain(min(self._plan.drain_s, LONGEST_DRAIN_S))
         except (KvferryError, OSError) as error:
             self._say(f"{_name(daemon)} cannot be drained: {error}", "warning")

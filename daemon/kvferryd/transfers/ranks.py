@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import TypeVar
 
@@ -287,10 +286,10 @@ class Ranks:
 
 def _pauses() -> Iterator[float]:
     """Without end."""
-    first, longest = AGAIN_S
-    return itertools.chain(
-        itertools.takewhile(longest.__gt__, (first * 2**n for n in itertools.count())), itertools.repeat(longest)
-    )
+    pause, longest = AGAIN_S
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)
 
 
 def _lost(engine: Engine, rank: int, why: KvferryError) -> KvferryError:
