@@ -35,6 +35,8 @@ SITE, WORKER = Path(__file__).parent / "site", Path(__file__).parent / "worker"
 START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 60.0
+TOLD_S = 360.0
+"""Of a script without an engine of its own."""
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
 LENGTHS = [
@@ -360,6 +362,16 @@ def checkpoint(name: str, **changes: Any) -> Callable[[Path], None]:
         assert done.returncode == 0, done.stderr
 
     return write
+
+
+def told_by(script: str) -> Any:
+    """What a script of this folder has said in its last line, in JSON, run by the Python that vLLM is installed for."""
+    if not PYTHON.exists():
+        pytest.skip("there is no vLLM here: make engines-venv installs one")
+    run = [PYTHON, Path(__file__).with_name(script)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=TOLD_S)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def whole(tokens: int, block_size: int = 32) -> int:

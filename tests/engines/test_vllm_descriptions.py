@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 
-TOP = Path(__file__).parents[2]
-PYTHON = TOP / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin/python"
+from engines import told_by
+
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 STATES = ("Kimi-Linear", "Bailing-MoE-V3", "Bailing-MoE-Linear", "MiniMax-Text-01")
 PAGED = (
@@ -22,12 +17,7 @@ UNNAMED = ("Kimi-K3 with RecoverSSM",)
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    if not PYTHON.exists():
-        pytest.skip(f"no vLLM at {PYTHON}: make engines-venv")
-    run = [PYTHON, Path(__file__).with_name("descriptions.py")]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=360)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    told: dict[str, list[str]] = told_by("descriptions.py")
     return told
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOP = Path(__file__).parents[2]
-PYTHON = TOP / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin/python"
+from engines import told_by
+
 pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(400)]
 ATTENTION, DRAFT = "model.layers.1.self_attn.attn", "draft_model.layers.1.self_attn.attn"
 FIRST, SECOND = "model.layers.1.self_attn.0.attn", "model.layers.1.self_attn.1.attn"
@@ -25,12 +21,7 @@ REFUSED = {"nobody knows": "both hold kv of layer 1", "a ring": "has a CircularB
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    if not PYTHON.exists():
-        pytest.skip(f"no vLLM at {PYTHON}: make engines-venv")
-    run = [PYTHON, Path(__file__).with_name("component_names.py")]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=360)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told: dict[str, Any] = told_by("component_names.py")
     return told
 
 

@@ -3,16 +3,12 @@ same."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOP = Path(__file__).parents[2]
-PYTHON = TOP / os.environ.get("ENGINES_VENV", ".venv-engines") / "bin/python"
+from engines import told_by
+
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 OPAQUE = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit")
 PLAIN = {
@@ -35,12 +31,7 @@ REFUSED = {"encoding", "dtype", "missing_component", "inner_extent", "axes"}
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    if not PYTHON.exists():
-        pytest.skip(f"no vLLM at {PYTHON}: make engines-venv")
-    run = [PYTHON, Path(__file__).with_name("cache_types.py")]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=360)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told: dict[str, Any] = told_by("cache_types.py")
     return told
 
 
