@@ -14,6 +14,7 @@ from stepwise import World
 from kvferry.errors import Conflict, KvferryError, PeerFailed
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
+from kvferryd.engine import Engine
 from kvferryd.transfers import transfers
 from kvferryd.transfers.order import Attempt, Order, Reservation
 from kvferryd.transfers.transfer import Transfer
@@ -249,6 +250,33 @@ def test_a_refused_reservation_ends_its_attempt_and_no_other(rank: Rank) -> None
     assert rank.order(number=2) == (waiting, True)
 
 
+def test_a_lower_attempt_whose_order_is_about_to_end_comes_after_no_higher_one(rank: Rank) -> None:
+    """Both reservations come in one turn of the loop."""
+
+    def both(engine: Engine) -> Transfer:
+        higher = rank.jobs.receive(engine, "r", 5, _into(0), None, None)
+        with refused("stale_attempt"):
+            rank.jobs.receive(engine, "r", 3, _into(2), None, None)
+        return higher
+
+    ordered, _ = rank.order(number=3)
+    higher = rank.call(both)
+    assert ordered.problem is not None and ordered.problem.code == "superseded"
+    assert not higher.ended.is_set() and rank.receive(5) is higher
+
+
+def test_a_refused_reservation_is_the_end_of_an_attempt_that_was_ordered_by_its_number(rank: Rank) -> None:
+    blocking = rank.receive(1, request_id="s")
+    ordered, _ = rank.order(number=1)
+    with refused("blocks_not_quiet"):
+        rank.receive(1)
+    assert ordered.problem is not None and ordered.problem.code == "blocks_not_quiet"
+    rank.end(blocking)
+    with refused("blocks_not_quiet"):
+        rank.receive(1)
+    assert rank.receive(2).attempt == Attempt(2)
+
+
 # ---- rank 0 hands on ----
 
 
@@ -291,6 +319,24 @@ def test_an_end_elsewhere_means_the_attempt_that_it_names(other: Rank) -> None:
     assert not later.ended.is_set()
     assert other.ended_elsewhere(3)
     assert later.problem is not None and later.problem.code == "rank_failed"
+
+
+def test_what_is_over_stays_over_when_a_lower_attempt_ends_after_it(other: Rank) -> None:
+    waiting = other.handed(1)
+    assert not other.ended_elsewhere(7)
+    other.end(waiting)
+    with refused("aborted", "attempt 7 of request r has ended on another rank"):
+        other.receive(7)
+    with refused("stale_attempt"):
+        other.handed(6)
+
+
+def test_orders_that_wait_for_a_lower_attempt_than_one_that_is_over_wait_in_vain(other: Rank) -> None:
+    waiting = other.handed(1)
+    assert not other.ended_elsewhere(7)
+    assert waiting.problem is not None and waiting.problem.code == "superseded"
+    with refused("stale_attempt"):
+        other.receive(1)
 
 
 def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(other: Rank) -> None:

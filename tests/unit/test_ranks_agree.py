@@ -202,19 +202,19 @@ def test_an_order_that_comes_again_is_not_told_that_it_is_done_though_nothing_mo
     assert {part.state for part in parts} == {TransferState.DONE} == {share.state for share in transfer.ranks.values()}
 
 
-@pytest.mark.parametrize("by_router", [False, True])
+@pytest.mark.parametrize("by_router", [None, {}, {"attempt": 1}], ids=["engine", "router", "router, attempt"])
 @pytest.mark.parametrize("refusing", [0, 1])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all(
-    ranks: Ranks, by_router: bool, refusing: int, first: bool
+    ranks: Ranks, by_router: dict[str, Any] | None, refusing: int, first: bool
 ) -> None:
     """At once, and also where another rank reserves later. Another attempt goes on."""
     ranks.publish(0)
     held = ranks.receive(refusing, "s", 1, range(4))
-    if by_router:
-        ranks.order(1)
+    if by_router is not None:
+        ranks.order(1, **by_router)
         ranks.world.run(500)
-    order = None if by_router else ORDER
+    order = ORDER if by_router is None else None
     others = [rank for rank in range(len(RANKS)) if rank != refusing]
 
     def refuse() -> None:
@@ -237,7 +237,7 @@ def test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all(
     assert all(part.problem is not None and part.problem.code != "deadline" for part in ended)
     assert not held.ended.is_set()
     ranks.publish(0)
-    if by_router:
+    if by_router is not None:
         ranks.order(2)
         ranks.world.run(500)
     ranks.attempt += 1

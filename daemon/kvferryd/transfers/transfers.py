@@ -69,7 +69,7 @@ class Transfers:
         """Orders that wait for the reservation of a later attempt, by that; NO_ATTEMPT: the next, whichever that is."""
         self._over: LRUCache[Key, tuple[Attempt, KvferryError]] = LRUCache(ATTEMPTS)
         """The newest attempt whose record is forgotten, or that has ended elsewhere or was refused here; and why no
-        order and no reservation belongs to it."""
+        order and no reservation belongs to it. `_pass` alone sets it: it only ever rises."""
         self._by_order: LRUCache[str, tuple[str, object]] = LRUCache(ATTEMPTS)
         """The transfer of each order_id, and what the order said."""
         self._instance, self._counted = instance, itertools.count(1)
@@ -288,13 +288,21 @@ class Transfers:
             found = self._of(key, attempt)
         except KvferryError:
             return
-        if found is not None and found.reservation is None and found.attempt == attempt:
+        if found is not None and found.reservation is not None:
+            return
+        self._pass(key, attempt, why)
+        if found is not None:
             found.stop(TransferState.FAILED, why.kept())
-        elif found is None:
+        if not engine.rank:
+            self._ranks.tell_refused(engine, request_id, attempt, why)
+
+    def _pass(self, key: Key, attempt: Attempt, why: KvferryError) -> None:
+        """The attempt is over here: no order and no reservation belongs to it any more, or to a lower one."""
+        over, _ = self._over.get(key, (NO_ATTEMPT, None))
+        if attempt != over and not attempt.before(over):
             self._over[key] = attempt, why.kept()
-            self._appeared(request_id)
-            if not engine.rank:
-                self._ranks.tell_refused(engine, request_id, attempt, why)
+            self._supersede_waiting(key, attempt)
+        self._appeared(key[2])
 
     def _begin(self, engine: Engine, key: Key, attempt: Attempt, deadline_s: float | None = None) -> Transfer:
         transfer = Transfer(engine, key[2], attempt, self._around, deadline_s)
@@ -361,25 +369,24 @@ class Transfers:
         Raises KvferryError: `stale_attempt` after a later one, why it is over for one that ended elsewhere or was
         refused here, `order_conflict` for another kind of attempt.
         """
-        for found in (self._current.get(key), self._waiting.get(key, {}).get(attempt)):
-            if found is not None and found.attempt == attempt:
-                return found
+        current = self._current.get(key)
+        if current is not None and current.attempt == attempt:
+            return current
         over, why = self._over.get(key, (NO_ATTEMPT, None))
         if why is not None and attempt == over:
             raise why.kept()
-        if attempt.before(over):
-            raise _stale(key[2], over)
-        current = self._current.get(key)
-        if current is not None and attempt.before(current.attempt):
-            raise _stale(key[2], current.attempt)
+        for newest in (over, current.attempt if current is not None else NO_ATTEMPT):
+            if attempt.before(newest):
+                raise _stale(key[2], newest)
         self._check_kind(key, attempt)
-        return None
+        return self._waiting.get(key, {}).get(attempt)
 
     def _check_kind(self, key: Key, attempt: Attempt) -> None:
         """A request's attempts are all the engine's, or all of orders that bring their tables."""
-        current = self._current.get(key)
-        if current is not None and bool(current.attempt.by) != bool(attempt.by):
-            how = "its orders bring tables" if current.attempt.by else "its engine reserves blocks for it"
+        current, (over, _) = self._current.get(key), self._over.get(key, (NO_ATTEMPT, None))
+        newest = current.attempt if current is not None else over
+        if newest != NO_ATTEMPT and bool(newest.by) != bool(attempt.by):
+            how = "its orders bring tables" if newest.by else "its engine reserves blocks for it"
             raise _conflict(key[2], f"has another kind of attempts: {how}")
 
     def _check_tables_allowed(self) -> None:
@@ -460,7 +467,7 @@ class Transfers:
         self._finished[transfer.transfer_id] = transfer
         key = _key(engine, transfer.request_id)
         if self._waits_no_more(key, transfer) and transfer.handed_on:  # a reservation that comes later has missed it
-            self._over[key] = transfer.attempt, _over(transfer)
+            self._pass(key, transfer.attempt, _over(transfer))
         self._on_over(transfer)
         if transfer.state is not TransferState.DONE:
             self._ranks.abort(transfer, engine)
@@ -516,9 +523,7 @@ class Transfers:
                 key = _key(transfer.own, transfer.request_id)
                 if self._current.get(key) is transfer:
                     del self._current[key]
-                    over, _ = self._over.get(key, (NO_ATTEMPT, None))
-                    if not transfer.attempt.before(over):
-                        self._over[key] = transfer.attempt, _over(transfer)
+                    self._pass(key, transfer.attempt, _over(transfer))
 
     def abort(self, engine: Engine, request_id: str, why: str) -> bool:
         """End the request's transfers; whether one was under way. Idempotent."""
@@ -537,8 +542,7 @@ class Transfers:
             return False
         if found is None:
             ended = f"{attempt} of request {request_id} has ended on another rank: {why}"
-            self._over[key] = attempt, Conflict("aborted", ended)
-            self._appeared(request_id)
+            self._pass(key, attempt, Conflict("aborted", ended))
             return False
         if found.ended.is_set():  # that rank tells the others: two that have ended would do so by turns
             return False
