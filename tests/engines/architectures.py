@@ -27,15 +27,16 @@ DEVICE = os.environ.get("ENGINES_DEVICE", "cpu")
 class Model:
     """A checkpoint of checkpoints.py, its engines' options, and those of one side.
 
-    apart: prefill is given all but the prompt's last token. Where rounding differs with the number of tokens that are
-    computed together, the rows are then those of `Stages.split`, bit for bit.
+    apart: prefill is given all but the prompt's last token, as always on a GPU. Where rounding differs with the number
+    of tokens that are computed together, the rows are then those of `Stages.split`, bit for bit. Layers with states
+    need no such help: prefill leaves the last token out by itself.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
-    apart: bool = False
+    apart: bool = DEVICE != "cpu"
 
 
 class Staged:
@@ -105,8 +106,8 @@ class Stages:
 
     def split(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """What the prefill engine makes of it alone, the prompt's last token computed alone as decode does: sums of
-        bfloat16 differ with what is computed together."""
-        last, *found = self.prefill.generate(tokens[:-1], max_tokens + 1, first=tokens[-1])[0]
+        bfloat16 differ with what is computed together. So nothing is taken from what it has cached of a handover."""
+        last, *found = self.prefill.generate(tokens[:-1], max_tokens + 1, salt="split", first=tokens[-1])[0]
         assert last == tokens[-1]
         return found
 

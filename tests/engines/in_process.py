@@ -12,7 +12,10 @@ import traceback
 from multiprocessing.connection import Client
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # else the engine and its worker are processes of their own
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the engine and its worker are processes of their own
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one for GPUs: it has no logits processors such as forced.py's
+}
 
 import checkpoints
 import torch
@@ -53,13 +56,14 @@ class Stage:
         gc.collect()
         cleanup_dist_env_and_memory()
 
-    def generate(self, tokens: list[int], max_tokens: int, **extra: Any) -> tuple[list[int], Any]:
-        """The tokens, and the answer's kv_transfer_params."""
+    def generate(self, tokens: list[int], max_tokens: int, salt: str = "", **extra: Any) -> tuple[list[int], Any]:
+        """The tokens, and the answer's kv_transfer_params. salt: the prefix cache gives what has the same one only."""
         assert self._llm is not None
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )
-        (answer,) = self._llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)
+        asked = {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {})
+        (answer,) = self._llm.generate(asked, params, use_tqdm=False)
         return list(answer.outputs[0].token_ids), answer.kv_transfer_params
 
     def step(self) -> None:
