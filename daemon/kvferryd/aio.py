@@ -212,6 +212,13 @@ class Tasks(set["asyncio.Task[None]"]):
         self.add(task)
         task.add_done_callback(self.discard)
 
+    async def end(self) -> None:
+        """Cancel them all, and return when they have ended."""
+        for task in self:
+            task.cancel()
+        if self:
+            await asyncio.wait(self)
+
 
 class Notes:
     """What is written down of requests that are over: lines, metrics, records. Nobody waits for it, so it is done when

@@ -156,7 +156,7 @@ UNDER_WAY: dict[str, Row] = {
     # These worlds have no rosters, known peers or engines that hand files over.
     **dict.fromkeys(
         ("KnownPeers._failed", "KnownPeers._meeting", "KnownPeers._met", "KnownPeers._resolved", "KnownPeers._tasks",
-         "Roster._joining", "Roster._tasks", "Roster._telling", "Seed._joined",
+         "Roster._challenges", "Roster._joinings", "Roster._telling", "Seed._joined",
          "Seed._kept_out", "Roster._rest"),
         lambda kept: 0,
     ),

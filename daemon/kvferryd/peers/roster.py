@@ -7,11 +7,11 @@ key comes from a rank of the same engine.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,10 +27,13 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers import allow
 from kvferryd.peers.channels import Channels
+from kvferryd.peers.unreached import silent
 
 log = logs.get(__name__)
 RETRY_S = (0.1, 2.0)
 """First and longest pause before joining again."""
+FIRST = 2
+"""Connect timeouts within which a seed answers a joining: it calls back first, which may take one."""
 KEPT_OUT = 256
 """Ranks of which is remembered why they may not join."""
 
@@ -53,7 +56,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """One joining: the same rank may join again from the same address."""
+    """An open stream of a rank. The rank may join again from the same address meanwhile."""
 
     member: Member
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,13 +67,31 @@ class _Ranks:
     """One engine in one epoch, for as long as any of its ranks is there."""
 
     world_size: int
-    members: dict[int, _Joined] = field(default_factory=dict)
+    joined: dict[int, list[_Joined]] = field(default_factory=dict)
+    """The open streams of each rank, all of one daemon's start. The last that came speaks for it."""
     places: dict[int, str] = field(default_factory=dict)
     """Where each rank has joined from: it comes from nowhere else, also after it has left."""
 
+    def members(self) -> dict[int, Member]:
+        return {rank: streams[-1].member for rank, streams in self.joined.items()}
+
+    def add(self, rank: int, own: _Joined) -> None:
+        before = [each for each in self.joined.get(rank, ()) if each.member.instance == own.member.instance]
+        self.joined[rank] = [*before, own]
+        self.wake()
+
+    def remove(self, rank: int, own: _Joined) -> None:
+        left = [each for each in self.joined.get(rank, ()) if each is not own]
+        if left:
+            self.joined[rank] = left
+        else:
+            self.joined.pop(rank, None)
+        self.wake()
+
     def wake(self) -> None:
-        for joined in self.members.values():
-            joined.changed.set()
+        for streams in self.joined.values():
+            for each in streams:
+                each.changed.set()
 
 
 class Seed:
@@ -111,7 +132,7 @@ class Seed:
     def why_missing(self, engine_id: str, epoch: str, rank: int) -> str:
         """Why this rank has not joined, as far as that is known here: it has tried, or was there; empty where not."""
         for (joined, other), ranks in self._joined.items():
-            if joined == engine_id and other != epoch and rank in ranks.members:
+            if joined == engine_id and other != epoch and rank in ranks.joined:
                 return f"rank {rank} has joined from {ranks.places[rank]} in epoch {other}, and this one is in {epoch}"
         if why := self._kept_out.get((engine_id, rank)):
             return f"rank {rank} was not let in: {why}"
@@ -130,23 +151,24 @@ class Seed:
         ranks = self._joined.setdefault((engine_id, epoch), _Ranks(world_size))
         ranks.places[rank] = member.address
         self._kept_out.pop((engine_id, rank), None)
-        own = ranks.members[rank] = _Joined(member)
+        own = _Joined(member)
+        ranks.add(rank, own)
         try:
-            ranks.wake()
             while not self._closed:
                 own.changed.clear()
-                yield {rank: joined.member for rank, joined in ranks.members.items()}
+                yield ranks.members()
                 await own.changed.wait()
         finally:
-            if ranks.members.get(rank) is own:  # it may have joined again before this stream was seen to end
-                del ranks.members[rank]
-                if not ranks.members:
-                    del self._joined[engine_id, epoch]
-                ranks.wake()
+            ranks.remove(rank, own)
+            if not ranks.joined and self._joined.get((engine_id, epoch)) is ranks:
+                del self._joined[engine_id, epoch]
 
 
 class Roster:
-    """The member's side: one task per engine of several ranks that keeps its members known, until `leave`."""
+    """The member's side: each engine of several ranks has a joining that keeps its members known, until `leave`.
+
+    An engine's joinings are its own: a renewal adds one, and ends those before it once it holds or has had its time.
+    """
 
     def __init__(
         self, config: Config, channels: Channels, seed: Seed, instance: str, on_change: Callable[[Engine], None]
@@ -156,19 +178,19 @@ class Roster:
         self._config, self._channels, self.seed, self._on_change = config, channels, seed, on_change
         self._instance, self._draining = instance, False
         self._rest: dict[Engine, dict[int, str]] = {}
-        self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._joinings: dict[Engine, Tasks] = {}
         self._telling = Tasks()
         self._renewing = asyncio.Lock()
-        self._joining: dict[bytes, Engine] = {}
+        self._challenges: dict[bytes, Engine] = {}
         """By the challenge that the seed has to repeat."""
 
     def follow(self, engine: Engine) -> asyncio.Event:
-        """Join, and set the engine's members as they change. The event is set when it has joined."""
+        """Join, and set the engine's members as they change. The event is set when it has joined, or has left."""
         joined = asyncio.Event()
         if engine.world_size > 1:
             if fault := self.fault(engine):
                 log.warning("roster cannot be joined", engine_id=engine.engine_id, rank=engine.rank, why=fault)
-            self._tasks[engine] = asyncio.create_task(self._follow(engine, joined), name=f"roster-{engine.engine_id}")
+            self._joinings.setdefault(engine, Tasks()).spawn(self._follow(engine, joined))
         return joined
 
     def rest(self, engine: Engine) -> dict[int, str]:
@@ -184,24 +206,28 @@ class Roster:
     def say_draining(self, draining: bool) -> None:
         """Tell the other ranks of every engine here whether this daemon takes new transfers."""
         self._draining = draining
-        if self._tasks:
+        if self._joinings:
             self._telling.spawn(self.renew())
 
     async def renew(self) -> None:
         """Join again, by what proves us now and with what is to be said now. The last joining goes on
         meanwhile, so that no rank is missed. Renewals come one after another: the last word holds."""
         async with self._renewing:
-            await asyncio.gather(*(self._renew(engine, task) for engine, task in self._tasks.items()))
+            await asyncio.gather(*map(self._renew, list(self._joinings)))
 
-    async def _renew(self, engine: Engine, before: asyncio.Task[None]) -> None:
-        if self._tasks.get(engine) is not before:  # it has left
+    async def _renew(self, engine: Engine) -> None:
+        before = list(self._joinings.get(engine, ()))
+        if not before:  # it has left
             return
         joined = self.follow(engine)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await joined.wait()
-        before.cancel()
-        await asyncio.wait([before])
+        except TimeoutError:
+            log.info("roster not joined anew in time", engine_id=engine.engine_id, seed=self._config.roster)
+        finally:
+            for task in before:
+                task.cancel()
 
     def fault(self, engine: Engine) -> str:
         """What is wrong with the setting where ranks are missing, and what to do; empty where nothing is."""
@@ -219,52 +245,72 @@ class Roster:
 
     async def _follow(self, engine: Engine, joined: asyncio.Event) -> None:
         pause = RETRY_S[0]
-        while not engine.session.retired.is_set():
-            try:
-                async for members in self._members(engine):
-                    engine.set_members(
-                        {rank: member.address for rank, member in members.items()},
-                        {rank: member.instance for rank, member in members.items()},
-                        frozenset(rank for rank, member in members.items() if member.draining),
-                    )
-                    self._rest[engine] = {rank: member.rest for rank, member in members.items()}
-                    self._on_change(engine)
-                    joined.set()
-                    pause = RETRY_S[0]
-            except KvferryError as error:
-                engine.unseeded = error.message
-                log.warning("roster not joined", engine_id=engine.engine_id, seed=self._config.roster, error=str(error))
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RETRY_S[1])
+        try:
+            while not engine.session.retired.is_set():
+                try:
+                    async with aclosing(self._members(engine)) as every:
+                        async for members in every:
+                            self._know(engine, members)
+                            joined.set()
+                            pause = RETRY_S[0]
+                except KvferryError as error:
+                    engine.unseeded = error.message
+                    about = {"engine_id": engine.engine_id, "seed": self._config.roster}
+                    log.warning("roster not joined", **about, error=str(error))
+                except Exception:  # what a change has set off may fail: the engine needs its roster all the same
+                    log.exception("roster broke; it is joined again in a while", engine_id=engine.engine_id)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_S[1])
+        finally:
+            joined.set()
 
-    async def _members(self, engine: Engine) -> AsyncIterator[dict[int, Member]]:
+    def _know(self, engine: Engine, members: dict[int, Member]) -> None:
+        engine.set_members(
+            {rank: member.address for rank, member in members.items()},
+            {rank: member.instance for rank, member in members.items()},
+            frozenset(rank for rank, member in members.items() if member.draining),
+        )
+        self._rest[engine] = {rank: member.rest for rank, member in members.items()}
+        self._on_change(engine)
+
+    async def _members(self, engine: Engine) -> AsyncGenerator[dict[int, Member]]:
         seed, own = self._config.roster, self._config.advertise
         ours = Member(own, self._draining, self._config.rest_url, self._instance)
         if seed is None or seed == own:
             engine.roster_key = self.seed.key(engine.engine_id, engine.epoch)
-            async for members in self.seed.join(*engine.session.rank, ours):
-                yield members
+            async with aclosing(self.seed.join(*engine.session.rank, ours)) as joined:
+                async for members in joined:
+                    yield members
             return
         member = peer_pb2.Member(rank=engine.rank, epoch=engine.epoch, **ours._asdict())
         request = peer_pb2.JoinRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine.engine_id, member=member,
             world_size=engine.world_size, challenge=secrets.token_bytes(32),
         )  # fmt: skip
-        self._joining[request.challenge] = engine
+        self._challenges[request.challenge] = engine
+        within_s = FIRST * self._config.connect_timeout_s
         try:
             async with self._channels.calling(seed) as stub:
-                async for roster in stub.Join(request):
+                rosters = aiter(stub.Join(request))
+                async with asyncio.timeout(within_s):
+                    roster = await anext(rosters, None)
+                while roster is not None:
                     yield {each.rank: Member.of(each) for each in roster.members}
+                    roster = await anext(rosters, None)
+        except TimeoutError:
+            problem = silent(seed, within_s)
+            self._channels.contact(seed).failed(problem)
+            raise problem from None
         finally:
-            self._joining.pop(request.challenge, None)
+            self._challenges.pop(request.challenge, None)
 
     def admitted(self, request: peer_pb2.AdmitRequest) -> None:
         """The seed has answered our joining. Raises KvferryError (`not_joining`) where it is not ours."""
-        engine = self._joining.get(request.challenge)
+        engine = self._challenges.get(request.challenge)
         if engine is None or (engine.engine_id, engine.epoch) != (request.engine_id, request.epoch):
             why, remedy = f"no rank of engine {request.engine_id} joins from here", "join with one's own address"
             raise Forbidden("not_joining", why, field="challenge", remedy=remedy)
-        del self._joining[request.challenge]  # once
+        del self._challenges[request.challenge]  # once
         engine.roster_key = request.key
 
     async def admit(self, request: peer_pb2.JoinRequest) -> None:
@@ -288,17 +334,12 @@ class Roster:
 
     async def close(self) -> None:
         """End what is said to other ranks. Their engines leave by themselves."""
-        for task in self._telling:
-            task.cancel()
-        if self._telling:
-            await asyncio.wait(self._telling)
+        await self._telling.end()
 
     async def leave(self, engine: Engine) -> None:
-        task = self._tasks.pop(engine, None)
+        if (joinings := self._joinings.pop(engine, None)) is not None:
+            await joinings.end()
         self._rest.pop(engine, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
 
 
 def _of_loopback(url: str) -> bool:

@@ -1,0 +1,137 @@
+"""What a member does to keep its place in a roster, and what is left of that when its engine leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from test_channels_of_ranks import first_of
+
+from kvferry.rpc import PEER_OPTIONS
+from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferryd.config import Config
+from kvferryd.engine import Engine
+from kvferryd.peers.channels import Channels
+from kvferryd.peers.roster import Member, Roster, Seed
+
+pytestmark = pytest.mark.anyio
+OWN = "127.0.0.1:7411"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Seeding(peer_pb2_grpc.PeerServicer):
+    """Lets the first joinings in, as many as it is told, and says nothing to those after them."""
+
+    def __init__(self, let_in: int) -> None:
+        self.let_in, self.open, self.called = let_in, 0, asyncio.Condition()
+        self.joins = 0
+
+    async def Join(self, request: Any, context: Any) -> AsyncIterator[peer_pb2.Roster]:
+        self.joins += 1
+        self.open += 1
+        try:
+            async with self.called:
+                self.called.notify_all()
+            if self.joins <= self.let_in:
+                yield peer_pb2.Roster(members=[request.member])
+            await asyncio.Event().wait()
+        finally:
+            self.open -= 1
+
+    async def until(self, joins: int) -> None:
+        async with self.called:
+            await self.called.wait_for(lambda: self.joins >= joins)
+
+
+@asynccontextmanager
+async def a_roster(
+    let_in: int, on_change: Callable[[Engine], None] = lambda engine: None, connect_timeout_s: float = 600.0
+) -> AsyncGenerator[tuple[Roster, Engine, Seeding]]:
+    server, seeding = grpc.aio.server(options=PEER_OPTIONS), Seeding(let_in)
+    peer_pb2_grpc.add_PeerServicer_to_server(seeding, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    config = Config(roster=address, advertise=OWN, connect_timeout_s=connect_timeout_s)
+    channels = Channels(config)
+    roster, engine = Roster(config, channels, Seed(), "instance", on_change), first_of("127.0.0.1:1")
+    try:
+        async with asyncio.timeout(60):
+            yield roster, engine, seeding
+    finally:
+        await roster.leave(engine)
+        await roster.close()
+        await channels.close()
+        await server.stop(0)
+
+
+def joinings() -> list[str]:
+    names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+    return [name for name in names if name == "Roster._follow"]
+
+
+@pytest.mark.parametrize("first", ["leave", "close"])
+async def test_no_joining_outlives_its_engine_that_leaves_during_a_renewal(first: str) -> None:
+    async with a_roster(let_in=1) as (roster, engine, seeding):
+        await roster.follow(engine).wait()
+        roster.say_draining(True)
+        await seeding.until(joins=2)
+        assert len(joinings()) == 2
+        if first == "close":
+            await roster.close()
+        await roster.leave(engine)
+        assert joinings() == [] and not roster._rest
+
+
+async def test_a_renewal_of_an_engine_that_leaves_is_over() -> None:
+    async with a_roster(let_in=1) as (roster, engine, seeding):
+        await roster.follow(engine).wait()
+        renewing = asyncio.create_task(roster.renew())
+        await seeding.until(joins=2)
+        await roster.leave(engine)
+        await renewing
+
+
+async def test_a_seed_that_takes_the_joining_and_says_nothing_is_asked_again_and_told_of() -> None:
+    async with a_roster(let_in=0, connect_timeout_s=0.1) as (roster, engine, seeding):
+        roster.follow(engine)
+        await seeding.until(joins=2)
+        assert "has not answered" in engine.unseeded
+        assert roster._channels.contact(roster._config.roster or "").failures
+
+
+async def test_what_breaks_over_a_change_does_not_end_the_joining() -> None:
+    changes = []
+
+    def breaks_once(engine: Engine) -> None:
+        changes.append(engine)
+        if len(changes) == 1:
+            raise RuntimeError("it breaks")
+
+    async with a_roster(2, breaks_once) as (roster, engine, _):
+        await roster.follow(engine).wait()
+        assert len(changes) == 2 and engine.members
+
+
+async def test_a_rank_is_a_member_while_any_stream_of_its_daemon_is_open() -> None:
+    """A renewal's stream may come before the one that it replaces, and either may end first."""
+    seed = Seed()
+    place, member = ("e", "1", 1, 2), Member(OWN, instance="a")
+    async with aclosing(seed.join(*place, member)) as first, aclosing(seed.join("e", "1", 0, 2, member)) as watched:
+        async with aclosing(seed.join(*place, member._replace(draining=True))) as second:
+            await anext(first)
+            await anext(second)
+            assert (await anext(watched))[1].draining
+        assert (await anext(watched))[1] == member
+        async with aclosing(seed.join(*place, member._replace(instance="b"))) as anew:
+            await anext(anew)
+            assert (await anext(watched))[1].instance == "b"
+        assert set(await anext(watched)) == {0}, "its daemon has started anew since"
+    assert not seed._joined
