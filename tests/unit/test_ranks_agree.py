@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,9 @@ from kvferryd.transfers.transfer import Transfer
 
 SOURCE, RANKS = "127.0.0.1:7001", ("127.0.0.1:7002", "127.0.0.1:7003", "127.0.0.1:7004")
 ORDER, SOURCE_BODY = Order("prefill", SOURCE, deadline_s=30.0), SourceBody(engine_id="prefill", address=SOURCE)
+
+ORDER_1, ORDER_2 = (dataclasses.replace(ORDER, epoch="prefill-1", lease=lease) for lease in (1, 2))
+"""The source's engine is asked for one lease by its number and epoch."""
 
 
 class Ranks:
@@ -75,6 +80,17 @@ class Ranks:
     def own(self, rank: int) -> Transfer:
         """The engine names the source itself."""
         return self.reserve(rank, order=ORDER)
+
+    def own_named(self, rank: int) -> Transfer:
+        """The engine names the newest lease as well."""
+        lease = self.source.engine.leases.source.leases.newest("r")
+        return self.reserve(rank, order=dataclasses.replace(ORDER, epoch="prefill-1", lease=lease))
+
+    def start_source_anew(self) -> None:
+        """Its engine, too: in another epoch."""
+        self.world.kill(self.source.process)
+        manifest = self.source.engine.manifest.model_copy(update={"epoch": "prefill-2"})
+        self.source = Daemon(self.world, SOURCE, manifest, {0: SOURCE})
 
     def anew(self, rank: int) -> Transfer:
         """The engine's next attempt, which begins at this rank; into other blocks than the one before."""
@@ -391,8 +407,70 @@ def test_rank_0_is_not_bound_to_a_lease_that_was_over_when_it_was_announced(rank
     assert {(part.state, part.lease) for part in parts} == {(TransferState.DONE, 3)}, [part.problem for part in parts]
 
 
-DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.own, Ranks.own, Ranks.anew, Ranks.publish,
-         Ranks.abort, Ranks.restart)  # fmt: skip
+@pytest.mark.parametrize(
+    "others", [ORDER, dataclasses.replace(ORDER, lease=2), ORDER_2], ids=["any", "number", "number and epoch"]
+)
+@pytest.mark.parametrize(
+    "first", [ORDER, dataclasses.replace(ORDER, lease=1), ORDER_1], ids=["any", "number", "number and epoch"]
+)
+def test_ranks_are_never_done_with_two_leases_whichever_of_them_was_named(
+    ranks: Ranks, first: Order, others: Order
+) -> None:
+    """Rank 0 has read the first when the other ranks are told to read the second."""
+    ranks.publish(0)
+    parts = [ranks.reserve(0, order=first)]
+    ranks.run_without(lambda: {step for rank in (1, 2) for step in ranks.calls("Order", rank)})
+    assert (parts[0].state, parts[0].lease) == (TransferState.DONE, 1)
+    ranks.world.loop.call(ranks.source.engine.leases.revoke, "r", "preempted")
+    ranks.publish(0)
+    for rank in (1, 2):
+        with contextlib.suppress(KvferryError):
+            parts.append(ranks.reserve(rank, order=others))
+    ranks.world.run(5000)
+    assert all(part.problem is not None for part in parts[1:])
+    ranks.come_to_rest()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_ranks_are_never_done_with_one_number_of_two_epochs(ranks: Ranks, *, named: bool) -> None:
+    """The source's engine numbers its leases anew."""
+    ranks.publish(0)
+    parts = [ranks.reserve(0, order=ORDER_1 if named else dataclasses.replace(ORDER, lease=1))]
+    ranks.run_without(lambda: {step for rank in (1, 2) for step in ranks.calls("Order", rank)})
+    assert (parts[0].state, parts[0].lease) == (TransferState.DONE, 1)
+    ranks.start_source_anew()
+    ranks.publish(0)
+    for rank in (1, 2):
+        with contextlib.suppress(KvferryError):
+            parts.append(ranks.reserve(rank, order=dataclasses.replace(ORDER, epoch="prefill-2", lease=1)))
+    ranks.world.run(5000)
+    assert all(part.problem is not None for part in parts[1:])
+    ranks.come_to_rest()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_ranks_that_were_told_of_one_lease_ask_no_other_where_rank_0_names_it(ranks: Ranks, *, named: bool) -> None:
+    ranks.publish(0)
+    for rank in range(len(RANKS)):
+        ranks.reserve(rank, order=ORDER_1 if named else ORDER)
+        ranks.run_without(lambda: {flight.step for flight in ranks.world.flights()})
+    before = ranks.world.asked["Bound"]
+    ranks.world.run(5000)
+    assert ranks.world.asked["Bound"] - before == (0 if named else 2)
+    assert all(share.state is TransferState.DONE for daemon in ranks.daemons for share in daemon.ferry.jobs)
+
+
+def test_orders_of_one_source_are_completed_by_each_other_and_never_changed() -> None:
+    lease, epoch = dataclasses.replace(ORDER, lease=1), dataclasses.replace(ORDER, epoch="prefill-1")
+    assert lease.naming(epoch) == epoch.naming(lease) == ORDER.naming(ORDER_1) == ORDER_1
+    assert ORDER_1.naming(lease) == ORDER_1.naming(ORDER) == ORDER_1
+    assert not ORDER_1.same_source(dataclasses.replace(ORDER_1, epoch="prefill-2"))
+    assert not epoch.same_source(dataclasses.replace(lease, epoch="prefill-2"))
+    assert epoch.same_source(lease) and lease.same_source(ORDER_1) and ORDER.same_source(ORDER_1)
+
+
+DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.own, Ranks.own, Ranks.own_named,
+         Ranks.anew, Ranks.publish, Ranks.abort, Ranks.restart)  # fmt: skip
 DONE_AT = st.tuples(st.sampled_from(DEEDS), st.integers(0, len(RANKS) - 1), st.integers(0, 30), st.integers(0, 7))
 """What is done, at which rank, the steps before the next, and of which of those under way."""
 
@@ -416,6 +494,11 @@ def test_ranks_come_to_rest_whatever_happens_and_call_none_done_that_is_not(
             for share in transfer.ranks.values():
                 part = ranks.part(share.rank, transfer.attempt.number)
                 assert share.state is not TransferState.DONE or part is None or part.state is TransferState.DONE
+        read = defaultdict[int, set[tuple[str, int]]](set)
+        for transfer in every:
+            if transfer.state is TransferState.DONE:
+                read[transfer.attempt.number].add((transfer.source_epoch, transfer.lease))
+        assert all(len(leases) == 1 for leases in read.values()), read
         for request in (*ranks.asked, *ranks.stopping):
             assert request.exception() is None or isinstance(request.exception(), KvferryError)
         assert not ranks.world.loop.problems

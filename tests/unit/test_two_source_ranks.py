@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 from stepwise import Step, World
 
-from kvferry.errors import Full
+from kvferry.errors import Conflict, Full
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.paths.source import OPEN_AFTER_S
 from kvferryd.peers.peer import PeerEngine
+from kvferryd.peers.peers import Peers
+from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.staging.arena import Slot, Use
+from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transport.read import Read
@@ -172,6 +176,26 @@ def test_a_rank_whose_announcement_is_older_than_that_of_another_is_asked_and_th
     assert transfer.announced
 
 
+def test_a_lease_that_has_ended_when_one_rank_is_asked_for_it_is_read_no_more_of_the_other(two: Two) -> None:
+    """Rank 0 has announced it after the one that rank 1 has announced. The next one is read of both."""
+    blocks, world = range(1), two.world
+    for source in two.sources:
+        source.publish("r", blocks)
+    world.run()
+    for source, known in zip(two.sources, (True, False), strict=True):
+        world.loop.call(source.engine.leases.revoke, "r", "preempted")
+        source.publish("r", blocks)
+        if known:
+            two.step_all(lambda: two.of_rank(0))
+    transfer = two.receive("r", blocks, "direct")
+    for source in two.sources:
+        world.loop.call(source.engine.leases.revoke, "r", "preempted")
+        source.memory[:] += 1
+        source.publish("r", blocks)
+    world.run()
+    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 3
+
+
 def test_an_announcement_of_another_prompt_does_not_fail_a_request_that_is_prefilled_anew(two: Two) -> None:
     blocks, world = range(4), two.world
     for source in two.sources:
@@ -317,6 +341,48 @@ def test_ranks_that_published_different_prompts_under_one_id_are_not_read(two: T
         world.run()
     assert transfer.problem is not None and transfer.problem.code == "ranks_disagree"
     assert (transfer.problem.field, transfer.nbytes) == ("digest", 0)
+
+
+@pytest.mark.parametrize("failing", ["close_reading", "leave", "release", "tell", "on_end", "on_quiet"])
+@pytest.mark.parametrize("done", [True, False])
+def test_an_end_whose_step_fails_does_all_others(
+    two: Two, monkeypatch: pytest.MonkeyPatch, failing: str, *, done: bool
+) -> None:
+    blocks, world = range(1), two.world
+    transfer = two.receive("r", blocks, "direct")
+    world.run()
+    left = two.reader.ferry.jobs.left
+    owner = {
+        "close_reading": ReaderStream, "leave": Peers, "release": Claim, "tell": type(two.reader.engine.session),
+        "on_end": transfer._around, "on_quiet": transfer._around,
+    }[failing]  # fmt: skip
+    whole, calls = getattr(owner, failing), []
+
+    def broken(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError
+        return whole(*args, **more)
+
+    if isinstance(owner, type):
+        monkeypatch.setattr(owner, failing, broken)
+    else:
+        transfer._around = dataclasses.replace(owner, **{failing: broken})
+    if done:
+        for source in two.sources:
+            source.publish("r", blocks)
+    else:
+        world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
+    world.run()
+    assert calls and transfer.ended.is_set() and transfer.quiet.is_set()
+    assert transfer.state is (TransferState.DONE if done else TransferState.ABORTED)
+    assert failing == "on_quiet" or two.reader.ferry.jobs.left == left - 1
+    assert failing == "leave" or not two.peer.users
+    assert failing == "release" or transfer._claim is None or not len(transfer._claim._claims)
+    if done:
+        held = [len(source.engine.leases) for source in two.sources]
+        assert held == ([1, 0] if failing == "close_reading" else [0, 0])
+    assert not world.loop.problems
 
 
 def test_a_read_that_has_begun_is_known_of_where_the_next_one_cannot_begin(

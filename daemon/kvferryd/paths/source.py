@@ -15,6 +15,7 @@ from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
 from kvferryd.aio import beside
 from kvferryd.copy import Chunk
+from kvferryd.ending import tried
 from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers.contact import of_peer
 from kvferryd.peers.peer import PeerEngine, PeerRank
@@ -246,7 +247,8 @@ class SourceReader:
         """The reading is over. complete: all that was wanted has been read, or there was nothing to read."""
         self._open_no_more()
         if self._chunks is not None:
-            self._chunks.close()
+            with tried("end a gather", request_id=self.request_id, rank=self.source.rank):
+                self._chunks.close()
         if self._stream is not None:
             self._stream.close_reading(
                 self.request_id, self.lease.lease, self.attempt, complete=complete, nbytes=self.nbytes,
@@ -273,8 +275,10 @@ def readers_of(
 
 
 def close_all(readers: Iterable[SourceReader], *, complete: bool) -> None:
+    """Each of them, whatever becomes of the others."""
     for reader in readers:
-        reader.close(complete=complete)
+        with tried("close a reading", request_id=reader.request_id, rank=reader.source.rank):
+            reader.close(complete=complete)
 
 
 async def bound_to(

@@ -67,17 +67,18 @@ class Order:
     leader: str = field(default="", compare=False)
 
     @property
-    def names_lease(self) -> bool:
-        """Whether all ranks that have this order read one lease by that alone."""
-        return bool(self.epoch and self.lease)
+    def lease_id(self) -> tuple[str, int] | None:
+        """(epoch, number) of the one lease that a rank with this order reads; None where it may be another."""
+        return (self.epoch, self.lease) if self.epoch and self.lease else None
 
     def same_source(self, other: Order) -> bool:
-        """Whether both read from one engine, and one lease as far as they name it."""
-        return self.engine_id == other.engine_id and (self.lease == other.lease or not (self.lease and other.lease))
+        """Whether both read from one engine, in one epoch and one lease as far as they name them."""
+        epochs, leases = {self.epoch, other.epoch} - {""}, {self.lease, other.lease} - {0}
+        return self.engine_id == other.engine_id and max(len(epochs), len(leases)) <= 1
 
     def naming(self, other: Order) -> Order:
-        """This order, of the lease that the other one names, where it names none itself."""
-        return self if self.lease or not other.lease else replace(self, epoch=other.epoch, lease=other.lease)
+        """This order, of the epoch and the lease that the other one names, where it names none itself."""
+        return replace(self, epoch=self.epoch or other.epoch, lease=self.lease or other.lease)
 
     @property
     def source(self) -> SourceBody:

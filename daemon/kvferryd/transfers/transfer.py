@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import Counter
@@ -16,6 +17,7 @@ from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import paths
 from kvferryd.aio import all_over, together, unless
 from kvferryd.config import Config
+from kvferryd.ending import tried
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move, Moved, PathName
@@ -68,6 +70,8 @@ class Transfer:
         self.attempt = attempt
         self._around = around
         self.order: Order | None = None
+        self.led: Order | None = None
+        """The order by which rank 0 reads, where it has handed that on."""
         self.reader: peer_pb2.Reader | None = None
         """As whom the order's source knows this engine."""
         self.brought: Mapping[int, Reservation | Past] = {}
@@ -135,6 +139,7 @@ class Transfer:
     def take_order(self, order: Order, reader: peer_pb2.Reader, *, handed: bool = False) -> None:
         """handed: by rank 0."""
         self.order, self.reader, self.handed_on = order, reader, handed
+        self.led = order if handed else None
         self.phases.order_came()
         if order.deadline_s is not None or not self._given_s:
             self.set_deadline(order.deadline_s or self._around.config.deadline_s, order.ordered_s)
@@ -357,7 +362,8 @@ class Transfer:
                 break
             except BaseException as error:
                 stale = self._give_up(peer, readers, error)
-                peers.leave(peer)
+                with self._tried("leave the peer"):
+                    peers.leave(peer)
                 over = isinstance(error, KvferryError) and error.code == "stale_epoch" and order.epoch
                 if not stale or not again or over:
                     raise
@@ -377,13 +383,15 @@ class Transfer:
         close_all(readers, complete=False)
         stale = isinstance(why, KvferryError) and why.code in STALE
         if stale:
-            self._around.peers.forget(peer)
+            with self._tried("forget the peer"):
+                self._around.peers.forget(peer)
         return stale
 
     async def _ask_again(self, readers: list[SourceReader]) -> None:
         """Once nothing of before can be written, have the answers of the source ranks that were read by announcements.
         The others keep what they have."""
-        self._move(TransferState.CONNECTING)
+        if self.state is not TransferState.CONNECTING:  # nothing was read where no lease was agreed on
+            self._move(TransferState.CONNECTING)
         for flight in self._flights:
             flight.abandon()
         await all_over([flight.quiet for flight in self._flights])
@@ -403,8 +411,11 @@ class Transfer:
         self.phases.flew(self._flights)
         unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
         unproven = [reader for reader in unproven if reader.source.rank not in whole]
+        compares = bool(engine.rank)
+        if compares and self.led is not None and self.led.lease_id is not None:
+            self._check_first(self.led.lease_id)
+            compares = False
         proofs = [reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven]
-        compares = bool(engine.rank) and not (self.order and self.order.names_lease)
         if compares and not self.announced:
             proofs.append(self._compare_lease(engine))
         await together(proofs)
@@ -457,11 +468,14 @@ class Transfer:
         return self.source_epoch, self.lease
 
     async def _compare_lease(self, engine: Engine) -> None:
-        """What rank 0 reads is what was read here. Raises KvferryError (`lease_changed`)."""
-        first = await self._around.ask_bound(self, engine)
+        """Raises KvferryError (`lease_changed`)."""
+        self._check_first(await self._around.ask_bound(self, engine))
+
+    def _check_first(self, first: tuple[str, int]) -> None:
+        """Rank 0 reads what was read here. Raises KvferryError (`lease_changed`)."""
         if first != (self.source_epoch, self.lease):
             ours = f"lease {self.lease} of epoch {self.source_epoch}"
-            why = f"rank {engine.rank} has read {ours}, rank 0 lease {first[1]} of epoch {first[0]}"
+            why = f"rank {self.own.rank} has read {ours}, rank 0 lease {first[1]} of epoch {first[0]}"
             raise lease_changed(self.request_id, why)
 
     async def _read(
@@ -529,22 +543,28 @@ class Transfer:
         await all_over([flight.quiet for flight in self._flights])
         self._be_quiet()
         safe = engine_pb2.BlocksSafe(request_id=self.request_id, transfer_id=self.transfer_id)
-        engine.session.tell(engine_pb2.Event(blocks_safe=safe))
+        with self._tried("tell the engine that its blocks are safe"):
+            engine.session.tell(engine_pb2.Event(blocks_safe=safe))
         self._leave()
 
     def _leave(self) -> None:
         """Close the leases that were read to their end, and let the peer go."""
-        self._around.on_quiet()
+        with self._tried("count it as quiet"):
+            self._around.on_quiet()
         self._flights.clear()
         if self._reads is not None:
             (peer, through), self._reads = self._reads, None
             for reader in through:
                 reader.named = self.lease  # ranks with nothing to read close the one that the others have read
-            try:
-                close_all(through, complete=True)
-            finally:
+            close_all(through, complete=True)
+            with self._tried("leave the peer"):
                 self._around.peers.leave(peer)
-        self._let_go()
+        with self._tried("let go of what no record needs"):
+            self._let_go()
+
+    def _tried(self, step: str) -> contextlib.AbstractContextManager[None]:
+        """No step of an end keeps a later one from being taken."""
+        return tried(step, request_id=self.request_id, transfer_id=self.transfer_id)
 
     def _let_go(self) -> None:
         """Once it is over and quiet, keep what its record tells, and how to know its order and reservation again."""
@@ -561,16 +581,19 @@ class Transfer:
     def _end(self, engine: Engine, state: TransferState, problem: KvferryError | None) -> None:
         if state is not TransferState.DONE:
             for flight in self._flights:
-                flight.abandon()
+                with self._tried("abandon a read"):
+                    flight.abandon()
             self.phases.published()
         self._move(state)
         self.phases.end()
         self.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
             self._be_quiet()
-        engine.session.tell(self.event())  # before anything else that the end brings
+        with self._tried("tell the engine"):
+            engine.session.tell(self.event())  # before anything else that the end brings
         self.ended.set()
-        self._around.on_end(self, engine)
+        with self._tried("book the end"):
+            self._around.on_end(self, engine)
         if self.quiet.is_set():
             self._leave()
         else:
@@ -596,7 +619,8 @@ class Transfer:
     def _be_quiet(self) -> None:
         """The blocks may be reserved again."""
         if self._claim is not None:
-            self._claim.release()
+            with self._tried("release the claim"):
+                self._claim.release()
             self._claim = None
         self.quiet.set()
 

@@ -250,6 +250,7 @@ class Transfers:
         if found is not None:
             _check_reserved(found, reservation)
             if _has(found, order, exactly=False):
+                found.led = order
                 return found
             if found.ended.is_set():
                 raise _conflict(key[2], "has ended already")
