@@ -28,6 +28,8 @@ __all__ = ["DaemonError", "Explanation", "RouterClient"]
 
 T = TypeVar("T", bound=BaseModel)
 _quoted = partial(quote, safe="")
+LONGEST_CALL_S = 3600.0
+"""A daemon holds the answer to a call no longer."""
 POLL_S = 30.0
 """One long poll. `RouterClient.wait` strings several together: proxies and load balancers cut longer silences."""
 
@@ -215,10 +217,15 @@ class RouterClient:
     # the daemon itself
 
     async def drain(self, wait_s: float = 0.0) -> schemas.DrainStatus:
-        """Take no more orders and leases. Holds the answer until nothing is left, at most `wait_s`."""
-        return await self._call(
-            "POST", "/v1/drain", schemas.DrainStatus, body=schemas.DrainRequest(wait_s=wait_s), wait_s=wait_s
-        )
+        """Take no more orders and leases. Holds the answer until nothing is left, at most `wait_s`, or until the drain
+        is cancelled. A daemon holds a call for an hour at most; then it is asked again."""
+        while True:
+            held_s = min(wait_s, LONGEST_CALL_S)
+            wait_s -= held_s
+            body = schemas.DrainRequest(wait_s=held_s)
+            left = await self._call("POST", "/v1/drain", schemas.DrainStatus, body=body, wait_s=held_s)
+            if left.drained or not left.draining or wait_s <= 0:
+                return left
 
     async def cancel_drain(self) -> schemas.DrainStatus:
         """Take orders again. Raises `stopping` once the daemon was told to stop."""

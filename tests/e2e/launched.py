@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from kvferryd.demo.fleet import HOST, Fleet, Service, _kvferry
-from kvferryd.run.plan import APART
+from kvferryd.run.daemons import APART
 
 WAIT_S = 120.0
 
@@ -62,7 +62,11 @@ class Launched:
 
     def serving(self, rank: int = 0) -> psutil.Process:
         """The daemon that serves now."""
-        return psutil.Process(int(re.findall(rf"daemon-{rank} .* serving .*\bpid=(\d+)", self.said)[-1]))
+        return psutil.Process(self.served(rank)[-1])
+
+    def served(self, rank: int = 0) -> list[int]:
+        """The daemons that have come to serve."""
+        return [*map(int, re.findall(rf"daemon-{rank} .* serving .*\bpid=(\d+)", self.said))]
 
     def look(self) -> None:
         """Note all that lives of it now."""

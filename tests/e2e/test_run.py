@@ -13,7 +13,7 @@ import pytest
 from launched import Launched, launched, refused
 
 from kvferryd.demo.fleet import HOST, Fleet
-from kvferryd.run.plan import APART
+from kvferryd.run.daemons import APART
 
 START_S = 240.0
 ENGINE = (sys.executable, "-m", "kvferry.reference", "serve", "--preset", "tiny", "--port", "{port}")
@@ -47,9 +47,9 @@ def test_two_engines_of_one_command_each_hand_over_and_end_with_it(fleet: Fleet)
     assert moved["choices"] == alone["choices"]
     listed = httpx.get(f"http://{HOST}:{decode.rest}/v1/transfers", trust_env=False).json()["transfers"]
     assert [each["state"] for each in listed] == ["done"]
-    for run in (prefill, decode):
+    for run, number in ((prefill, signal.SIGTERM), (decode, signal.SIGHUP)):  # of a closed terminal
         run.look()
-        run.service.process.send_signal(signal.SIGTERM)
+        run.service.process.send_signal(number)
     for run in (prefill, decode):
         assert run.wait() == 0, "as the engine"
         run.leaves_nothing()
@@ -94,6 +94,20 @@ def test_an_engine_that_does_not_stop_is_killed_with_all_that_it_has_started(fle
     run.service.process.send_signal(signal.SIGINT)
     run.service.process.send_signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGKILL
+    run.leaves_nothing()
+
+
+def test_an_upgrade_goes_to_the_keepers_and_leaves_the_engine(fleet: Fleet) -> None:
+    lives = "import time; print('lives', flush=True); time.sleep(600)"
+    run = launched(fleet, [sys.executable, "-c", lives, "-m", "kvferry.reference"])
+    run.says("lives")
+    run.look()
+    run.service.process.send_signal(signal.SIGUSR1)
+    run.eventually(lambda: len(run.served()) == 2, "another daemon serves")
+    run.look()
+    assert run.child("engine").is_running()
+    run.service.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, "as the engine"
     run.leaves_nothing()
 
 

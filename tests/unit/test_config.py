@@ -233,6 +233,13 @@ def test_commands_reach_the_daemon_by_its_own_settings(rest: str, url: str) -> N
     assert reach({}, {"KVFERRY_REST": rest, "KVFERRY_DEVICE": "a fault elsewhere"}).url == url
 
 
+@pytest.mark.parametrize("rest", ["0.0.0.0:99", "*:99", "[::]:99"])
+def test_commands_dial_the_name_in_the_certificate(rest: str) -> None:
+    files = {f"KVFERRY_TLS_{each}": __file__ for each in ("CERT", "KEY", "CA")}
+    environment = {"KVFERRY_REST": rest, "KVFERRY_REST_TLS": "true", "KVFERRY_ADVERTISE": "[fd00::7]:7411", **files}
+    assert reach({}, environment).url == "https://[fd00::7]:99"
+
+
 def test_commands_refuse_an_address_that_is_none() -> None:
     with pytest.raises(KvferryError, match="KVFERRY_REST"):
         reach({}, {"KVFERRY_REST": "here"})

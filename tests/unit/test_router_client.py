@@ -251,6 +251,19 @@ def test_wait_polls_until_the_end_or_the_timeout() -> None:
     assert (state, len(requests)) == (TransferState.READING, 1)
 
 
+def test_a_drain_is_waited_for_in_calls_that_a_daemon_takes() -> None:
+    async def drained(*answers: dict[str, object]) -> tuple[bool, list[float]]:
+        said = [http(200, {"leases": 1, "transfers": 0, "drained": False} | answer) for answer in answers]
+        async with answering(*said) as (url, requests), RouterClient(url) as client:
+            left = await client.drain(wait_s=9000)
+            return left.drained, [json.loads(each.partition(b"\r\n\r\n")[2])["wait_s"] for each in requests]
+
+    drains, done = {"draining": True}, {"draining": True, "drained": True}
+    assert asyncio.run(drained(drains, drains, drains)) == (False, [3600, 3600, 1800])
+    assert asyncio.run(drained(drains, done)) == (True, [3600, 3600])
+    assert asyncio.run(drained({"draining": False})) == (False, [3600]), "cancelled: it must not begin again"
+
+
 def test_a_shared_pool_is_left_to_its_owner() -> None:
     async def shared() -> None:
         async with answering(http(200, {"status": "ok"})) as (url, _), RouterClient(url) as owner:

@@ -125,10 +125,10 @@ class Config(BaseModel):
 
     @property
     def url(self) -> str:
-        """Where a command on this machine reaches the daemon over REST."""
+        """Where a command on this machine reaches the daemon over REST: its certificate is for `advertise`."""
         host, port = split_address(self.rest)
         if is_wildcard(self.rest):
-            host = "127.0.0.1"
+            host = split_address(self.advertise)[0] if self.rest_tls else "127.0.0.1"
         return f"http{'s' if self.rest_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
@@ -199,12 +199,15 @@ def bad_config(field: str, value: object, why: str, remedy: str) -> Malformed:
     return Malformed("bad_config", why, field=field, value=value, remedy=remedy)
 
 
+REACH = frozenset(("rest", "rest_tls", "token_file", "tls_cert", "tls_key", "tls_ca", "advertise"))
+
+
 def reach(flags: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None) -> Config:
     """How a command reaches the daemon of this machine: by the settings that the daemon itself was given.
 
     Only those are read: a fault in another setting does not keep a command from asking. Raises ConfigError.
     """
-    return resolve(flags, environment, {"rest", "rest_tls", "token_file", "tls_cert", "tls_key", "tls_ca"})[0]
+    return resolve(flags, environment, REACH)[0]
 
 
 def resolve(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import grpc
@@ -146,10 +147,21 @@ def names_in(pem: bytes) -> list[str]:
 
 
 def is_for(host: str, names: Iterable[str]) -> bool:
-    """Whether who dials this host takes a certificate for these names: the name itself, or a wildcard for its first
-    label."""
-    behind = host.partition(".")[2]
-    return any(each.lower() in (host.lower(), f"*.{behind.lower()}") for each in names)
+    """Whether who dials this host takes a certificate for these names: the address or name itself, or a wildcard for
+    a name's first label."""
+    dialled = _address(host)
+    if not isinstance(dialled, str):
+        return any(_address(each) == dialled for each in names)
+    behind = dialled.partition(".")[2]
+    return any(each.lower() in (dialled, f"*.{behind}") for each in names)
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | str:
+    """An address has several spellings, and a name two cases."""
+    try:
+        return ip_address(host)
+    except ValueError:
+        return host.lower()
 
 
 class CertificateFiles(Certificates):

@@ -6,7 +6,6 @@ import argparse
 import os
 import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -17,9 +16,11 @@ from kvferry.memory import cuda
 from kvferryd.commands.cli import Parser, seconds
 from kvferryd.commands.doctor import CHECK, Level, findings
 from kvferryd.config import OPTIONS
+from kvferryd.run.children import FAILED, left
+from kvferryd.run.daemons import APART, Daemon
 from kvferryd.run.family import guarded
-from kvferryd.run.launcher import FAILED, launched, left, memory_of
-from kvferryd.run.plan import APART, Daemon, Plan, described, plan, split
+from kvferryd.run.launcher import launched
+from kvferryd.run.plan import Plan, described, plan, split
 
 USAGE = "kvferry run [settings of the daemons] -- vllm serve MODEL [options of the engine]"
 DESCRIPTION = f"""\
@@ -33,7 +34,8 @@ name of its process: daemon-0, engine, run.
 
 SIGTERM, SIGINT   the daemons drain (drain_timeout_s); the engine is told to stop (--engine-stop-s); then the daemons
                   stop, which drain what the engine has left (drain_timeout_s). A second one: nothing is waited for
-SIGHUP            goes to the keepers: daemons of the code and settings that are there now follow, under the engine
+SIGHUP            of a terminal that is closed: the same
+SIGUSR1           an upgrade: daemons of the code and the settings that are there now follow, under the engine
 the engine ends   the daemons drain and stop; the exit status is the engine's
 a daemon dies     its keeper starts another one, and the engine attaches to it
 a keeper dies     all else ends; the exit status is 2
@@ -68,28 +70,26 @@ def main(argv: Sequence[str]) -> int:
     own, command = split(argv)
     flags = vars(parser.parse_args(own))
     given = {name: value for name, value in flags.items() if value is not None and name in (*OPTIONS, "config")}
-    environment = dict(os.environ)
-    folder = Path(tempfile.mkdtemp(prefix="kvferry-run-"))
-    memory_of(folder).mkdir()
-    leave = partial(left, folder)
+    work = partial(_work, given, command, dict(os.environ), flags["engine_stop_s"], check=flags["check"])
+    return guarded("kvferry-run-", work, left)
+
+
+def _work(
+    given: dict[str, object], command: Sequence[str], environment: dict[str, str], engine_stop_s: float, folder: Path,
+    *, check: bool,
+) -> int:  # fmt: skip
+    """The process's first call."""
     try:
         planned = plan(given, command, environment, folder=str(folder), gpus=_gpus, read=_read,
-                       engine_stop_s=flags["engine_stop_s"])  # fmt: skip
+                       engine_stop_s=engine_stop_s)  # fmt: skip
         _check(planned, environment)
-        if flags["check"]:
+        if check:
             print("\n".join(described(planned)))
             return 0
-        return guarded(partial(_work, planned, folder, environment), leave)
-    finally:
-        leave()
-
-
-def _work(planned: Plan, folder: Path, environment: dict[str, str]) -> int:
-    try:
         return launched(planned, folder, environment)
     except KvferryError as error:
         print(f"kvferry: {error}", file=sys.stderr)
-    except Exception:  # noqa: BLE001  this is a process's first call
+    except Exception:  # noqa: BLE001  nobody else prints it
         traceback.print_exc()
     return FAILED
 
@@ -121,7 +121,7 @@ def _check(planned: Plan, environment: dict[str, str]) -> None:
 
 def _wrong(daemon: Daemon) -> list[str]:
     """A line for each thing that is in the way of a daemon."""
-    said = [f"daemon-{daemon.rank}: {found.what} -> {found.remedy}" for found in findings(daemon.config, CHECK)
+    said = [f"{daemon.name}: {found.what} -> {found.remedy}" for found in findings(daemon.config, CHECK)
             if found.level is Level.WRONG]  # fmt: skip
     if any("nothing can listen" in each for each in said):
         said.append("beside another one on this host: --rest 127.0.0.1:7510 --peer 127.0.0.1:7511")

@@ -11,17 +11,23 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SIGHUP is what a terminal sends when it is closed."""
+UPGRADES = signal.SIGUSR1
 ORPHANED_S = 10.0
 """How long what is left may take when its launcher was killed: each has been told to stop by `tied`."""
 CLEANS_S = 5.0
 """How long what removes the shared memory of the dead may take."""
+DIES_S = 10.0
+"""How long the kernel may take to end a process that was killed: one that waits for a disk or a driver takes longer."""
 CLEANS = b"multiprocessing.resource_tracker"
 """In the command line of Python's process for that. It ends by itself when all are dead that it watches."""
 TIE = """\
@@ -37,8 +43,18 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", TIE, str(os.getpid()), *command]
 
 
-def guarded(work: Callable[[], int], leave: Callable[[], None]) -> int:
-    """Do `work` in a child, and hand signals on to it; returns its status. leave: takes away what was made for it.
+class Told(BaseException):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int, frame: FrameType | None = None) -> None:
+        super().__init__(number)
+        self.status = 128 + number
+
+
+def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], None]) -> int:
+    """Do `work` in a child, and hand signals on to it; returns its status. It gets a new folder, whose name begins with
+    `prefix`, and may be ended by `Told` until it handles signals itself. leave: takes away the folder, and what is
+    noted in it; it is called however either process ends.
 
     Not to be called beside threads, as it forks.
     """
@@ -46,7 +62,11 @@ def guarded(work: Callable[[], int], leave: Callable[[], None]) -> int:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     first = os.getpid()
     others = living(first)  # of the script that has become us
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
+    handed_on = {*ENDS, UPGRADES}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the terminal may be closed
+        handed_on.remove(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)  # a terminal's Ctrl-C is the first one's to hand on
@@ -54,40 +74,51 @@ def guarded(work: Callable[[], int], leave: Callable[[], None]) -> int:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         status = 1
         try:
+            for number in handed_on:
+                signal.signal(number, _told)
+            signal.signal(UPGRADES, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
             if os.getppid() == first:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
-                status = work()
+                status = work(folder)
+        except Told as told:
+            status = told.status
         finally:
-            leave()
+            signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
+            leave(folder)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-    for number in HANDED_ON:
+    for number in handed_on:
         signal.signal(number, lambda number, _: os.kill(child, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
     while (ended := os.waitpid(-1, 0))[0] != child:  # others are orphans of ours
         pass
-    for number in HANDED_ON:
+    for number in handed_on:
         signal.signal(number, signal.SIG_IGN)
     end(lambda: living(first, spared=others), ORPHANED_S)
-    leave()
+    leave(folder)
     status = os.waitstatus_to_exitcode(ended[1])
     return status if status >= 0 else 128 - status
 
 
-def end(left: Callable[[], Set[int]], patience_s: float) -> None:
-    """Wait until none of them is left, or `patience_s` has passed; then kill them."""
-    deadline, cleaners_spared = time.monotonic() + patience_s, True
-    while alive := left():
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            for pid in alive:
-                if not (cleaners_spared and _cleans(pid)):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            left_s, cleaners_spared = CLEANS_S, False
-            deadline = time.monotonic() + left_s
-        _await_one(alive, left_s)
+def _told(number: int, frame: FrameType | None) -> None:
+    raise Told(number)
+
+
+def end(left: Callable[[], Set[int]], patience_s: float) -> Set[int]:
+    """Wait until none of them is left, or `patience_s` has passed; then kill them, those that clean up behind others
+    last. Returns those that the kernel has not ended by then."""
+    for longest_s, kills in ((patience_s, _nobody), (CLEANS_S, _no_cleaner), (DIES_S, _anybody)):
+        deadline = time.monotonic() + longest_s
+        while alive := left():
+            for pid in filter(kills, alive):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            _await_one(alive, left_s)
+    return alive
 
 
 def living(pid: int, spared: Set[int] = frozenset()) -> set[int]:
@@ -118,11 +149,19 @@ def _parents() -> Iterator[tuple[int, tuple[int, bool]]]:
                 yield int(path.name), (int(parent), state in "ZX")
 
 
-def _cleans(pid: int) -> bool:
+def _nobody(pid: int) -> bool:
+    return False
+
+
+def _no_cleaner(pid: int) -> bool:
     try:
-        return CLEANS in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return CLEANS not in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return True
+
+
+def _anybody(pid: int) -> bool:
+    return True
 
 
 def _await_one(pids: Set[int], longest_s: float) -> None:

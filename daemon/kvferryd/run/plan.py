@@ -6,25 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import Malformed, Unavailable
-from kvferryd.config import Config, bad_config, resolve, written
-from kvferryd.config.types import split_address
+from kvferryd.config import bad_config, resolve
+from kvferryd.run.daemons import Daemon, placed
 from kvferryd.run.engines import RANK, Engine, known, shown
 
-APART = 10
-"""Between the ports of two ranks: 7410 and 7411, then 7420 and 7421."""
 SOCKET = f"engine-{RANK}.sock"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-BY_RULE = ("rest", "peer", "advertise", "engine_socket", "device", "roster")
-"""Settings that differ between ranks, or follow from them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Daemon:
-    """The daemon of a rank, under its keeper. flags: of `kvferry keep`, which resolve to the config."""
-
-    rank: int
-    config: Config
-    flags: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +23,6 @@ class Plan:
     environment: Mapping[str, str]
     engine_stop_s: float
     """How long the engine may take to stop before it is killed."""
-
-    @property
-    def drain_s(self) -> float:
-        return self.daemons[0].config.drain_timeout_s
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -74,22 +57,14 @@ def plan(
         raise Malformed("bad_engine", what, field=VISIBLE, value=seen, remedy="set it before `kvferry run`, for all")
     base, origins = resolve(given, environment)
     ranks = engine.ranks
-    told = {name: getattr(base, name) for name in BY_RULE if origins[name] != "default"}
+    told = {name: getattr(base, name) for name in ("engine_socket", "device") if origins[name] != "default"}
     socket = _socket(engine, str(told.get("engine_socket", "")), folder, ranks)
-    devices = [*_devices(engine, told.get("device"), gpus)]
-    if base.roster is not None and ranks > 1:
-        raise bad_config("roster", base.roster, "the ranks' roster is rank 0's daemon, which kvferry run knows",
-                         "leave roster out")  # fmt: skip
-    daemons = []
-    for rank in range(ranks):
-        decided = {name: _moved(name, getattr(base, name), rank) for name in ("rest", "peer", "advertise")
-                   if name != "advertise" or name in told}  # fmt: skip
-        decided |= {"engine_socket": socket.replace(RANK, str(rank)), "device": devices[rank]}
-        decided |= {"roster": base.advertise} if ranks > 1 else {}
-        config, _ = resolve({**given, **decided}, environment)
-        daemons.append(Daemon(rank, config, (*_flags({**given, **decided}),)))
+    daemons = tuple(
+        placed(rank, given, environment, device=device, socket=socket.replace(RANK, str(rank)), whole=ranks)
+        for rank, device in enumerate(_devices(engine, told.get("device"), gpus))
+    )
     connected = engine.connected(socket, folder)
-    return Plan(tuple(daemons), connected.words, connected.environment, engine_stop_s)
+    return Plan(daemons, connected.words, connected.environment, engine_stop_s)
 
 
 def _socket(engine: Engine, setting: str, folder: str, ranks: int) -> str:
@@ -124,32 +99,9 @@ def _devices(engine: Engine, told: object, gpus: Callable[[], int]) -> Iterator[
     yield from (f"cuda:{number}" for number in numbers)
 
 
-def _moved(name: str, address: str, rank: int) -> str:
-    """The address of a rank, of that of rank 0."""
-    host, port = split_address(address)
-    if not 0 < port <= 65535 - rank * APART:
-        what = f"rank {rank} has port {port} + {rank * APART}, which is none"
-        raise bad_config(name, address, what, f"name a port from 1 to {65535 - rank * APART}")
-    return f"[{host}]:{port + rank * APART}" if ":" in host else f"{host}:{port + rank * APART}"
-
-
-def _flags(settings: Mapping[str, object]) -> Iterator[str]:
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            yield f"--{flag}" if value else f"--no-{flag}"
-        elif isinstance(value, list):
-            yield from (f"--{flag}={each}" for each in value)
-        elif value is not None:
-            yield f"--{flag}={value}"
-
-
 def described(plan: Plan) -> Iterator[str]:
     """Lines for `--check`."""
-    for daemon in plan.daemons:
-        config = daemon.config
-        yield (f"daemon-{daemon.rank}: {config.device}, REST at {config.url}, peers at {written(config.advertise)}, "
-               f"engine socket {config.engine_socket}")  # fmt: skip
+    yield from (daemon.described for daemon in plan.daemons)
     for name, value in plan.environment.items():
         yield f"engine: {name}={value}"
     yield f"engine: {shown(plan.engine)}"
