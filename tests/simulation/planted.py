@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvferry.protocol import events as e
@@ -75,6 +76,18 @@ def incomplete(readers: Readers, who: Any, reading: Any, close: Any = Readers.cl
     close(readers, who, reading, **more | {"complete": True})
 
 
+def forgotten_with_the_lease(leases: Leases, event: Any, now: float, publish: Any = Leases._publish) -> Any:
+    effects = publish(leases, event, now)
+    for name, number in [*leases._early._values]:
+        if name == event.terms.request_id:
+            leases._early.pop((name, number))
+    return effects
+
+
+def as_if_last(serving: Serving, said: Any, pack: Any = Serving._pack) -> Any:
+    return pack(serving, replace(said, last=True))
+
+
 def no_tombstone(held: Any, leases: Leases, name: str, number: int) -> Any:
     return None if isinstance(held, Exception) and leases.get(name) is None else held
 
@@ -97,5 +110,11 @@ PLANTED: dict[str, Planted] = {
     "readers that wait are not told of the publish": (Waits, "up_to", no_effects),
     "it is forgotten that a lease has ended": changed(Leases, "_held", no_tombstone),
     "readers are not told of an end": changed(Leases, "_end", without(e.Over)),
+    "a publish drops what ranks have closed of later leases": (Leases, "_publish", forgotten_with_the_lease),
+    "a reader that wants more is not told of an end while all that it asked for is packed": (
+        Serving,
+        "_pack",
+        as_if_last,
+    ),
     "a stream that ends leaves its readings open": changed(Serving, "_leave", without(e.Close)),
 }

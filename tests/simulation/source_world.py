@@ -100,6 +100,8 @@ class Link:
 class SourceRank:
     index: int
     source: Source
+    slow: bool = False
+    """Its engine publishes later than the others."""
     life: int = 0
     words: set[int] = field(default_factory=set)
     memory: list[int] = field(default_factory=lambda: [JUNK] * BLOCKS)
@@ -125,11 +127,12 @@ class ReaderRank:
 
 @dataclass(eq=False)
 class Part:
-    """What one rank reads of one source rank in one attempt."""
+    """What one rank reads of one source rank in one attempt. idle: nothing."""
 
     receive: Receive
     reader: ReaderRank
     source: SourceRank
+    idle: bool = False
     link: Link | None = None
     reading: int = 0
     view: View | None = None
@@ -137,11 +140,23 @@ class Part:
     packing: int = 0
     life: int = 0
     """The source's, whose memory was read."""
+    proven: bool = False
+    """All of it is read, and held meanwhile."""
     state: str = "reads"
 
     @property
     def over(self) -> bool:
         return self.state != "reads"
+
+    @property
+    def together(self) -> list[Part]:
+        """What its rank reads in this attempt: all of it or nothing, and no further than every source rank has
+        published."""
+        return [each for each in self.receive.parts if each.reader is self.reader]
+
+    @property
+    def views(self) -> list[View | None]:
+        return [each.view for each in self.together if not each.idle]
 
 
 @dataclass(eq=False)
@@ -163,7 +178,10 @@ class World:
         self._told = told
         self.numbers, self.streams, self.words = itertools.count(1), itertools.count(1), itertools.count(1)
         self.fences = itertools.count(1)
-        self.sources = [SourceRank(index, Source(LIMIT)) for index in range(self.rng.choice((1, 1, 2)))]
+        self.sources = [
+            SourceRank(index, Source(LIMIT), index > 0 and self.rng.random() < 0.5)
+            for index in range(self.rng.choice((1, 1, 2)))
+        ]
         self.engines = {
             f"d{number}": [ReaderRank(ReaderId(f"d{number}", "1", rank, of)) for rank in range(of)]
             for number, of in enumerate(self.rng.choice(((1,), (2,), (1, 2), (3,), (2, 1, 1))))
@@ -252,16 +270,8 @@ class World:
             raise Violation("released under its readers", f"lease {number}: {account.open}")
         for block in prefill.ranks.pop(at.index):
             at.memory[block] = JUNK
-        if state is LeaseState.RELEASED:
-            closed, newest = at.complete[name, number], at.newest[name, number]
-            whole = {
-                engine
-                for engine, attempt, _ in closed
-                if attempt >= newest[engine]
-                and all((engine, attempt, rank) in closed for rank in range(int(str(engine[2]))))
-            }
-            if len(whole) < prefill.expected:
-                raise Violation("released before it was read", f"lease {number}: {closed}, newest {newest}")
+        if state is LeaseState.RELEASED and len(self._whole(at, name, number)) < prefill.expected:
+            raise Violation("released before it was read", f"lease {number}: {at.complete[name, number]}")
 
     def _check_sizes(self, at: SourceRank) -> None:
         sizes = at.source.sizes()
@@ -280,7 +290,7 @@ class World:
         """Begin a prefill. Its ranks publish each in its own time."""
         rng = self.rng
         name = name or rng.choice(NAMES)
-        if any(each.name == name and each.ranks for each in self.prefills):
+        if any(each.name == name and each.ranks for each in self.prefills) and rng.random() < 0.8:
             return None
         parts = [rng.randint(1, 2) for _ in range(rng.choice((1, 1, 2, 3)))]
         expected = expected or rng.choice((1, 1, 1, min(2, len(self.engines))))
@@ -343,26 +353,30 @@ class World:
     def receive(self, engine: str, name: str = "", *, lease: int | None = None) -> Receive:
         name = name or self.rng.choice(NAMES)
         self.attempts[engine, name] += 1
-        for owner, before in self.receives:
-            if (owner, before.name) == (engine, name) and self.rng.random() < 0.8:
-                for part in before.parts:
-                    if not part.over:
-                        self.fail(part, "superseded")
         if lease is None:
             last = max((each.number for each in self.prefills if each.name == name), default=0)
             lease = self.rng.choice((0, last, last + 1 if self.rng.random() < 0.1 else last))
         staged = self.rng.random() < 0.5
         receive = Receive(name, self.attempts[engine, name], lease, staged, self.now + DEADLINE_S)
-        for reader, at in itertools.product(self.engines[engine], self.sources):
-            receive.parts.append(Part(receive, reader, at))
+        for reader in self.engines[engine]:
+            idle = self.rng.choice(self.sources) if self.rng.random() < 0.3 and len(self.sources) > 1 else None
+            receive.parts += [Part(receive, reader, at, at is idle) for at in self.sources]
         self.receives.append((engine, receive))
         self.tell(f"{engine}: receive {name}, attempt {receive.attempt}, lease {lease or 'any'}, {staged=}")
         return receive
 
     def go_on(self, part: Part) -> None:
-        """One step of a reader's."""
+        """One step of a reader's. Its rank gives up what it reads in an earlier attempt; other ranks may be late."""
+        if part.idle or part.proven:
+            return
+        for each in self.parts():
+            earlier = each.receive.name == part.receive.name and each.receive.attempt < part.receive.attempt
+            if each.reader is part.reader and earlier:
+                self.fail(each, "superseded")
         link = self._link(part)
-        if part.view is None:
+        if len({view.terms.number for view in part.views if view is not None}) > 1:
+            self.fail(part, "lease changed")
+        elif part.view is None:
             known = None if part.reading else link.announced.get(part.receive.name)
             if known is not None and part.receive.lease in (0, known.terms.number):
                 part.view, part.life = known, link.life
@@ -394,58 +408,72 @@ class World:
         receive = part.receive
         link.up.append(e.Ask(Reading(link.number, part.reading), receive.name, receive.lease, receive.attempt, known))
 
-    def _wanted(self, view: View) -> list[int]:
-        return list(range(view.said.num_tokens))
+    def _missing(self, part: Part) -> list[int]:
+        """Of what every source rank has published."""
+        published = min(0 if view is None else view.said.num_tokens for view in part.views)
+        return [index for index in range(published) if index not in part.bytes]
+
+    def _all_there(self, part: Part) -> bool:
+        """Whether every source rank has published all of one lease."""
+        whole = [view.terms.number for view in part.views if view is not None and not view.said.more]
+        return len(whole) == len(part.views) and len(set(whole)) == 1
 
     def _pack(self, part: Part, link: Link, view: View) -> None:
-        missing = [index for index in self._wanted(view) if index not in part.bytes]
+        missing = self._missing(part)
         if missing and part.packing < 0:
             return  # one is under way
         if missing:
             part.packing = -(abs(part.packing) + 1)
-            link.up.append(e.Pack(Reading(link.number, part.reading), abs(part.packing), (view.terms.word, missing)))
-        elif not view.said.more:
-            self._complete(part, view)
+            wanted = view.terms.word, missing
+            link.up.append(e.Pack(Reading(link.number, part.reading), abs(part.packing), self._all_there(part), wanted))
+        elif self._all_there(part):
+            self._prove(part)
 
     def _read(self, part: Part) -> None:
         """By NIXL: one block, or at last the word."""
         view, at = part.view, part.source
         assert view is not None
-        missing = [index for index in self._wanted(view) if index not in part.bytes]
+        missing = self._missing(part)
         if part.life != at.life:
             self.fail(part, "the source is gone")
         elif missing:
             index = self.rng.choice(missing)
             part.bytes[index] = at.memory[int(view.said.tables["full"].block_ids[index])]
-        elif not view.said.more:
+        elif self._all_there(part):
             if view.terms.word in at.words:
-                self._complete(part, view)
+                self._prove(part)
             else:
                 self.fail(part, "torn")
 
     def _read_memory(self, at: SourceRank) -> None:
         reading = [
-            each for each in self.parts() if each.source is at and not each.receive.staged and each.view is not None
+            each
+            for each in self.parts()
+            if each.source is at and not (each.receive.staged or each.proven) and each.view is not None
         ]
         if reading:
             self._read(self.rng.choice(reading))
 
-    def _complete(self, part: Part, view: View) -> None:
-        """The reader calls it whole, and closes."""
-        meant = dict(enumerate(self.prefills[view.terms.number - 1].tags(view.said.num_tokens)))
+    def _prove(self, part: Part) -> None:
+        """The rank calls it whole; and closes all, once all is."""
+        assert part.view is not None
+        part.proven, number = True, part.view.terms.number
+        meant = dict(enumerate(self.prefills[number - 1].tags(part.view.said.num_tokens)))
         if part.bytes != meant:
-            raise Violation("called whole and is not", f"lease {view.terms.number}: {part.bytes}")
-        part.state = "done"
-        self.ends["done"] += 1
-        self._leave(part, complete=True)
+            raise Violation("called whole and is not", f"lease {number}: {part.bytes}")
+        if all(each.idle or each.proven for each in part.together):
+            for each in part.together:
+                each.state = "done"
+                self.ends["done"] += 1
+                self._leave(each, complete=True, lease=number)
 
-    def _leave(self, part: Part, *, complete: bool) -> None:
+    def _leave(self, part: Part, *, complete: bool, lease: int = 0) -> None:
         self.tell(f"{part.reader.who.engine_id}/{part.reader.who.rank}: attempt {part.receive.attempt} at "
                   f"{part.receive.name} of source {part.source.index}: {part.state}")  # fmt: skip
-        link, view = part.link, part.view
+        link = self._link(part) if complete else part.link
         if link is None or link.broken:
             return
-        number = view.terms.number if view is not None else part.receive.lease
+        number = lease or (part.view.terms.number if part.view is not None else part.receive.lease)
         if part.reading or complete:
             link.up.append(
                 e.Leave(
@@ -456,9 +484,11 @@ class World:
         link.parts.pop(part.reading, None)
 
     def fail(self, part: Part, why: str) -> None:
-        part.state = why
-        self.ends[why] += 1
-        self._leave(part, complete=False)
+        for each in part.together:
+            if not each.over:
+                each.state = why if each is part else "another part failed"
+                self.ends[each.state] += 1
+                self._leave(each, complete=False)
 
     def parts(self) -> list[Part]:
         return [part for _, receive in self.receives for part in receive.parts if not part.over]
@@ -527,12 +557,12 @@ class World:
                 link.announced[view.terms.request_id] = view
             case e.Problem(why):
                 link.ended.add(number)
-                if part is not None:
+                if part is not None and not part.proven:
                     self.fail(part, why.code)
             case e.Update(view) if part is not None:
                 if part.view is not None and part.view.terms.word != view.terms.word:
                     part.bytes.clear()
-                    part.packing = abs(part.packing)
+                    part.packing, part.proven = abs(part.packing), False
                 elif part.view is not None and view.version <= part.view.version:
                     raise Violation("told what it knows", f"{view.version} after {part.view.version}")
                 part.view, part.life = view, link.life
@@ -676,6 +706,8 @@ class World:
 
     def _step_source(self, links: list[Link]) -> bool:
         at = self.rng.choice(self.sources)
+        if at.slow and self.rng.random() < 0.9:
+            return False
         if at.fences and self.rng.random() < 0.4:
             self.reach(at)
             return True
@@ -688,6 +720,11 @@ class World:
     def go(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
+
+    def _carry_all(self) -> None:
+        """All that has been said is heard."""
+        while any(self.carry(link) for at in self.sources for link in list(at.links.values())):
+            pass
 
     def run_dry(self) -> None:
         """Until nobody can take a step."""
@@ -707,14 +744,20 @@ class World:
                 act()
                 self.go(rng.choice((0, 3, 10, 30)))
             self.blow()
+            if rng.random() < 0.3:
+                self._carry_all()
+                self._check_told()
             self.go(rng.choice((0, 10, 40)))
         self.tell("blows stop")
+        for at in self.sources:
+            at.slow = False
         self._come_to_rest()
         self._serve_once_more()
 
     def _come_to_rest(self) -> None:
         self.run_dry()
-        self._check_told()
+        self._check_told(at_rest=True)
+        self._check_released()
         self.pass_time(DEADLINE_S)
         self.run_dry()
         if self.parts():
@@ -731,19 +774,44 @@ class World:
             if at.fences:
                 raise Violation("a fence is waited for")
 
-    def _check_told(self) -> None:
-        """Every reader has been told the latest."""
+    def _check_told(self, *, at_rest: bool = False) -> None:
+        """Every reader has been told the latest, since nothing is on its way. at_rest: readers have gone on by it."""
         for part in self.parts():
             link, at = part.link, part.source
-            if link is None or link.broken or not part.reading or link.life != at.life:
+            has_all = part.proven or (part.receive.staged and self._all_there(part) and not self._missing(part))
+            if link is None or link.broken or not part.reading or link.life != at.life or (has_all and not at_rest):
                 continue
             lease, wanted = at.source.leases.get(part.receive.name), part.receive.lease
-            if lease is not None and wanted in (0, lease.number) and lease.version:
+            reads = part.view.terms.number if part.view is not None else wanted
+            if lease is not None and reads in (0, lease.number):
                 seen = part.view.version if part.view is not None else 0
-                if seen < lease.version or not lease.more:
+                if seen < lease.version or (at_rest and self._all_there(part)):
                     raise Violation("a reader of what is published waits", f"{seen} of {lease.version}")
-            elif wanted and wanted <= at.source.leases.newest(part.receive.name):
-                raise Violation("a reader of what is over waits", f"lease {wanted} of {part.receive.name}")
+            elif Reading(link.number, part.reading) in at.source.leases._opened:
+                pass  # its announcement is over, and the lease that is there now has not been shown yet
+            elif reads and reads <= at.source.leases.newest(part.receive.name):
+                raise Violation("a reader of what is over waits", f"lease {reads} of {part.receive.name}")
+
+    def _check_released(self) -> None:
+        """No lease waits that all have read."""
+        for at in self.sources:
+            for lease in at.source.leases:
+                of = lease.request_id, lease.number
+                for engine, attempt, _ in at.complete[of]:
+                    at.newest[of][engine] = max(at.newest[of][engine], attempt)
+                still = lease.version and not (lease.more or lease.readers.live)
+                if still and len(self._whole(at, *of)) >= lease.terms.readers:
+                    raise Violation("read by all, and not released", f"lease {lease.number}: {at.complete[of]}")
+
+    def _whole(self, at: SourceRank, name: str, number: int) -> set[tuple[object, ...]]:
+        """Engines of which all ranks have closed the lease complete, in the newest of their attempts."""
+        closed, newest = at.complete[name, number], at.newest[name, number]
+        return {
+            engine
+            for engine, attempt, _ in closed
+            if attempt >= newest[engine]
+            and all((engine, attempt, rank) in closed for rank in range(int(str(engine[2]))))
+        }
 
     def _serve_once_more(self) -> None:
         """Nothing stands in the way of it."""

@@ -193,6 +193,16 @@ def test_a_rank_that_closes_early_counts_for_a_name_that_comes_again(source: ByE
     assert source.state() is LeaseState.RELEASED and len(source.ended) == 2
 
 
+def test_a_close_waits_for_its_own_lease_whatever_is_published_or_revoked_before(source: ByEvents) -> None:
+    source.finish(lease=3)
+    source.publish()
+    source.finish(lease=2)
+    source.revoke()
+    for closed in (2, 3):
+        source.publish()
+        assert source.state() is LeaseState.RELEASED and len(source.ended) == closed
+
+
 def test_a_late_close_of_a_lease_that_was_withdrawn_does_not_count_for_the_next(source: ByEvents) -> None:
     source.publish()
     source.revoke()
@@ -352,10 +362,11 @@ def test_what_is_still_being_published_is_not_released(source: ByEvents) -> None
     assert source.state() is LeaseState.RELEASED
 
 
-def test_a_reader_is_told_when_the_lease_ends_before_the_last_publish(source: ByEvents) -> None:
-    source.publish(more=True)
+@pytest.mark.parametrize("more", [True, False], ids=["more was to be published", "more was to be packed"])
+def test_a_reader_that_wants_more_is_told_when_the_lease_ends(source: ByEvents, more: bool) -> None:
+    source.publish(more=more)
     reader = source.reader()
-    reader.packs(reader.opens())
+    reader.packs(reader.opens(), last=False)
     assert reader.sees()
     source.revoke(reason="aborted")
     why = reader.refused()

@@ -122,10 +122,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The reader opens a packing of this reading. It ends the one before. wanted: handed on to `StartPacking`."""
+    """The reader opens a packing of this reading. It ends the one before. last: the reader wants nothing else of the
+    lease. wanted: handed on to `StartPacking`."""
 
     reading: Reading
     packing: int
+    last: bool
     wanted: object = None
 
 

@@ -18,7 +18,7 @@ ANNOUNCED_TO = 4
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader fails at once instead of waiting for a publish."""
 Effects = list[e.LeasesEffect]
-_Early = dict[ReaderId, tuple[int, int, str]]
+_Early = dict[ReaderId, tuple[int, str]]
 
 
 class Leases:
@@ -29,9 +29,9 @@ class Leases:
         self._opened: dict[Reading, tuple[Lease, ReaderId]] = {}
         self._waits = Waits(limit)
         self._ended: Latest[str, Account] = Latest(TOMBSTONES)
-        self._early: Latest[str, _Early] = Latest(TOMBSTONES, len)
-        """Ranks with nothing to read here, which finished before this rank published, each with lease and attempt, and
-        who counts that."""
+        self._early: Latest[tuple[str, int], _Early] = Latest(TOMBSTONES, len)
+        """By request and number of a lease that this rank has not published yet: ranks that have finished already, for
+        they had nothing to read here, each with its attempt, and who counts that. Nothing but that lease takes them."""
         self._refused: Latest[str, tuple[int, KvferryError]] = Latest(TOMBSTONES)
         """Leases whose publish was refused, and why: their readers need not wait."""
         self._lost: Latest[str, int] = Latest(TOMBSTONES)
@@ -132,9 +132,8 @@ class Leases:
             effects += self._end(lease, LeaseState.REVOKED, f"published anew, as lease {number}", now)
         lease = self._live[request_id] = Lease(terms, now)
         effects.append(e.HoldWord(terms.word))
-        for who, (closed, attempt, by) in (self._early.pop(request_id) or {}).items():
-            if closed == number:
-                lease.readers.finish(who, attempt, by, nbytes=0)
+        for who, (attempt, by) in (self._early.pop((request_id, number)) or {}).items():
+            lease.readers.finish(who, attempt, by, nbytes=0)
         for remembered in (self._ended, self._lost, self._refused):
             remembered.pop(request_id)
         for asked, who in self._waits.up_to(request_id, number):
@@ -240,9 +239,9 @@ class Leases:
             lease.trace = closed.trace
             return self._settle(lease, now)
         if number > newest and not self._closed:
-            early = (self._early.get(request_id) or {}) | {who: (number, left.attempt, left.by)}
+            early = (self._early.get((request_id, number)) or {}) | {who: (left.attempt, left.by)}
             if len(early) <= TOMBSTONES:
-                self._early.put(request_id, early)
+                self._early.put((request_id, number), early)
         return []
 
     # ---- ends ----
@@ -258,7 +257,6 @@ class Leases:
 
     def _revoke(self, request_id: str, reason: str, now: float) -> Effects:
         lease = self._live.get(request_id)
-        self._early.pop(request_id)
         if lease is not None:
             return self._end(lease, LeaseState.REVOKED, reason, now)
         waiting = self._waits.up_to(request_id)

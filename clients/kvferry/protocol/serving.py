@@ -34,6 +34,8 @@ class _Opened:
     over: KvferryError | None = None
     """Why the lease does not hold, where the reader is not told: it has all that it wants."""
     packing: int | None = None
+    last: bool = False
+    """Whether the reader wants nothing but what this packing packs, by all that it has been shown."""
     begun: bool = False
     """Whether what the packing wants is gathered."""
 
@@ -116,15 +118,17 @@ class Serving:
     def _show(self, opened: _Opened, view: View) -> Effects:
         reading = opened.asked.reading
         knows = opened.view is None and opened.asked.known == view.known_by
-        opened.view, opened.untold, opened.waits = view, not knows, False
-        speak: Effects = [e.Speak(reading)] if opened.untold else []
-        return speak + self._begin(opened)
+        opened.view, opened.waits = view, False
+        if knows:
+            return self._begin(opened)
+        opened.untold, opened.last = True, False
+        return [e.Speak(reading), *self._begin(opened)]
 
     def _over(self, opened: _Opened, why: KvferryError) -> Effects:
-        has_all = opened.view is not None and not opened.view.said.more and not opened.untold
         reading, packs = opened.asked.reading, opened.packing is not None
+        packs_all = packs and opened.last and opened.view is not None and not opened.untold
         opened.view, opened.untold, opened.waits = None, False, False
-        if packs and has_all:
+        if packs_all:
             opened.over = why
             return [e.StopPacking(reading, why)]  # what was gathered stays as good as it was
         opened.problem, opened.packing = why, None
@@ -137,6 +141,7 @@ class Serving:
             return []
         stop: Effects = [e.StopPacking(said.reading)] if opened.packing is not None else []
         opened.packing, opened.begun = said.packing, False
+        opened.last = said.last and not opened.untold
         return [*stop, e.StartPacking(said.reading, said.packing, said.wanted), *self._begin(opened)]
 
     def _begin(self, opened: _Opened) -> Effects:

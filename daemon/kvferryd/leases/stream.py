@@ -112,7 +112,8 @@ class ServedStream:
                     known = also.word, also.version
                     self._ask(said.reading, also, known)
                 if said.HasField("open"):
-                    self.leases.on(e.Pack(Reading(self._stream, said.reading), said.packing, said.open))
+                    reading = Reading(self._stream, said.reading)
+                    self.leases.on(e.Pack(reading, said.packing, also.states, said.open))
                 gather = self._gathers.get(said.reading)
                 if gather is not None and gather.number == said.packing:
                     gather.on_message(said)
