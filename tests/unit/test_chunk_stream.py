@@ -185,6 +185,24 @@ async def test_another_lease_than_was_announced_is_told_and_not_packed(pair: Pai
     await pair.released(view)
 
 
+async def test_a_lease_that_ended_after_it_was_told_is_asked_for_again(pair: Pair) -> None:
+    """The announcement was out of date, and what the source told instead has ended since, too."""
+    await pair.opened("first")
+    pair.publish("second")
+    view = await pair.announced("second")
+    pair.source.leases.revoke("second", "for a test")
+    pair.publish("second")
+    assert await refused(pair.stream(view)) == "lease_changed"
+    pair.source.leases.revoke("second", "for a test")
+    with pytest.raises(KvferryError):
+        await asyncio.wait_for(view.over(), 60)
+    pair.publish("second")
+    await view.ask_again()
+    assert view.lease.lease == pair.source.leases.source.leases.newest("second")
+    await carried(pair.stream(view))
+    await pair.released(view)
+
+
 async def test_who_reads_later_than_slots_are_kept_asks_the_source(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "KEPT_S", 0.0)
     stream = pair.stream(await pair.opened("late"))

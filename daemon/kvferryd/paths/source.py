@@ -123,7 +123,7 @@ class SourceReader:
         self.announced = False
         ended = self._problem is not None and self._problem.code == "lease_ended"  # there may be another one since
         told = self._update is not None and self._wanted.fits(self._update)
-        if not told and (self._problem is None or ended):
+        if ended or (not told and self._problem is None):
             self._open_anew()
         self._apply(await self._next())
 
