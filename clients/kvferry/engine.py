@@ -364,6 +364,7 @@ class EngineClient:
         way: str = "",
         digest: bytes = b"",
         attempt: int = 0,
+        zero: bool = False,
     ) -> Received:
         """Reserve these blocks for the request and wait for its KV.
 
@@ -371,7 +372,9 @@ class EngineClient:
         read from; None when a router orders it. way: auto, direct, staged or mapped instead of what the daemon is
         configured to do; only with a source. digest: what the source must have published with; empty is not checked.
         attempt: the number of this attempt at the request, from a counter of the engine's start, the same on all ranks;
-        a higher one than before ends that. 0 lets this client count, for an engine of one rank.
+        a higher one than before ends that. 0 lets this client count, for an engine of one rank. zero: what the tokens
+        leave of the blocks from the first token on is set to zero: behind the last one, and what the source has dropped
+        of a sliding window.
 
         Raises TransferFailed, or KvferryError when the reservation is refused. The daemon keeps the deadline, which a
         router's order may move; when it does not answer GRACE_S after it, TransferFailed (`deadline`) says so.
@@ -381,6 +384,7 @@ class EngineClient:
         request = engine_pb2.ReceiveRequest(
             request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
             digest=digest, attempt=attempt or self._next("attempt", request_id, self._attempts), weights=self.weights,
+            zero=zero,
         )  # fmt: skip
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))

@@ -18,10 +18,10 @@ from needs import GPUS
 
 from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable
-from kvferryd.copy import Batch, Chunk, cut, host, mapped, moves
+from kvferryd.copy import Batch, Chunk, cut, host, mapped, moves, zeros
 from kvferryd.copy.batch import Side, Table, packed
-from kvferryd.copy.cuda import Copier, NotPrepared
-from kvferryd.plan import Bound, bind, plan
+from kvferryd.copy.cuda import Copier, NotPrepared, erase
+from kvferryd.plan import Bound, bind, left, plan
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from caches import HND, NHD, array, attention, cache
@@ -319,3 +319,40 @@ def test_rows_of_old_plans_leave_the_gpu_and_a_closed_copier_leaves_nothing(monk
     )
     copier.close()
     assert abs(GPU.memory()[0] - before) <= 8 << 20
+
+
+@pytest.mark.parametrize("order", [NHD, HND])
+def test_zeros_over_what_is_left_go_in_the_launch_that_copies(copier: Copier, order: str) -> None:
+    """Poisoned before; half of the last block's slots, and the blocks behind it."""
+    source, destination = pair(order=order)
+    tables = {"full": BlockTable.of(np.random.default_rng(2).permutation(24))}
+    chosen, tokens = plan([source], destination), (0, 200)
+    bound, rest = bind(chosen, {0: tables}, tables, tokens), left(chosen, {0: tables}, tables, tokens, tokens[1])
+    twins = [Twin.of(manifest.regions[0].nbytes, seed=seed) for seed, manifest in enumerate((source, destination))]
+
+    def batches(side: Callable[[Twin], int], page: int) -> list[Batch]:
+        theirs, ours = map(side, twins)
+        return mapped(moves(bound), {(0, 0): theirs}, {0: ours}) + zeros(rest, page, {0: ours})
+
+    host.copy(batches(HERE, host.ZEROS))
+    there = batches(THERE, copier.zeros)
+    copier.prepare(there)
+    stream = GPU.stream()
+    assert copier.copy(there, stream) == 1
+    stream.synchronize()
+    stream.close()
+    for twin in twins:
+        twin.assert_alike()
+        twin.free()
+    assert not (twins[1].host == 0).all() and rest.nbytes == (384 - 200) * 6 * 2 * 2 * 128 * 2
+
+
+def test_without_a_kernel_zeros_are_fills() -> None:
+    cache_of_ours = pair()[1]
+    tables = {"full": BlockTable.of(np.arange(24))}
+    rest = left(plan([cache_of_ours], cache_of_ours), {0: tables}, tables, (0, 100), 100)
+    twin = Twin.of(cache_of_ours.regions[0].nbytes, seed=3)
+    host.copy(zeros(rest, host.ZEROS, {0: twin.here}))
+    erase(GPU, zeros(rest, host.ZEROS, {0: twin.there}))
+    twin.assert_alike()
+    twin.free()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 
+import numpy as np
 import pytest
 from needs import GPUS
 
 # isort: split
 
 from gpu_engine import GpuEngine
-from ranks import HND, NHD, Kv, Shape, TestEngine
+from ranks import DIM, HEADS, HND, LAYERS, NHD, STATE, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
@@ -143,4 +144,27 @@ async def test_a_forced_way_that_is_impossible_fails_and_says_why(fleet, mapped)
         await destination.receive("forced", destination.take(50), source=source.source())
     assert caught.value.code == "way_unavailable"
     assert caught.value.blocks_safe
+    await asyncio.gather(source.close(), destination.close())
+
+
+@pytest.mark.parametrize("way", ["mapped", "direct", "staged"])
+async def test_what_the_tokens_leave_of_the_blocks_is_zero(near, far, way: str) -> None:
+    """All of the cache is poisoned with NaN first."""
+    source = await GpuEngine.on("source", [near], [0], Shape(), adopted=False)
+    destination = await GpuEngine.on("destination", [far], [FAR], Shape(axes=HND, block_size=64), adopted=False)
+    for tokens in (5, 100, 300):
+        request_id, room = uuid.uuid4().hex, -(-tokens // 64) * 64
+        for rank in destination.ranks:
+            rank.tensor.fill_(0xFF)
+        kv, given, taken = Kv.random(tokens), source.take(tokens), destination.take(tokens)
+        source.write(kv, given)
+        expected = destination.snapshot()
+        nothing = Kv(np.zeros((LAYERS, 2, room, HEADS, DIM), np.uint16), np.zeros((HEADS, STATE), np.uint16))
+        destination.write_into(expected, nothing, taken, (3, room))
+        destination.write_into(expected, kv, taken, (3, tokens))
+        await source.publish(request_id, given, tokens)
+        received = await destination.receive(request_id, taken, (3, tokens), source=source.source(), way=way, zero=True)
+        assert destination.differences(expected) == ""
+        async with RouterClient(destination.daemons[0].url) as router:
+            assert (await router.transfer(received[0].transfer_id)).path == way
     await asyncio.gather(source.close(), destination.close())

@@ -743,6 +743,7 @@ class Run:
         steps = [(region, "close", False) for region in regions]
         steps += [(daemon.ferry.roster, "leave", False), (daemon.ferry.peers_known, "forget_engine", False)]
         steps += [(engine.leases, "revoke_all", False), (engine.agent, "close", True), (engine.sums, "close", True)]
+        steps += [(engine.copies, "close", True)]
         owner, name, may_go_on = self.rng.choice(steps)
         setattr(owner, name, _breaks)
         with self.world.within(daemon.process):

@@ -192,6 +192,8 @@ class Provider:
 class Copies:
     """Copies between slots and the cache: in parts, one copy after another."""
 
+    zeros = 0
+
     def __init__(self, world: World) -> None:
         self._world = world
         self.queue: deque[_Copying] = deque()

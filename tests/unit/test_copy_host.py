@@ -10,16 +10,16 @@ import pytest
 from caches import HND, array, attention, cache, table
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import SENTINEL, blank, content, filled, needs
+from oracle import SENTINEL, blank, content, elements, filled, needs
 from strategies import Case, cases, tried
 
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
-from kvferryd.copy import Move, cut, host, mapped, moves
-from kvferryd.copy.batch import Batch, Side, Table, packed
+from kvferryd.copy import Batch, Move, cut, host, mapped, moves, zeros
+from kvferryd.copy.batch import PAGE_NBYTES, Side, Table, packed
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.copy.cuda import piece_words
-from kvferryd.plan import Bound, bind, plan
+from kvferryd.plan import Bound, bind, left, plan
 
 
 class Memory:
@@ -79,6 +79,46 @@ def test_every_wanted_element_arrives_once_and_nothing_else_is_touched(
     copied_directly(bound, sources, direct)
     copied_through_slots(moves(bound), sources, staged, slot)
     assert direct.bytes() == staged.bytes() == Memory(expected, there).bytes()
+
+
+@tried(150)
+@given(cases(), st.integers(0, 15), st.integers(0, 15))
+def test_beside_zeros_every_byte_of_the_blocks_is_the_sources_or_zero(case: Case, here: int, there: int) -> None:
+    """From the first token on; tokens before it are the engine's own. Zeros and runs may come in any order."""
+    bound, sources = bound_of(case), sources_of(case, here)
+    chosen = plan(case.sources, case.destination)
+    rest = left(chosen, case.source_tables, case.destination_tables, case.tokens, case.tokens[1])
+    expected = blank(case.destination, SENTINEL)
+    for (_, _, token, _), to in elements(case.destination, case.destination_tables):
+        if token is not None and token >= case.tokens[0]:
+            expected[to.region][to.offset : to.offset + to.nbytes] = bytes(to.nbytes)
+    for need in needs(case.sources, case.source_tables, case.destination, case.destination_tables, case.tokens):
+        to = need.destination
+        expected[to.region][to.offset : to.offset + to.nbytes] = content(need.coordinate, to.nbytes)
+    for zeros_first in (True, False):
+        destination = Memory(blank(case.destination, SENTINEL), there)
+        erased = zeros(rest, host.ZEROS, destination.addresses())
+        assert sum(batch.total_nbytes for batch in erased) == rest.nbytes
+        if zeros_first:
+            host.copy(erased)
+        copied_directly(bound, sources, destination)
+        if not zeros_first:
+            host.copy(erased)
+        assert destination.bytes() == Memory(expected, there).bytes()
+
+
+def test_zeros_that_lie_together_longer_than_the_page_are_cut() -> None:
+    nbytes = PAGE_NBYTES + 6
+    long = cache(array("kv", order="block slot dim", block=4, slot=4, dim=nbytes // 2))
+    tables = {"full": table(2)}
+    rest = left(plan([long], long), {0: tables}, tables, (0, 1), 1)
+    destination = Memory(blank(long, SENTINEL))
+    erased = zeros(rest, host.ZEROS, destination.addresses())
+    assert [(batch.nbytes, len(batch)) for batch in erased] == [(PAGE_NBYTES, 3), (6, 3)]
+    host.copy(erased)
+    found = destination.arrays[0].reshape(4, 4, nbytes)
+    assert not found[2, 1:].any()
+    assert (found[2, 0] == SENTINEL).all() and (found[[0, 1, 3]] == SENTINEL).all()
 
 
 def test_a_source_that_knows_only_its_own_segments_cuts_alike() -> None:

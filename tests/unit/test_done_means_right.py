@@ -1013,7 +1013,9 @@ def scattering() -> tuple[Done, Held, Copies]:
         request_id="r", blocks=1, skip=None, until=0, digest=b"", ordered=True, fresh=False, way="staged", after=1,
         deadline_s=5.0,
     )  # fmt: skip
-    _, scatters = model.world.copies  # the source's, and the reader's
+    assert model.reader.engine is not None and model.reader.engine.arena is not None
+    scatters = model.reader.engine.arena.copies
+    assert isinstance(scatters, Copies)
     while not scatters.queue:
         assert model._step(0)
     return model, model.attempts[0], scatters

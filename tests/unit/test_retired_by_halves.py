@@ -118,6 +118,7 @@ def test_memory_that_could_not_be_freed_is_accounted_for(
 FENCES: dict[str, Callable[[Daemon], Any]] = {
     "clear the words of its leases": lambda it: it.engine.leases.words,
     "close its checksums": lambda it: it.engine.sums,
+    "close its copies": lambda it: it.engine.copies,
     "close its agent": lambda it: it.engine.agent,
     "close its arena": lambda it: it.engine.arena.copies,
 }

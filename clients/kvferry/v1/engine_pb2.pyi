@@ -734,6 +734,7 @@ class ReceiveRequest(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
+    ZERO_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     deadline_s: builtins.float
     """0: the daemon's default"""
@@ -746,6 +747,8 @@ class ReceiveRequest(google.protobuf.message.Message):
     """the number of this attempt at the request, from 1, the same on all ranks: a higher one ends those before"""
     weights: builtins.str
     """the name of the engine's weights, which the lease must have been published with"""
+    zero: builtins.bool
+    """what the tokens leave of the blocks from their first one on is set to zero; only with tokens"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     @property
@@ -769,9 +772,10 @@ class ReceiveRequest(google.protobuf.message.Message):
         digest: builtins.bytes = ...,
         attempt: builtins.int = ...,
         weights: builtins.str = ...,
+        zero: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "digest", b"digest", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "way", b"way", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "digest", b"digest", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "way", b"way", "weights", b"weights", "zero", b"zero"]) -> None: ...
 
 Global___ReceiveRequest: typing_extensions.TypeAlias = ReceiveRequest
 

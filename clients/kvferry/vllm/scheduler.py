@@ -193,7 +193,6 @@ class SchedulerSide:
             tables = self._tables(block_ids, start, stop)
             tokens = start, max(stop, min(self._room(stop), exchange.origin.room))
             load = self._load(request, exchange.origin, tables, tokens)
-            load = replace(load, partly=self._partly(tables, start, tokens[1]))
             exchange.loaded = external
             self._step.load.append(load)
             reading = Reading(load.origin.request_id, _answers(request), load.origin.digest)
@@ -363,27 +362,6 @@ class SchedulerSide:
                 first += 1
             tables[str(group_id)] = BlockTable.of(ids[first:], first * group.kv_cache_spec.block_size)
         return tables
-
-    def _partly(self, tables: dict[str, BlockTable], start: int, stop: int) -> dict[str, list[int]]:
-        """The blocks, by group, of which a load of [start, stop) may leave a part as it is: the last one, where it ends
-        inside, and the first one of a window, since the source may have kept less of it. Attention reads such a part:
-        it gives it no weight, but nothing times NaN is NaN, and NaN is what another group may have left there.
-
-        Not a block that begins before `start`: it is a copy of one that the prefix cache has.
-        """
-        partly: dict[str, list[int]] = {}
-        for (group_id, group), span in zip(self._groups, self._spans, strict=True):
-            table = tables[str(group_id)]
-            if _is_state(group) or not len(table.block_ids):
-                continue
-            first = table.first_token // group.kv_cache_spec.block_size
-            last = first + len(table.block_ids) - 1
-            found = {first} if first > start // span else set()
-            if last * span >= start and (last + 1) * span > stop:
-                found.add(last)
-            if found:
-                partly[str(group_id)] = [int(table.block_ids[index - first]) for index in sorted(found)]
-        return partly
 
     def _room(self, tokens: int) -> int:
         """For how many the blocks that hold `tokens` have room: whole blocks are longer runs. Windows move exactly."""

@@ -225,7 +225,7 @@ class Session:
             await self._daemon.client.receive(
                 load.origin.request_id, load.tables, load.tokens,
                 source=load.origin.source, deadline_s=self._options.load_timeout_s, digest=load.origin.digest,
-                attempt=load.attempt,
+                attempt=load.attempt, zero=True,
             )  # fmt: skip
         except Unsettled as error:
             with suppress(KvferryError):  # the client is closed: the engine stops

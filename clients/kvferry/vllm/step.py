@@ -30,17 +30,14 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read tokens [start, stop) from another engine. No tokens and empty tables: only end the lease.
-
-    partly: by group, the blocks of which it may leave a part as it is. They are zeroed first.
-    """
+    """Read tokens [start, stop) from another engine, and zero what they leave of the blocks. No tokens and empty
+    tables: only end the lease."""
 
     request_id: str
     origin: Origin
     tables: dict[str, BlockTable]
     tokens: tuple[int, int]
     attempt: int
-    partly: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

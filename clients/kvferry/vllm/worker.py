@@ -65,8 +65,6 @@ class WorkerSide:
         self._weights = VllmWeights(self._daemon, config)
         self.missed = Missed()
         self._memory: SharedRegion | CudaRegion | CudaMemory | VmmMemory | None = None
-        self._blocks: dict[str, list[torch.Tensor]] = {}
-        """[block, ...] of every layer, by group."""
         log.info("rank %d of %d is attached to the daemon on %s", self._rank, self._world_size, socket)
 
     @property
@@ -98,10 +96,6 @@ class WorkerSide:
         builder = ManifestBuilder(
             self._engine_id, self._epoch, model, rank=self._rank, world_size=self._world_size, parallel=parallel
         ).region(0, memory.kind, nbytes=memory.nbytes, address=memory.address)
-        self._blocks = {
-            group.name: [caches[name].view(self._num_blocks, -1, *caches[name].shape[1:]) for name in group.layers]
-            for group in self._groups
-        }
         describe(builder, self._config, self._groups, self._num_blocks, caches, self._tp_rank, self._tp)
         if self._device == "cuda":
             self._daemon.open_fences(torch.cuda.current_device())
@@ -117,7 +111,6 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """What does not depend on the step's forward pass."""
         session, before, self._weights.step = self._session, None, step.number
-        self._zero(step)
         if step.load and self._device == "cuda":  # steps that are under way may still write these blocks
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types for it
             event.record()
@@ -137,18 +130,6 @@ class WorkerSide:
                 session.release(load)
         for request_id in step.refuse:
             session.refuse(request_id)
-
-    def _zero(self, step: Step) -> None:
-        """Blocks that the step's loads may fill in part. On a GPU in few launches, behind which the loads begin."""
-        blocks = [
-            cache[block]
-            for load in step.load
-            for group, ids in load.partly.items()
-            for cache in self._blocks[group]
-            for block in ids
-        ]
-        if blocks:
-            torch._foreach_zero_(blocks)
 
     def computed(self, step: Step) -> None:
         """The forward pass is under way: publish what it computes as soon as it has."""

@@ -12,6 +12,8 @@ from kvferryd.plan.axes import Ints
 
 WIDEST = 16
 """Bytes of the widest access."""
+PAGE_NBYTES = 64 << 10
+"""The page of zeros is so long: zeros are copied from it, like anything else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,20 @@ class Table:
 def packed(rows: int, nbytes: int) -> Table:
     """Runs that follow one another without a gap."""
     return Table(np.arange(rows, dtype=np.int64) * nbytes)
+
+
+@functools.lru_cache(maxsize=64)
+def standing(rows: int) -> Table:
+    """Runs that all begin at one place."""
+    return Table(np.zeros(rows, dtype=np.int64))
+
+
+@functools.lru_cache(maxsize=128)
+def shorter(table: Table, nbytes: int, limit: int) -> tuple[Table, Table]:
+    """Rows of runs of `limit` bytes, and those of what is left of each run. Kept: a GPU knows tables by identity."""
+    starts, whole = np.arange(0, nbytes, limit), nbytes // limit
+    rows = (table.offsets[:, None] + starts).reshape(len(table.offsets), -1)
+    return Table(rows[:, :whole].ravel()), Table(rows[:, whole:].ravel())
 
 
 class Side(NamedTuple):

@@ -7,13 +7,12 @@ its rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvferryd.copy.batch import Batch, Side, Table, packed
+from kvferryd.copy.batch import Batch, Side, packed, shorter
 from kvferryd.copy.moves import Move
 
 ALIGN = 256
@@ -116,16 +115,8 @@ def _fill(rank: int, wanted: Sequence[Move], chunk_nbytes: int) -> Iterator[Chun
 def _shorter(move: Move, limit: int) -> Iterator[Move]:
     """The same bytes in runs of at most `limit`."""
     batch = move.batch
-    tables = (_cut_rows(side.table, batch.nbytes, limit) for side in (batch.source, batch.destination))
+    tables = (shorter(side.table, batch.nbytes, limit) for side in (batch.source, batch.destination))
     for nbytes, source, destination in zip((limit, batch.nbytes % limit), *tables, strict=True):
         sides = Side(batch.source.segments, source), Side(batch.destination.segments, destination)
         if nbytes:
             yield move._replace(batch=Batch(nbytes, len(source.offsets), *sides))
-
-
-@functools.lru_cache(maxsize=128)
-def _cut_rows(table: Table, nbytes: int, limit: int) -> tuple[Table, Table]:
-    """Rows of runs of `limit` bytes, and those of what is left of each run. Kept: a GPU knows tables by identity."""
-    starts, whole = np.arange(0, nbytes, limit), nbytes // limit
-    rows = (table.offsets[:, None] + starts).reshape(len(table.offsets), -1)
-    return Table(rows[:, :whole].ravel()), Table(rows[:, whole:].ravel())

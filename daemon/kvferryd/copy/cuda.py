@@ -15,7 +15,8 @@ import numpy as np
 
 from kvferry.errors import Unavailable
 from kvferry.memory import cuda
-from kvferryd.copy.batch import WIDEST, Batch, Side, Table
+from kvferryd.copy.batch import PAGE_NBYTES, WIDEST, Batch, Side, Table
+from kvferryd.copy.host import starts
 from kvferryd.plan.axes import Ints
 
 PROGRAMS = 16
@@ -92,6 +93,11 @@ class Copier:
         self._scratch: list[_Scratch] = []
         with device:
             self._take(SCRATCH_NBYTES)  # page-locked memory takes milliseconds
+            self.zeros = device.alloc(PAGE_NBYTES)
+            """The address of the page of zeros."""
+            with closing(device.stream()) as stream:
+                stream.fill(self.zeros, PAGE_NBYTES)
+                stream.synchronize()
         self._using = threading.Lock()
         """Held from reading the tables until the launch. After that `free` waits for the kernel."""
 
@@ -147,7 +153,7 @@ class Copier:
             scratch.used.close()
             scratch.host.close()
             self.device.free(scratch.address)
-        for address in self._tables.values():
+        for address in (self.zeros, *self._tables.values()):
             self.device.free(address)
         self._scratch.clear()
         self._tables.clear()
@@ -257,6 +263,15 @@ class Copier:
                 compiled[(1, 1, 1)](2**40, 0, *self._sums, *constants, stream=stream.handle)
                 stream.synchronize()
         return compiled
+
+
+def erase(device: cuda.Device, batches: Iterable[Batch]) -> None:
+    """Zeros over the destinations without a kernel, where Triton is missing: a fill for each run."""
+    with device, closing(device.stream()) as stream:
+        for batch in batches:
+            for address in starts(batch.destination, batch.rows).tolist():
+                stream.fill(address, batch.nbytes)
+        stream.synchronize()
 
 
 def _tables(groups: Iterable[tuple[Shape, list[Batch]]]) -> set[Table]:

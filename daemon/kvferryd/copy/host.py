@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferryd.copy.batch import Batch, Side
+from kvferryd.copy.batch import PAGE_NBYTES, Batch, Side
 from kvferryd.plan.axes import Ints
 
 LONG = 64 << 10
 """From this length on, one memmove a run beats numpy's indexing, which goes through a copy."""
 STEP = 4 << 20
 """Bytes moved through that copy at once: it stays in the cache."""
+_ZEROS = np.zeros(PAGE_NBYTES, dtype=np.uint8)
+ZEROS: int = _ZEROS.ctypes.data
+"""The address of the page of zeros."""
 
 
 def copy(batches: Iterable[Batch]) -> None:
@@ -23,7 +26,7 @@ def copy(batches: Iterable[Batch]) -> None:
     for batch in batches:
         if len(batch) == 0:
             continue
-        source, destination = (_starts(side, batch.rows) for side in (batch.source, batch.destination))
+        source, destination = (starts(side, batch.rows) for side in (batch.source, batch.destination))
         if batch.nbytes >= LONG:
             for begin, end in zip(source.tolist(), destination.tolist(), strict=True):
                 ctypes.memmove(end, begin, batch.nbytes)
@@ -36,7 +39,7 @@ def copy(batches: Iterable[Batch]) -> None:
             to_at[to_index[part]] = from_at[from_index[part]]
 
 
-def _starts(side: Side, rows: int) -> Ints:
+def starts(side: Side, rows: int) -> Ints:
     """The address of every run, rows of one segment together."""
     found: Ints = (side.segments[:, None] + side.table.offsets[side.first_row : side.first_row + rows]).ravel()
     return found

@@ -12,10 +12,11 @@ import structlog
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable, Tables
-from kvferryd.copy.batch import Batch, Side, Table
-from kvferryd.plan import Bound, Plan, bind
+from kvferryd.copy.batch import PAGE_NBYTES, Batch, Side, Table, shorter, standing
+from kvferryd.plan import Bound, Left, Plan, bind
 from kvferryd.plan.axes import Ints
 from kvferryd.plan.rows import Pattern
+from kvferryd.plan.segments import EVERY
 
 log = structlog.get_logger()
 SAMPLED = 4
@@ -69,6 +70,29 @@ def mapped(
         move.batch.at(sources[move.source_rank, move.source_region], destinations[move.destination_region])
         for move in wanted
     ]
+
+
+def zeros(left: Left, page: int, destinations: Mapping[int, int]) -> list[Batch]:
+    """Zeros over what is left: copied token by token from the page of zeros at this address, so that the rows are the
+    same ones however much is left. Addresses of destinations by region."""
+    found = []
+    for copy, places in left.pairs:
+        places = destinations[copy.destination.region] + places
+        source = np.full(len(places), page)
+        for pattern in copy.patterns(1, EVERY):
+            for nbytes, rows in _paged(pattern):
+                count = len(rows.offsets)
+                found.append(Batch(nbytes, count, Side(source, standing(count)), Side(places, rows)))
+    return found
+
+
+def _paged(pattern: Pattern) -> list[tuple[int, Table]]:
+    """The destination's runs, none longer than the page."""
+    _, rows = tables(pattern)
+    if pattern.nbytes <= PAGE_NBYTES:
+        return [(pattern.nbytes, rows)]
+    cut = zip((PAGE_NBYTES, pattern.nbytes % PAGE_NBYTES), shorter(rows, pattern.nbytes, PAGE_NBYTES), strict=True)
+    return [(nbytes, rows) for nbytes, rows in cut if nbytes]
 
 
 def sample(plan: Plan) -> list[Move]:

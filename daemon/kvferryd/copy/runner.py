@@ -116,6 +116,11 @@ class Runner:
         self._mappings: set[CudaRegion] = set()
         self._worker = Worker(f"copies-{self.device.index}", self.device.bind, self._free)
 
+    @property
+    def zeros(self) -> int:
+        """The address of a page of zeros."""
+        return self._copier.zeros
+
     def copy(
         self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0, programs: int | None = None
     ) -> GpuCopy:

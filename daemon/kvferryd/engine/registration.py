@@ -17,6 +17,7 @@ from kvferry.memory import cuda
 from kvferry.protocol.values import Account
 from kvferryd.config import Config
 from kvferryd.copy import Move, cut, mapped, sample
+from kvferryd.copy.cuda import erase
 from kvferryd.copy.runner import Runner
 from kvferryd.copy.sums import Sums
 from kvferryd.ending import Step
@@ -26,7 +27,7 @@ from kvferryd.memory import Provider
 from kvferryd.observe import logs
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.arena import Arena
-from kvferryd.staging.copies import STAGING_FACTOR, GpuCopies, HostCopies
+from kvferryd.staging.copies import STAGING_FACTOR, Copies, GpuCopies, HostCopies
 from kvferryd.staging.share import Pairings, prepare_gather, prepare_scatter
 from kvferryd.transport.agent import Agent
 
@@ -65,6 +66,8 @@ class Engine:
     make_arena: MakeArena | None
     """How to have an arena once one is needed; None where there is one, or must be none."""
     sums: Sums
+    copies: Copies = field(default_factory=HostCopies)
+    """Into its regions, without an arena."""
     pairings: Pairings = field(default_factory=Pairings)
     roster_key: bytes = b""
     """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
@@ -149,7 +152,7 @@ class Engine:
             Step("make no arena", self._make_no_arena),
             Step("clear the words of its leases", self.leases.words.close),
         ]
-        steps = [*first, *_stops(self.sums, self.runner, self.agent, lambda: self.arena)]
+        steps = [*first, *_stops(self.sums, self.copies, self.runner, self.agent, lambda: self.arena)]
         return await self.session.stop(steps, lambda: self.arena)
 
     async def _make_no_arena(self) -> None:
@@ -207,6 +210,7 @@ async def make(
     # A fresh name for every agent: an agent's name is its identity.
     agent = Agent(f"kvferry-{uuid.uuid4().hex[:16]}", threads=config.nixl_threads, device=gpu)
     sums = Sums(gpu, STAGING_FACTOR * config.programs)
+    copies: Copies = HostCopies() if gpu is None else HostCopies(functools.partial(erase, gpu))
     runner: Runner | None = None
     arena: Arena | None = None
     unmapped, notes = "this engine's memory is host memory", []
@@ -215,6 +219,7 @@ async def make(
         if gpu is not None:
             try:
                 runner = await Runner.started(gpu, config.programs)
+                copies = GpuCopies(runner)
             except KvferryError as error:  # it can still be read and filled directly
                 unmapped = str(error)
                 notes.append(f"no mapped transfers: {error}")
@@ -236,13 +241,13 @@ async def make(
         await _rehearse(manifest, runner, arena, sums if config.checksum else None, session.addresses)
         session.check_open()
     except BaseException:
-        await session.stop(_stops(sums, runner, agent, lambda: arena), lambda: arena)
+        await session.stop(_stops(sums, copies, runner, agent, lambda: arena), lambda: arena)
         raise
     engine = Engine(
         *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
         tuple(notes), {manifest.rank: config.advertise},
         None if at_once or not may_stage else lambda: _made_arena(session, config, memory, None, unmapped),
-        sums,
+        sums, copies,
     )  # fmt: skip
     return engine
 
@@ -294,7 +299,9 @@ def _reader_key(secret: bytes, source: str) -> bytes:
     return hmac.digest(secret, source.encode(), hashlib.sha256)
 
 
-def _stops(sums: Sums, runner: Runner | None, agent: Agent, arena: Callable[[], Arena | None]) -> list[Step]:
+def _stops(
+    sums: Sums, copies: Copies, runner: Runner | None, agent: Agent, arena: Callable[[], Arena | None]
+) -> list[Step]:
     """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
     Each says whether it has stopped."""
 
@@ -302,7 +309,7 @@ def _stops(sums: Sums, runner: Runner | None, agent: Agent, arena: Callable[[], 
         made = arena()
         return made is None or await made.close()
 
-    steps = [Step("close its checksums", sums.close)]
+    steps = [Step("close its checksums", sums.close), Step("close its copies", copies.close)]
     if runner is not None:
-        steps.append(Step("close its copies", runner.close))
+        steps.append(Step("close its runner", runner.close))
     return [*steps, Step("close its agent", agent.close), Step("close its arena", close_arena)]

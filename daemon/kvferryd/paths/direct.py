@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
 
 from kvferry.errors import Conflict
 from kvferryd.aio import all_done, beside
+from kvferryd.copy import zeros
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
@@ -42,9 +44,20 @@ class Direct:
             return [_rows(each, regions, move.peer) for each in bound.runs()]
 
         rows = await beside(bound.most_runs, all_rows)
+        await _zero(move)
         reads = [move.read(*each) for each in rows]
         await all_done([read.done for read in reads])
         return Moved(move.ranks, sum(len(local) for _, local, *_ in rows))
+
+
+async def _zero(move: Move) -> None:
+    """Zero what is left of the blocks. It ends before any read is posted."""
+    left, engine = move.bound.left, move.engine
+    if left.nbytes:
+        batches = functools.partial(zeros, left, engine.copies.zeros, engine.addresses)
+        flight = engine.copies.start(left.nbytes, batches, move.priority)
+        move.flights.append(flight)
+        await flight.done
 
 
 def _rows(runs: Runs, regions: Mapping[int, Span], peer: PeerEngine) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferryd.copy import mapped, moves
+from kvferryd.copy import Batch, mapped, moves, zeros
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
@@ -21,7 +21,12 @@ class Mapped:
         assert runner is not None
         sources = move.peer.mapped_addresses()
         own = move.engine.addresses
-        copy = runner.copy(move.bound.nbytes, lambda: mapped(moves(move.bound), sources, own), move.priority)
+        bound = move.bound
+
+        def batches() -> list[Batch]:
+            return mapped(moves(bound), sources, own) + zeros(bound.left, runner.zeros, own)
+
+        copy = runner.copy(bound.nbytes + bound.left.nbytes, batches, move.priority)
         move.flights.append(copy)
         await copy.done
         return Moved(move.ranks)

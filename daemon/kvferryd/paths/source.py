@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.errors import Conflict, KvferryError, PeerFailed
@@ -20,7 +20,7 @@ from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers.contact import of_peer
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.reader_stream import ReaderStream
-from kvferryd.plan import Bound, Plan, bind
+from kvferryd.plan import Bound, Plan, bind, left
 from kvferryd.transport.agent import Agent
 
 BOUND_AS_ONE = 4
@@ -283,14 +283,17 @@ def close_all(readers: Iterable[SourceReader], *, complete: bool) -> None:
 
 async def bound_to(
     plan: Plan, readers: Iterable[SourceReader], own: Tables, tokens: tuple[int, int], *, states: bool = True,
-    without: Collection[int] = (),
+    without: Collection[int] = (), rest: int | None = None,
 ) -> Bound:  # fmt: skip
-    """`bind` to what the leases hold now. without: source ranks of which nothing is wanted. Raises KvferryError."""
+    """`bind` to what the leases hold now. without: source ranks of which nothing is wanted. rest: what is left of our
+    blocks is to be zero, all from this token on; None: it stays as it is. Raises KvferryError."""
     tables = {reader.source.rank: reader.tables for reader in readers}
 
     def work() -> Bound:
         bound = bind(plan, tables, own, tokens, states=states).without(without)
-        _ = bound.nbytes  # counted here too
+        if rest is not None:
+            bound = replace(bound, left=left(plan, tables, own, tokens, rest))
+        _ = bound.nbytes, bound.left.nbytes  # counted here too
         return bound
 
     rows = len(plan.copies) * sum(len(table.block_ids) for table in own.values())

@@ -23,11 +23,14 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
-from kvferryd.copy import Chunk, cut, moves
+from kvferryd.copy import Batch, Chunk, cut, moves, zeros
+from kvferryd.copy.runner import Copying
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Flight, Move, Moved, PathName
 from kvferryd.paths.source import ChunkStream
 from kvferryd.peers.peer import PeerEngine, Staging
+from kvferryd.plan import Left
+from kvferryd.plan.left import NOTHING
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.share import wanting
 from kvferryd.transport.read import Read
@@ -57,7 +60,7 @@ class Staged:
         the lease by then."""
         peer, bound, arena = move.peer, move.bound, move.engine.arena
         assert arena is not None
-        journey = _Journey(move, arena, move.engine.addresses)
+        journey = _Journey(move, arena, move.engine.addresses, bound.left)
         stagings = [staging for rank in peer.plan.reads_from if (staging := peer.ranks[rank].staging)]
         chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, arena.slot_nbytes)
         readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
@@ -109,13 +112,14 @@ Turn = tuple[ChunkStream, int]
 """The next chunk: its stream and its index there."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Journey:
-    """Where chunks go. `addresses`: of our regions."""
+    """Where chunks go. `addresses`: of our regions. `left`: what no scatter has zeroed yet."""
 
     move: Move
     arena: Arena
     addresses: Mapping[int, int]
+    left: Left
 
     async def carry(self, turns: Iterator[Turn]) -> None:
         """Carry chunk after chunk, until none is left; each time in a slot of its own."""
@@ -139,8 +143,7 @@ class _Journey:
                     return next(turns, None)
                 flight = self._read(slot, stream, chunk, packed)
                 await flight.done
-                scatter = functools.partial(chunk.scatter, slot.address, self.addresses)
-                flight = self.arena.copies.start(chunk.nbytes, scatter, self.move.priority)
+                flight = self._scatter(slot, chunk)
                 self.move.flights.append(flight)
                 stream.was_read(index)
                 following = next(turns, None)
@@ -157,6 +160,16 @@ class _Journey:
                 flight.abandon()
             # Not before it is quiet: what was given up may still be in the slot.
             self.arena.give_back(slot, flight.quiet if flight is not None else None)
+
+    def _scatter(self, slot: Slot, chunk: Chunk) -> Copying:
+        """The first one writes zeros as well."""
+        left, self.left = self.left, NOTHING
+        copies, addresses = self.arena.copies, self.addresses
+
+        def batches() -> list[Batch]:
+            return chunk.scatter(slot.address, addresses) + zeros(left, copies.zeros, addresses)
+
+        return copies.start(chunk.nbytes + left.nbytes, batches, self.move.priority)
 
     def _read(self, slot: Slot, stream: ChunkStream, chunk: Chunk, packed: peer_pb2.Packed) -> Read:
         own, far = self.arena.span, stream.span

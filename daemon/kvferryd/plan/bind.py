@@ -18,6 +18,7 @@ from kvferry.errors import Malformed
 from kvferry.manifest import Group
 from kvferry.tables import BlockTable, Tables
 from kvferryd.plan.axes import Ints, offsets
+from kvferryd.plan.left import NOTHING, Left
 from kvferryd.plan.plan import Copy, Meeting, Plan
 from kvferryd.plan.rows import Pattern, coalesce
 from kvferryd.plan.segments import EVERY, Segments, Steps, distinct, global_token, local_tokens, shared
@@ -54,9 +55,10 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Bound:
-    """A plan bound to one request."""
+    """A plan bound to one request. left: what is to be zero beside it."""
 
     pairs: tuple[tuple[Copy, Segments], ...]
+    left: Left = NOTHING
 
     @cached_property
     def nbytes(self) -> int:
@@ -167,11 +169,7 @@ class _Cut:
 
     def __init__(self, meeting: Meeting, tokens: tuple[int, int], first_tokens: tuple[int, int]) -> None:
         self._meeting, self._first_tokens = meeting, first_tokens
-        theirs, dropped = first_tokens[0], 0
-        if meeting.window is not None:
-            # Of a sliding window the source may have dropped tokens that the destination has room for.
-            needed = local_tokens(meeting.source_shard, max(tokens[0], tokens[1] - meeting.window + 1))
-            dropped = theirs if theirs <= needed else 0
+        dropped = meeting.dropped(tokens, first_tokens[0])
         self._strands = shared(meeting.source_shard, meeting.own_shard, tokens, first_tokens[1], dropped)
 
     @cached_property

@@ -17,7 +17,7 @@ from kvferryd.plan.axes import Ints, Layout, Loop, Radix, layouts, step
 from kvferryd.plan.choose import Choice, Held, choose
 from kvferryd.plan.refused import PlanRefused
 from kvferryd.plan.rows import Boxes, Pattern, most_runs, patterns
-from kvferryd.plan.segments import EVERY, Steps
+from kvferryd.plan.segments import EVERY, Steps, local_tokens
 
 
 class Place(NamedTuple):
@@ -46,6 +46,14 @@ class Meeting:
         """Slots that lie regularly in memory, on either side: the innermost digit's extent."""
         source, own = (slot[-1][0] if slot else 1 for slot in (self.source_slot, self.own_slot))
         return source, own
+
+    def dropped(self, tokens: tuple[int, int], theirs: int) -> int:
+        """How many of the source's first local tokens it has dropped from its sliding window, though the destination
+        may have room for them. theirs: the first local token of its table."""
+        if self.window is None:
+            return 0
+        needed = local_tokens(self.source_shard, max(tokens[0], tokens[1] - self.window + 1))
+        return theirs if theirs <= needed else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,6 +100,14 @@ class Strands(NamedTuple):
         """The source's first local token, and the one after its last."""
         return int(self.source.local(self.first).min()), int(self.source.local(self.stop - 1).max()) + 1
 
+    @property
+    def own_tokens(self) -> Ints:
+        """Every token of them, as a local token of our side."""
+        count = self.stop - self.first
+        strand = np.repeat(np.arange(len(count)), count)
+        nth = np.arange(len(strand)) - (count.cumsum() - count)[strand]
+        return self.own.of(strand).local(self.first[strand] + nth)
+
     def cut(self, first_tokens: tuple[int, int], grains: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
         """The segments: the local token of either side where each begins, counted from its table's first; its tokens.
 

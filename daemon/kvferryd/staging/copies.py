@@ -31,6 +31,9 @@ class HostCopies:
     """On host memory: one thread of its own, which takes them as they come, for there are few slots and so few copies.
     `run` copies batches and returns when all bytes have arrived."""
 
+    zeros = host.ZEROS
+    """The address of a page of zeros."""
+
     def __init__(self, run: Callable[[Sequence[Batch]], None] = host.copy) -> None:
         self._run = run
         self._closed = False
@@ -71,6 +74,10 @@ class GpuCopies:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+
+    @property
+    def zeros(self) -> int:
+        return self._runner.zeros
 
     def start(self, nbytes: int, build: Build, priority: int = 0) -> Copying:
         return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)

@@ -91,21 +91,25 @@ class Reservation:
     """Where to write on this rank. Raises KvferryError (`malformed_tables`) where `tokens` is not a range.
 
     tokens: global [first, last); None for all that is published. digest: what the lease must have been published with;
-    empty is not checked.
+    empty is not checked. zero: what the tokens leave of the blocks is to be zero.
     """
 
     tables: Tables
     tokens: tuple[int, int] | None
     digest: bytes = b""
+    zero: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not 0 <= self.tokens[0] <= self.tokens[1]:
             why, remedy = "the token range is not a range", "0 <= first <= last, global tokens, last exclusive"
             raise Malformed("malformed_tables", why, field="token_range", value=self.tokens, remedy=remedy)
+        if self.zero and self.tokens is None:
+            why, remedy = "what the tokens leave of the blocks can only be zeroed if they are named", "name the tokens"
+            raise Malformed("malformed_tables", why, field="zero", value=True, remedy=remedy)
 
     def past(self) -> Past:
         """The reservation as it is kept once nothing can be written there any more."""
-        said = hashlib.sha256(repr((self.tokens, self.digest)).encode())
+        said = hashlib.sha256(repr((self.tokens, self.digest, self.zero)).encode())
         for name, table in sorted(self.tables.items()):
             said.update(repr((name, table.first_token, len(table.block_ids))).encode())
             said.update(table.block_ids.tobytes())
@@ -198,7 +202,8 @@ def reservation_from_proto(
 ) -> Reservation:
     """Checked against the cache of the engine. Raises KvferryError."""
     wanted = (request.tokens.start, request.tokens.stop) if request.HasField("tokens") else None
-    reserved = Reservation(tables_from_proto(request.tables), wanted, digest)
+    zero = isinstance(request, engine_pb2.ReceiveRequest) and request.zero
+    reserved = Reservation(tables_from_proto(request.tables), wanted, digest, zero)
     check_destination(manifest, reserved.tables, reserved.tokens)
     return reserved
 

@@ -488,6 +488,7 @@ class Transfer:
         wanted = self.reservation.tokens
         check_whole(peer.plan, self.reservation.tables, wanted or (0, 0))  # before the first part of it is moved
         first = at = wanted[0] if wanted else 0
+        rest = wanted[1] if wanted and self.reservation.zero else None
         moves: list[Moved] = []
         done, self.nbytes = dict(whole), sum(whole.values())
         read: Counter[int] = Counter()
@@ -502,7 +503,7 @@ class Transfer:
                 for reader in readers:
                     reader.check()
                 own, tokens = self.reservation.tables, (at, max(at, until))
-                bound = await bound_to(peer.plan, readers, own, tokens, states=last, without=done)
+                bound = await bound_to(peer.plan, readers, own, tokens, states=last, without=done, rest=rest)
                 if bound.nbytes:
                     way = self.order.way or self._around.config.way
                     path = await paths.choose(way, bound, engine, peer)
