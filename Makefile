@@ -88,7 +88,7 @@ stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on a
 	@$(BIN)/python tests/unit/seeded.py --hours $${HOURS:-1}
 
 simulate: $(READY) ## the protocol without I/O: HOURS=8 draws runs on all cores, SEED=n plays one and prints its transcript
-	@$(BIN)/python tests/simulation/simulate.py $(if $(SEED),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS))
+	@$(BIN)/python tests/simulation/simulate.py $(if $(WORLD),--world $(WORLD)) $(if $(SEED),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS))
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py

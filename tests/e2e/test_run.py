@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from launched import Launched, launched, refused
 
@@ -28,6 +31,12 @@ def fleet() -> Iterator[Fleet]:
 
 def ready(*runs: Launched) -> None:
     asyncio.run(runs[0].fleet.ready(*(run.service for run in runs), timeout_s=START_S))
+
+
+def hears(process: psutil.Process) -> set[int]:
+    """The signals for which it has a handler."""
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return {number for number in signal.valid_signals() if int(caught, 16) >> (number - 1) & 1}
 
 
 def complete(url: str, **more: object) -> dict[str, object]:
@@ -113,7 +122,9 @@ def test_an_upgrade_goes_to_the_keepers_and_leaves_the_engine(fleet: Fleet) -> N
 
 def test_a_signal_before_the_engine_s_start_ends_the_daemons(fleet: Fleet) -> None:
     run = launched(fleet, ENGINE)
-    run.child("daemon-0")
+    keeper = run.child("daemon-0")
+    keeper.send_signal(signal.SIGHUP)  # an upgrade, wished for before the keeper can hear it
+    run.eventually(lambda: signal.SIGHUP in hears(keeper), "the keeper hears signals")
     run.look()
     run.service.process.send_signal(signal.SIGINT)
     assert run.wait() == 128 + signal.SIGINT

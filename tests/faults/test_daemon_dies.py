@@ -29,7 +29,7 @@ from wire import TCP
 
 from kvferryd.demo import fleet
 from kvferryd.demo.fleet import DaemonService, Fleet
-from kvferryd.process.keeper import HELP, LASTED_S, Deaths
+from kvferryd.process.keeper import HELP
 
 START_S = 5 * TIMEOUT_S
 """Of a keeper and its daemon, on a machine with other work."""
@@ -205,12 +205,6 @@ def test_daemons_that_die_again_and_again_wait_for_their_turn(kept: DaemonServic
     assert {(line["logger"], line["level"]) for line in told} == {("kvferryd.process.keeper", "warning")}
 
 
-def test_a_daemon_that_lasts_ends_the_waiting() -> None:
-    deaths = Deaths()
-    assert [deaths.pause_s(0.0) for _ in range(6)] == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0]
-    assert [deaths.pause_s(lasted_s) for lasted_s in (LASTED_S, 0.0, 0.0)] == [0.0, 0.0, 0.5]
-
-
 def test_the_keeper_takes_its_daemons_with_it(own_fleet: Fleet, kept: DaemonService) -> None:
     """Or the next keeper could not start one."""
     eventually(lambda: stands_by(kept), "another daemon stands by")
@@ -327,7 +321,7 @@ def test_a_daemon_says_that_it_serves_when_its_keeper_has_been_told(tmp_path: Pa
 
 def test_a_standby_that_dies_is_replaced(own_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one takes the turn of the daemon that dies then."""
-    bounded(monkeypatch, {"kvferryd.process.keeper.STANDBYS_APART_S": 0.5})
+    bounded(monkeypatch, {"kvferry.protocol.keeper.STANDBYS_APART_S": 0.5})
     daemon = own_fleet.daemon("watched", kept=True)
     eventually(lambda: stands_by(daemon), "another daemon stands by")
     current = serving(daemon)
@@ -383,7 +377,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_daemon_that_cannot_be_started_is_tried_again_and_those_that_live_stay(
     own_fleet: Fleet, interpreter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounded(monkeypatch, {"kvferryd.process.keeper.STANDBYS_APART_S": 0.5})
+    bounded(monkeypatch, {"kvferry.protocol.keeper.STANDBYS_APART_S": 0.5})
     daemon = own_fleet.daemon("rebuilt", kept=True)
     eventually(lambda: stands_by(daemon), "another daemon stands by")
     current, real = serving(daemon), interpreter.readlink()
@@ -414,7 +408,7 @@ def test_a_daemon_that_hangs_before_it_stands_by_is_killed(
     own_fleet: Fleet, interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or every further upgrade would wait for it, and nobody would follow the one that serves."""
-    bounded(monkeypatch, {"kvferryd.process.keeper.STANDBYS_APART_S": 0.5, "kvferryd.process.keeper.LOADS_S": 8.0})
+    bounded(monkeypatch, {"kvferry.protocol.keeper.STANDBYS_APART_S": 0.5, "kvferry.protocol.keeper.LOADS_S": 8.0})
     daemon = own_fleet.daemon("hangs", kept=True)
     eventually(lambda: stands_by(daemon), "another daemon stands by")
     current, real = serving(daemon), interpreter.readlink()

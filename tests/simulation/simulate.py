@@ -1,5 +1,6 @@
 """Runs of the protocol's machines, drawn from seeds: `make simulate SEED=n` plays one again and prints its transcript,
-`make simulate HOURS=n` draws fresh ones on all cores and writes what they find."""
+`make simulate HOURS=n` draws fresh ones on all cores and writes what they find. WORLD chooses the
+machines, by a name of WORLDS."""
 
 from __future__ import annotations
 
@@ -13,15 +14,19 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
-from source_world import Violation, World
+import keeper_world
+import source_world
+from source_world import Violation
 
 SEEDS = 1 << 48
+WORLDS = {"source": source_world.World, "keeper": keeper_world.World}
 
 
 @dataclass
 class Found:
     """Of many runs. kinds: of violations, each with the first seed that showed it."""
 
+    world: str
     runs: int = 0
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
@@ -40,13 +45,13 @@ class Found:
         states = sorted({state for state, _ in self.pairs})
         rows = [f"{event:<15}" + "".join(f"{self.pairs[state, event]:>12}" for state in states) for event in events]
         table = "\n".join([" " * 15 + "".join(f"{state:>12}" for state in states), *rows])
-        kinds = "".join(f"\n{kind}: make simulate SEED={seed}" for kind, seed in self.kinds.items())
+        kinds = "".join(f"\n{kind}: make simulate WORLD={self.world} SEED={seed}" for kind, seed in self.kinds.items())
         return f"{self.runs} runs, {self.steps} steps, {dict(self.ends)}\n{table}{kinds or chr(10) + 'no violation'}"
 
 
 def played(seed: int, found: Found) -> str:
     """The kind of violation of one run; empty where all holds."""
-    world, kind = World(seed), ""
+    world, kind = WORLDS[found.world](seed), ""
     try:
         world.run()
     except Violation as violation:
@@ -62,8 +67,8 @@ def played(seed: int, found: Found) -> str:
     return kind
 
 
-def for_seconds(first: int, seconds: float) -> Found:
-    rng, found, until = random.Random(first), Found(), time.monotonic() + seconds
+def for_seconds(world: str, first: int, seconds: float) -> Found:
+    rng, found, until = random.Random(first), Found(world), time.monotonic() + seconds
     while time.monotonic() < until:
         played(rng.randrange(SEEDS), found)
     return found
@@ -71,23 +76,27 @@ def for_seconds(first: int, seconds: float) -> Found:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", choices=WORLDS, help="all in turn, unless it is given; with --seed the source's")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--hours", type=float, default=1 / 360)
     asked = parser.parse_args()
     if asked.seed is not None:
-        world = World(asked.seed, told=print)
+        world = WORLDS[asked.world or "source"](asked.seed, told=print)
         world.run()
         print(f"{world.steps} steps: all holds")
         return 0
-    cores = os.cpu_count() or 1
-    firsts = [random.SystemRandom().randrange(SEEDS) for _ in range(cores)]
-    print(f"from seeds {firsts}", flush=True)
-    found = Found()
+    names, cores = [asked.world] if asked.world else list(WORLDS), os.cpu_count() or 1
+    failed = 0
     with multiprocessing.Pool(cores) as pool:
-        for each in pool.starmap(for_seconds, [(first, 3600 * asked.hours) for first in firsts]):
-            found += each
-    print(found)
-    return 1 if found.kinds else 0
+        for name in names:
+            firsts = [random.SystemRandom().randrange(SEEDS) for _ in range(cores)]
+            print(f"{name}, from seeds {firsts}", flush=True)
+            found = Found(name)
+            for each in pool.starmap(for_seconds, [(name, each, 3600 * asked.hours / len(names)) for each in firsts]):
+                found += each
+            print(found)
+            failed |= bool(found.kinds)
+    return failed
 
 
 if __name__ == "__main__":

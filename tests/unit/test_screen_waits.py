@@ -16,7 +16,7 @@ from kvferryd.transfers.transfer import Transfer
 from kvferryd.transport import screen
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import TransportError
-from kvferryd.transport.screen import PROCESSES, START_S, Screen
+from kvferryd.transport.screen import ENDS_S, PROCESSES, START_S, Screen
 
 SOURCE, READER, WAIT_S = "127.0.0.1:7001", "127.0.0.1:7002", 5.0
 
@@ -50,6 +50,23 @@ def test_peers_for_which_there_is_no_place_are_all_told_within_one_wait(world: W
             task.result()
         assert (caught.value.code, caught.value.value) == ("transport_failed", str(PROCESSES))
     assert each._waiting == 0
+
+
+def test_a_killed_process_that_does_not_end_holds_nobody_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the kernel it may stay for as long as a driver keeps it there."""
+    silent = SimpleNamespace(
+        stdout=asyncio.StreamReader(), returncode=None, kill=lambda: None, wait=asyncio.Event().wait
+    )
+
+    async def start(*_: object, **__: object) -> SimpleNamespace:
+        return silent
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    waiting = check(world, each := Screen(), 0)
+    world.loop.pass_time(START_S + ENDS_S + 1.0)
+    with pytest.raises(TransportError, match="did not start"):
+        waiting.result()
+    assert each._places._value == PROCESSES
 
 
 def test_a_place_and_the_start_after_it_have_one_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,13 @@ class Keeper:
         self._channel.set_inheritable(False)
         self._lock = threading.Lock()
 
-    def turn(self, log_format: str) -> str:
+    def turn(self, log_format: str, drain_timeout_s: float) -> str:
         """Wait until this daemon is the one to serve: what became of the one before it, or nothing if it is the first.
-        The keeper logs as this daemon does.
+        The keeper logs as this daemon does, and gives it so long to drain.
 
         Raises EOFError when the keeper is gone.
         """
-        self._say({"log_format": log_format})
+        self._say({"log_format": log_format, "drain_timeout_s": drain_timeout_s})
         self._say(LOADED)
         said = self._channel.recv(MOST)
         if not said:

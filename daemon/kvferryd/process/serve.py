@@ -75,7 +75,7 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     gc.enable()
     if keeper is not None:
         try:
-            before = keeper.turn(config.log_format)
+            before = keeper.turn(config.log_format, config.drain_timeout_s)
         except EOFError:
             return 0
         if before:

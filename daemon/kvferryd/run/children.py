@@ -146,7 +146,11 @@ class Children:
             told.bind(str(address))
             # -P: a file of the folder that we are in is no module.
             command = [sys.executable, "-P", "-m", "kvferryd", "keep", *daemon.flags]
-            process = self._start(daemon.name, command, {"NOTIFY_SOCKET": str(address)})
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # until the keeper hears it
+            try:
+                process = self._start(daemon.name, command, {"NOTIFY_SOCKET": str(address)})
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             undo.pop_all()
         self._living.append(kept := Kept(daemon, process, told))
         return kept

@@ -33,6 +33,8 @@ silent, or have one suspect each."""
 SOON_S = 5.0
 """A process that has not taken a question by then may hang in another peer's metadata: the next is given it, and has as
 long as the peer."""
+ENDS_S = 5.0
+"""How long a process may take to end that is killed."""
 IN_USE = "all processes that try peers' metadata are in use"
 READING = 0.8
 """The part of the time for an answer in which a process reads. In the rest it can say which peers are late."""
@@ -224,11 +226,18 @@ class _Process:
                 trial.answer.set_result(DIED)
 
     async def end(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        await _killed(self._process)
         self._reading.cancel()
+
+
+async def _killed(process: asyncio.subprocess.Process) -> None:
+    """A process that is in the kernel may end later than that."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENDS_S):
+                await process.wait()
 
 
 def _not_wanted(creating: asyncio.Task[asyncio.subprocess.Process]) -> None:
@@ -253,7 +262,7 @@ async def _started(until: float) -> _Process:
         creating.add_done_callback(_not_wanted)
         await asyncio.wait([creating])
         if creating.exception() is None:
-            await creating.result().wait()
+            await _killed(creating.result())
         raise
     except OSError as error:
         why = f"the process that tries peers' metadata cannot be started: {error}"
@@ -267,9 +276,7 @@ async def _started(until: float) -> _Process:
                 said = await process.stdout.readline()
     finally:
         if said.decode().strip() != READY:  # else the next metadata would be taken for what it died of
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await _killed(process)
     if said.decode().strip() != READY:
         raise TransportError("transport_failed", "the process that tries peers' metadata did not start")
     return _Process(process)

@@ -1,0 +1,96 @@
+"""Faults that are planted in the machines of the source side, one line each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from planted import Planted, changed, no_effects, nothing, without
+
+from kvferry.protocol import events as e
+from kvferry.protocol.kept import Alarms
+from kvferry.protocol.lease import Lease
+from kvferry.protocol.leases import Leases
+from kvferry.protocol.readers import Readers
+from kvferry.protocol.serving import Serving
+from kvferry.protocol.waits import Waits
+
+
+def word_last(effects: list[Any], *_: Any) -> list[Any]:
+    return [*effects[1:], effects[0]]
+
+
+def twice(effects: list[Any], *_: Any) -> list[Any]:
+    ended = [each for each in effects if isinstance(each, e.LeaseEnded)]
+    return [*effects, *ended]
+
+
+def at_once(lease: Lease, said: Any, fence: int | None, now: float, queue: Any = Lease.queue) -> None:
+    queue(lease, said, None, now)
+
+
+def kept(told: Any, serving: Serving, number: int) -> Any:
+    if isinstance(told, e.Problem):
+        serving.on(e.Ask(e.Reading(serving.stream, number), "", refused=told.why), 0.0)
+    return told
+
+
+def first_set_counts(alarms: Alarms[Any], key: Any, at: float, set: Any = Alarms.set) -> None:
+    if key not in alarms._at:
+        set(alarms, key, at)
+
+
+def by_one_rank(lease: Lease) -> bool:
+    return not (lease.more or lease.readers.live) and lease.readers.closed > 0
+
+
+def under_readers(lease: Lease) -> bool:
+    return not lease.more and lease.readers.whole >= lease.terms.readers
+
+
+def incomplete(readers: Readers, who: Any, reading: Any, close: Any = Readers.close, **more: Any) -> None:
+    close(readers, who, reading, **more | {"complete": True})
+
+
+def forgotten_with_the_lease(leases: Leases, event: Any, now: float, publish: Any = Leases._publish) -> Any:
+    effects = publish(leases, event, now)
+    for name, number in [*leases._early._values]:
+        if name == event.terms.request_id:
+            leases._early.pop((name, number))
+    return effects
+
+
+def as_if_last(serving: Serving, said: Any, pack: Any = Serving._pack) -> Any:
+    return pack(serving, replace(said, last=True))
+
+
+def no_tombstone(held: Any, leases: Leases, name: str, number: int) -> Any:
+    return None if isinstance(held, Exception) and leases.get(name) is None else held
+
+
+PLANTED: dict[str, Planted] = {
+    "the word is cleared after the engine is told": changed(Leases, "_end", word_last),
+    "the word is never cleared": changed(Leases, "_end", without(e.ClearWord)),
+    "an engine is told twice": changed(Leases, "_end", twice),
+    "an engine is not told": changed(Leases, "_end", without(e.LeaseEnded)),
+    "readers see a publish before its fence is reached": (Lease, "queue", at_once),
+    "a lease is released when one rank has read it": (Lease, "all_read", property(by_one_rank)),  # type: ignore[dict-item]
+    "a lease is released under its readers": (Lease, "all_read", property(under_readers)),  # type: ignore[dict-item]
+    "ranks are counted across attempts": (Readers, "_go_by", nothing),
+    "a reader that gave up has read": (Readers, "close", incomplete),
+    "a second update is lost": changed(Serving, "_show", without(e.Speak)),
+    "an end is told twice": changed(Serving, "take", kept),
+    "packing goes on when the lease has ended": changed(Serving, "_over", without(e.StopPacking)),
+    "a time to live that begins anew is forgotten": (Alarms, "set", first_set_counts),
+    "nothing expires": (Leases, "_settle", no_effects),
+    "readers that wait are not told of the publish": (Waits, "up_to", no_effects),
+    "it is forgotten that a lease has ended": changed(Leases, "_held", no_tombstone),
+    "readers are not told of an end": changed(Leases, "_end", without(e.Over)),
+    "a publish drops what ranks have closed of later leases": (Leases, "_publish", forgotten_with_the_lease),
+    "a reader that wants more is not told of an end while all that it asked for is packed": (
+        Serving,
+        "_pack",
+        as_if_last,
+    ),
+    "a stream that ends leaves its readings open": changed(Serving, "_leave", without(e.Close)),
+}

@@ -1,0 +1,52 @@
+"""The protocol's machines in runs that nobody has tried before, and faults that the simulator has to find.
+
+`STEPWISE_SEED=N` draws the same runs again; `make simulate SEED=n` plays one of them and prints its transcript.
+"""
+
+from __future__ import annotations
+
+import os
+
+import planted_keeper
+import planted_source
+import pytest
+from simulate import WORLDS, Found, for_seconds, played
+
+SEED = int(os.environ["STEPWISE_SEED"])
+SECONDS = {"source": 5.0, "keeper": 2.0}
+DONE = {"source": 1.0, "keeper": 0.4}
+"""Of each run: what it has to do, and does. A keeper that is told to stop is not asked for more."""
+MOST = 10_000
+"""Seeds that a planted fault is looked for in."""
+PLANTED = {"source": planted_source.PLANTED, "keeper": planted_keeper.PLANTED}
+FAULTS = [pytest.param(world, fault, id=fault) for world, faults in PLANTED.items() for fault in faults]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_whatever_happens_all_holds(world: str) -> None:
+    found = for_seconds(world, SEED, SECONDS[world])
+    print(found)
+    assert not found.kinds, found
+    assert found.ends["done"] > DONE[world] * found.runs, found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_is_the_same_again(world: str) -> None:
+    transcripts = [list[str](), list[str]()]
+    for lines in transcripts:
+        WORLDS[world](SEED, told=lines.append).run()
+    assert transcripts[0] == transcripts[1] != []
+
+
+@pytest.mark.parametrize(("world", "fault"), FAULTS)
+def test_what_is_broken_on_purpose_is_found(monkeypatch: pytest.MonkeyPatch, world: str, fault: str) -> None:
+    kind, name, broken = PLANTED[world][fault]
+    monkeypatch.setattr(kind, name, broken)
+    found = Found(world)
+    while not found.kinds and found.runs < MOST:
+        played(found.runs, found)
+    assert found.kinds
+    ((why, seed),) = found.kinds.items()
+    print(f"seed {seed}: {why}")
+    monkeypatch.undo()
+    assert not played(seed, Found(world))
