@@ -195,8 +195,10 @@ class RouterClient:
         """Drop what is held of that engine's ranks. Returns the peers that were forgotten."""
         return (await self._call("DELETE", "/v1/peers", schemas.PeerList, query={"engine_id": engine_id})).peers
 
-    async def engines(self) -> list[schemas.EngineRecord]:
-        return (await self._call("GET", "/v1/engines", schemas.EngineList)).engines
+    async def engines(self, *, manifests: bool = True) -> list[schemas.EngineRecord]:
+        """manifests: false leaves them out, which may be large."""
+        query = {"manifests": str(manifests).lower()}
+        return (await self._call("GET", "/v1/engines", schemas.EngineList, query=query)).engines
 
     async def explain(
         self, sources: Sequence[Manifest], destination: Manifest, tables: schemas.ExplainTables | None = None

@@ -25,6 +25,35 @@ COMMAND = [
     "--disable-extensions", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb",
 ]  # fmt: skip
 
+PHONE = {"width": 390, "height": 844}
+CLIPPED = """
+[...document.querySelectorAll('body *')].filter((it) => {
+  if (!it.getClientRects().length || it.closest('svg')) return false;
+  const { left, right } = it.getBoundingClientRect();
+  const style = getComputedStyle(it), hides = style.overflowX !== 'visible' && it.scrollWidth > it.clientWidth + 1;
+  return left < -1 || right > innerWidth + 1 || (hides && it.tagName !== 'INPUT' && it.tagName !== 'SELECT');
+}).map((it) => `${it.tagName}.${it.className} ${it.textContent.slice(0, 60)}`)
+"""
+"""Elements that reach out of the window, or hide a part of what they hold."""
+CONTRASTS = """
+[...document.querySelectorAll('body *')].filter((it) => it.getClientRects().length && !it.closest('svg')
+  && [...it.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())).map((it) => {
+  const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 });
+  const paint = canvas.getContext('2d', { willReadFrequently: true });
+  const light = (colours) => {
+    for (const colour of colours) { paint.fillStyle = colour; paint.fillRect(0, 0, 1, 1); }
+    const [r, g, b] = [...paint.getImageData(0, 0, 1, 1).data].map((part) => part / 255)
+      .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const under = [];
+  for (let at = it; at; at = at.parentElement) under.unshift(getComputedStyle(at).backgroundColor);
+  const pair = [light(under), light([...under, getComputedStyle(it).color])].sort((a, b) => b - a);
+  return [(pair[0] + 0.05) / (pair[1] + 0.05), it.textContent];
+}).filter(([ratio]) => ratio < 4.5)
+"""
+"""Texts that differ less from what is behind them than WCAG asks for, and by how much."""
+
 
 class Browser:
     """Make it with `browser`."""
@@ -85,6 +114,16 @@ class Browser:
         finally:
             await self.ask("Target.disposeBrowserContext", browserContextId=context)
             del self.pages[session]
+
+    @asynccontextmanager
+    async def watching(self, url: str, path: str = "", **more: Any) -> AsyncIterator[Page]:
+        """A page of ours, with its first answers drawn. Nothing may be red in its console, nothing asked of anybody
+        but this url."""
+        async with self.page(f"{url}/{path}", **more) as page:
+            await page.until("!document.getElementById('content').hidden")
+            yield page
+            assert page.faults == []
+            assert [address for address in page.requested if not address.startswith(f"{url}/")] == []
 
 
 class Page:

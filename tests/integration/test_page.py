@@ -6,12 +6,12 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser, Page, browser
+from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, Page, browser
 from fleet import Daemons, under_way, until
 from pair import MANY, TOKENS, Pair, half_published, order, prefilled
 from ranks import Shape, TestEngine
@@ -24,34 +24,6 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; test_page_files.py has read the page's files"),
 ]
-PHONE = {"width": 390, "height": 844}
-CLIPPED = """
-[...document.querySelectorAll('body *')].filter((it) => {
-  if (!it.getClientRects().length || it.closest('svg')) return false;
-  const { left, right } = it.getBoundingClientRect();
-  const style = getComputedStyle(it), hides = style.overflowX !== 'visible' && it.scrollWidth > it.clientWidth + 1;
-  return left < -1 || right > innerWidth + 1 || (hides && it.tagName !== 'INPUT' && it.tagName !== 'SELECT');
-}).map((it) => `${it.tagName}.${it.className} ${it.textContent.slice(0, 60)}`)
-"""
-"""Elements that reach out of the window, or hide a part of what they hold."""
-CONTRASTS = """
-[...document.querySelectorAll('body *')].filter((it) => it.getClientRects().length && !it.closest('svg')
-  && [...it.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())).map((it) => {
-  const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 });
-  const paint = canvas.getContext('2d', { willReadFrequently: true });
-  const light = (colours) => {
-    for (const colour of colours) { paint.fillStyle = colour; paint.fillRect(0, 0, 1, 1); }
-    const [r, g, b] = [...paint.getImageData(0, 0, 1, 1).data].map((part) => part / 255)
-      .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const under = [];
-  for (let at = it; at; at = at.parentElement) under.unshift(getComputedStyle(at).backgroundColor);
-  const pair = [light(under), light([...under, getComputedStyle(it).color])].sort((a, b) => b - a);
-  return [(pair[0] + 0.05) / (pair[1] + 0.05), it.textContent];
-}).filter(([ratio]) => ratio < 4.5)
-"""
-"""Texts that differ less from what is behind them than WCAG asks for, and by how much."""
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +32,10 @@ async def chrome(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Brow
         yield started
 
 
-@asynccontextmanager
-async def watching(chrome: Browser, daemon: DaemonService, fragment: str = "", **more: Any) -> AsyncIterator[Page]:
-    """The page, with its first answers drawn. Nothing may be red in its console, nothing asked of anybody else."""
-    async with chrome.page(f"{daemon.url}/{fragment}", **more) as page:
-        await page.until("!document.getElementById('content').hidden")
-        yield page
-        assert page.faults == []
-        assert [address for address in page.requested if not address.startswith(f"{daemon.url}/")] == []
+def watching(
+    chrome: Browser, daemon: DaemonService, fragment: str = "", **more: Any
+) -> AbstractAsyncContextManager[Page]:
+    return chrome.watching(daemon.url, fragment, **more)
 
 
 def row(request_id: str) -> str:

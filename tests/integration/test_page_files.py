@@ -1,4 +1,4 @@
-"""The status page's files, as text: what they bring, and what they cannot do."""
+"""The pages' files, as text: what they bring, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 import pytest
 from test_rest import asked
 
+from kvferry.proxy import fleet
 from kvferryd.api.rest.page import FILES
 
-TEXT = {path: body.decode() for path, (body, _) in FILES.items()}
-SCRIPTS = {path: text for path, text in TEXT.items() if path.endswith(".js")}
+PAGES = {"/": FILES, fleet.AT: fleet.FILES}
+"""By the path of its index.html: the status page of a daemon, and the proxy's of a fleet."""
 MARKUP = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|createContextualFragment|document\.write|setHTML|\beval\b")
 
 
@@ -33,10 +34,25 @@ class Document(HTMLParser):
                 self.addresses.append(value or "")
 
 
+@pytest.fixture(params=PAGES)
+def page(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def document() -> Document:
+def text(page: str) -> dict[str, str]:
+    return {path: body.decode() for path, (body, _) in PAGES[page].items()}
+
+
+@pytest.fixture
+def scripts(text: dict[str, str]) -> dict[str, str]:
+    return {path: script for path, script in text.items() if path.endswith(".js")}
+
+
+@pytest.fixture
+def document(page: str, text: dict[str, str]) -> Document:
     parsed = Document()
-    parsed.feed(TEXT["/"])
+    parsed.feed(text[page])
     return parsed
 
 
@@ -53,21 +69,24 @@ def test_each_file_is_sent_with_its_type_and_may_reach_this_daemon_only(path: st
     assert set(policy.values()) == {"'self'"}
 
 
-def test_every_address_in_the_files_is_one_of_them_and_relative(document: Document) -> None:
-    assert {f"/{address}" for address in document.addresses} <= FILES.keys()
-    imported = {f"/page/{name}" for text in SCRIPTS.values() for name in re.findall(r'from "\./([^"]+)"', text)}
-    assert imported | {"/page/page.js"} == SCRIPTS.keys(), "nothing is missing, nothing is left over"
-    named = [address for text in TEXT.values() for address in re.findall(r"https?://[^\s\"'<]+", text)]
+def test_every_address_in_the_files_is_one_of_them_and_relative(
+    page: str, document: Document, text: dict[str, str], scripts: dict[str, str]
+) -> None:
+    assert {f"{page}{address}" for address in document.addresses} <= text.keys()
+    imported = {f"{page}page/{name}" for each in scripts.values() for name in re.findall(r'from "\./([^"]+)"', each)}
+    begun = {f"{page}{address}" for address in document.addresses if address.endswith(".js")}
+    assert imported | begun == scripts.keys(), "nothing is missing, nothing is left over"
+    named = [address for each in text.values() for address in re.findall(r"https?://[^\s\"'<]+", each)]
     assert set(named) == {"http://www.w3.org/2000/svg"}, "an XML name, which nobody asks for"
-    assert not re.search(r"@import|url\(", TEXT["/page/page.css"])
+    assert not any(re.search(r"@import|url\(", each) for path, each in text.items() if path.endswith(".css"))
 
 
-def test_nothing_in_the_files_is_what_the_policy_refuses(document: Document) -> None:
+def test_nothing_in_the_files_is_what_the_policy_refuses(document: Document, scripts: dict[str, str]) -> None:
     assert not document.attributes & {"style", "onclick", "onload", "srcdoc"}
-    assert not [path for path, text in SCRIPTS.items() if MARKUP.search(text)]
+    assert not [path for path, script in scripts.items() if MARKUP.search(script)]
 
 
-def test_every_element_that_a_script_takes_by_its_id_is_there_once(document: Document) -> None:
+def test_every_element_that_a_script_takes_by_its_id_is_there_once(document: Document, scripts: dict[str, str]) -> None:
     assert len(document.ids) == len(set(document.ids))
-    taken = {name for text in SCRIPTS.values() for name in re.findall(r'\b(?:at|say)\("([^"]+)"', text)}
+    taken = {name for script in scripts.values() for name in re.findall(r'\b(?:at|say)\("([^"]+)"', script)}
     assert taken <= set(document.ids)

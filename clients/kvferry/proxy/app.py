@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from kvferry.asgi import client_gone
 from kvferry.errors import Forbidden, KvferryError, Malformed, Unauthorized
+from kvferry.proxy import fleet
 from kvferry.proxy.answer import HOP_BY_HOP, refusal, whole
 from kvferry.proxy.exchange import Asked, Daemons, Exchange, leg
 from kvferry.proxy.legs import read_body
@@ -81,7 +82,7 @@ class Proxy:
 
     async def relay(self, request: Request) -> Response:
         """Check a request; the returned response carries it through both legs. Raises KvferryError."""
-        self._authorize(request)
+        self.authorize(request)
         client_id = _client_id(request)
         body = read_body(await _content(request, round(self.options.max_body_mb * 2**20)))
         prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
@@ -92,7 +93,7 @@ class Proxy:
 
     async def models(self, request: Request) -> Response:
         """/v1/models of the first decode engine that answers. Raises KvferryError."""
-        self._authorize(request)
+        self.authorize(request)
         headers = self._headers(request, _client_id(request) or _handover_id(""))
         for endpoint in self.decodes.turn():
             try:
@@ -118,7 +119,8 @@ class Proxy:
         except KvferryError:
             return False
 
-    def _authorize(self, request: Request) -> None:
+    def authorize(self, request: Request) -> None:
+        """Raises KvferryError (`unauthorized`) where the client has not the proxy's token."""
         if not self.options.api_token:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
@@ -171,10 +173,14 @@ def build_app(options: Options) -> FastAPI:
     """The application; its lifespan owns the connection pool."""
     proxy = Proxy(options)
 
+    shown = fleet.Fleet(options.prefill, options.decode, proxy.daemons.clients) if options.fleet else None
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with proxy.http:
             yield
+            if shown is not None:
+                await shown.close()
             await proxy.daemons.close()
 
     async def healthz() -> dict[str, str]:
@@ -188,4 +194,6 @@ def build_app(options: Options) -> FastAPI:
     app.add_api_route("/v1/models", proxy.models)
     app.add_api_route("/health", proxy.health)
     app.add_api_route("/healthz", healthz)
+    if shown is not None:
+        app.include_router(fleet.routes(shown, proxy.authorize))
     return app

@@ -43,7 +43,7 @@ class Daemons:
 
     def __init__(self, http: httpx.AsyncClient, endpoints: Iterable[Endpoint], *, token: str = "") -> None:
         urls = {url for endpoint in endpoints for url in endpoint.daemons}
-        self._clients = {url: RouterClient(url, token=token, timeout_s=ABORT_TIMEOUT_S, http=http) for url in urls}
+        self.clients = {url: RouterClient(url, token=token, timeout_s=ABORT_TIMEOUT_S, http=http) for url in urls}
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def order(
@@ -53,7 +53,7 @@ class Daemons:
 
         Raises KvferryError: the daemon's own, `daemon_unreachable` or `daemon_timeout`.
         """
-        client = self._clients[decode.daemons[0]]
+        client = self.clients[decode.daemons[0]]
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -72,7 +72,7 @@ class Daemons:
 
     async def free(self, endpoint: Endpoint, request_id: str) -> None:
         """Abort the request at every daemon of an engine. Failures are logged: the lease's ttl frees it then."""
-        await asyncio.gather(*(self._abort(self._clients[url], request_id) for url in endpoint.daemons))
+        await asyncio.gather(*(self._abort(self.clients[url], request_id) for url in endpoint.daemons))
 
     async def _abort(self, client: RouterClient, request_id: str) -> None:
         try:

@@ -32,6 +32,10 @@ daemons
   goes to the first; when a client leaves or decode refuses, the proxy frees the request's blocks at all of them.
   Without daemon= those blocks stay held until the lease's ttl.
 
+fleet
+  --fleet   a page at /fleet/, and the same as JSON at /v1/fleet: a row for each pair of engines, what fails, what was
+            slow, which daemon does not answer. Whoever may call the proxy may see it, ids and addresses included.
+
 requests
   X-Request-Id             the first 128 characters, and a random suffix, are the id on both legs; the answer has the id
                            that the client sent, and in x-kvferry-request-id the lease's
@@ -122,6 +126,8 @@ class Options(BaseModel):
     )
     max_connections: Count = Field(default=4096, description="to all engines")
     max_body_mb: float = Field(default=32, gt=0, examples=["N"], description="largest request body in MiB")
+
+    fleet: bool = Field(default=False, description="show what all daemons do, at /fleet/ and /v1/fleet")
 
     @model_validator(mode="after")
     def _daemons_for_orders(self) -> Options:

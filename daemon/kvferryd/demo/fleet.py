@@ -161,20 +161,22 @@ class Fleet:
 
     def proxy(
         self,
-        prefill: Service,
-        decode: Service,
+        prefill: Service | str,
+        decode: Service | str,
         *,
         prefill_daemons: Sequence[DaemonService] = (),
         decode_daemons: Sequence[DaemonService] = (),
         order: str = "engine",
         flags: Sequence[str] = (),
     ) -> Service:
-        """Start `kvferry proxy` before one prefill and one decode engine and, where named, their ranks' daemons."""
+        """Start `kvferry proxy` before one prefill and one decode engine, by URL where they are none of this fleet's,
+        and, where named, their ranks' daemons."""
         port = self.free_port()
+        first, second = (each if isinstance(each, str) else each.url for each in (prefill, decode))
         command = [
             sys.executable, "-m", "kvferry.proxy", "--listen", f"{HOST}:{port}", "--order", order,
-            "--prefill", ",daemon=".join([prefill.url, *(daemon.url for daemon in prefill_daemons)]),
-            "--decode", ",daemon=".join([decode.url, *(daemon.url for daemon in decode_daemons)]), *flags,
+            "--prefill", ",daemon=".join([first, *(daemon.url for daemon in prefill_daemons)]),
+            "--decode", ",daemon=".join([second, *(daemon.url for daemon in decode_daemons)]), *flags,
         ]  # fmt: skip
         process, log = self._start("proxy", command)
         return self._add(Service("proxy", f"http://{HOST}:{port}", "/healthz", process, log))

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from kvferry import __version__
 from kvferry.asgi import client_gone
 from kvferry.errors import KvferryError
+from kvferry.page import routes as routes_of
 from kvferryd.api.rest import explain, page, routes
 from kvferryd.api.rest.gate import Gate, TokenFile
 from kvferryd.api.rest.openapi import TAGS, document
@@ -41,7 +42,8 @@ def create_app(ferry: Ferry) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.asks = {"token": token_file is not None, "certificate": ferry.config.rest_tls}
-    routers = (routes.transfers(ferry), routes.held(ferry), explain.routes(ferry), routes.daemon(ferry), page.routes())
+    routers = [routes.transfers(ferry), routes.held(ferry), explain.routes(ferry), routes.daemon(ferry)]
+    routers.append(routes_of(page.FILES))
     for router in routers:
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]
