@@ -1,4 +1,6 @@
-"""What the event loop does with threads, with futures that others settle, and with several steps at once."""
+"""What the event loop does with threads, with futures that others settle, and with several steps at once. Tasks and
+timers are made here, so that each has an owner; tests/unit/test_one_owner.py lists the files that make their own still.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,7 @@ async def together(steps: Iterable[Coroutine[None, None, None]]) -> None:
     if len(every) == 1:
         await every[0]
         return
-    async with _running(every) as tasks:
+    async with running(every) as tasks:
         await asyncio.gather(*tasks)
 
 
@@ -178,7 +180,7 @@ async def unless(work: Coroutine[None, None, None], watches: Iterable[Coroutine[
     if len(every) == 1:
         await work
         return
-    async with _running(every) as tasks:
+    async with running(every) as tasks:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in reversed(tasks):
             if task.done():
@@ -186,7 +188,7 @@ async def unless(work: Coroutine[None, None, None], watches: Iterable[Coroutine[
 
 
 @contextlib.asynccontextmanager
-async def _running(steps: Iterable[Coroutine[None, None, None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
+async def running(steps: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
     """Tasks of the steps. Those that are left at the end are cancelled, and have ended before the caller goes on."""
     tasks = [asyncio.create_task(step) for step in steps]
     try:

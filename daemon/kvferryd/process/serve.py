@@ -25,6 +25,7 @@ from kvferry.errors import KvferryError
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
+from kvferryd.aio import running
 from kvferryd.api.answer import Context, Undecoded
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
@@ -115,9 +116,8 @@ async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, 
         except OSError:
             raise _cannot_listen("rest", config.rest) from None
         beside = ferry.known_peers.run(), heap.give_back(lambda: (total(metrics.ended), total(metrics.leases_ended)))
-        for task in (asyncio.create_task(each) for each in beside):
-            stack.callback(task.cancel)
-        serving = asyncio.create_task(rest.serve())
+        await stack.enter_async_context(running(beside))
+        serving, stopped = await stack.enter_async_context(running([rest.serve(), _told(stopping)]))
         stack.push_async_callback(_stop_rest, rest, serving)
         if keeper is not None:
             keeper.serving()  # before anybody else can read it
@@ -127,14 +127,16 @@ async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, 
             peers_prove="a certificate" if config.tls else "the secret" if ferry.proof else "nothing: loopback only",
             ucx_listens=listening or "not over TCP",
         )  # fmt: skip
-        stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
-            stopped.cancel()
             serving.result()
         await _drain(ferry, now)
     log.info("stopped")
     return 0
+
+
+async def _told(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def _ignore_signals() -> None:
@@ -144,11 +146,9 @@ def _ignore_signals() -> None:
 
 async def _drain(ferry: Ferry, now: asyncio.Event) -> None:
     log.info("stopping", drain_timeout_s=ferry.config.drain_timeout_s)
-    drained = asyncio.create_task(ferry.drain(ferry.config.drain_timeout_s, "a signal to stop", stopping=True))
-    hurried = asyncio.create_task(now.wait())
-    await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
-    for task in (drained, hurried):
-        task.cancel()
+    drain = ferry.drain(ferry.config.drain_timeout_s, "a signal to stop", stopping=True)
+    async with running([drain, _told(now)]) as either:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     status = ferry.drain_status()
     if not status.drained:
         log.warning("not drained", leases=status.leases, transfers=status.transfers)
@@ -183,13 +183,10 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     except RuntimeError:
         raise _cannot_listen("peer", config.peer) from None
     await server.start()
-    following = asyncio.create_task(ferry.follow_proof(ferry.proof, callers.recheck)) if ferry.proof else None
     try:
-        yield
+        async with running([ferry.follow_proof(ferry.proof, callers.recheck)] if ferry.proof else []):
+            yield
     finally:
-        if following is not None:
-            following.cancel()
-            await asyncio.wait([following])
         await server.stop(GRACE_S)
 
 
