@@ -58,7 +58,7 @@ def faults(compose: Compose) -> Iterator[str]:
                 yield f"{name} is not of the profile {profile} alone"
             if {side.get(shared) for shared in ("network_mode", "pid", "ipc")} != {"service:proxy"}:
                 yield f"{name} does not share network, process ids and IPC with the proxy"
-            drain_s = planned(side).drain_s
+            drain_s = planned(side).daemons[0].config.drain_timeout_s
             if int(side["stop_grace_period"].removesuffix("s")) < 2 * drain_s + STOP_S:
                 yield f"{name} may be killed while it drains"
             if ("deploy" in side) != (profile == "gpu"):

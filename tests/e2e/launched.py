@@ -1,4 +1,4 @@
-"""`kvferry run` in a test: its processes by what they are, and whether anything of it is left."""
+"""`kvferry run` and `kvferry host` in a test: its processes by what they are, and whether anything of it is left."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ WAIT_S = 120.0
 
 @dataclass(eq=False)
 class Launched:
-    """service: the first process. rest, peer: of rank 0's daemon. url: where the engine serves."""
+    """service: the first process. rest, peer: of the first daemon. url: where the engine of `kvferry run` serves. made:
+    what is to be gone at the end."""
 
     fleet: Fleet
     service: Service
     rest: int
     peer: int
     ranks: int
-    url: str
+    url: str = ""
+    made: list[Path] = field(default_factory=list)
     shared: set[Path] = field(default_factory=set)
     """Memory with a name that its processes have."""
     seen: set[psutil.Process] = field(default_factory=set)
@@ -88,8 +90,8 @@ class Launched:
         self.eventually(lambda: not any(map(_lives, self.seen)), "all its processes have ended")
         self.fleet.services.remove(self.service)
         assert not (memory := [path for path in self.shared if path.exists()]), memory
-        (folder,) = set(re.findall(r"=(/\S*kvferry-run-[^/]+)/engine-", self.said))
-        assert not (left := [*Path(folder).rglob("*"), *filter(Path.exists, [Path(folder)])]), left
+        made = {*map(Path, re.findall(r"=(/\S*kvferry-run-[^/]+)/engine-", self.said)), *self.made}
+        assert not (left := [path for path in made if path.exists()]), left
         for port, rank in itertools.product((self.rest, self.peer), range(self.ranks)):
             assert _free(port + rank * APART), f"port {port + rank * APART} is taken\n{self.service.tail(60)}"
 
@@ -114,9 +116,19 @@ def launched(
     return Launched(fleet, service, rest, peer, ranks, service.url)
 
 
-def refused(command: Sequence[str]) -> str:
-    """What `kvferry run` says that does not start."""
-    done = subprocess.run(_kvferry(["run", *command]), capture_output=True, text=True, timeout=WAIT_S, check=False)
+def hosted(fleet: Fleet, folder: Path, count: int, *flags: str) -> Launched:
+    """Start `kvferry host` for host memory."""
+    rest, peer = _base(fleet, count), _base(fleet, count)
+    own = ["host", f"--rest={HOST}:{rest}", f"--peer={HOST}:{peer}", "--arena-mb=16", f"--cpu={count}"]
+    process, log = fleet._start("host", _kvferry([*own, f"--folder={folder}", *flags]))
+    service = fleet._add(Service("kvferry host", f"http://{HOST}:{rest}", "/healthz", process, log))
+    made = [folder / f"cpu-{number}{suffix}" for number in range(count) for suffix in (".sock", ".sock.fd", ".json")]
+    return Launched(fleet, service, rest, peer, count, made=made)
+
+
+def refused(command: Sequence[str], of: str = "run") -> str:
+    """What a command says that does not start."""
+    done = subprocess.run(_kvferry([of, *command]), capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 2, done
     return done.stderr
 

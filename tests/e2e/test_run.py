@@ -146,7 +146,7 @@ def test_what_is_in_the_way_is_said_before_anything_starts() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         flags = [f"--rest={HOST}:{port - APART}", "--device=cpu", "--", *ENGINE, "--tp", "2"]
-        said = refused(flags)
+        said = refused([*flags])
     assert f"daemon-1: nothing can listen on rest = {HOST}:{port}" in said
     assert "--rest 127.0.0.1:7510 --peer 127.0.0.1:7511" in said
     assert "there is no such program (command = /nowhere/vllm)" in refused(["--", "/nowhere/vllm", "serve", "m"])

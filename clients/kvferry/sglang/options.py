@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvferry.errors import Malformed, first_breach
 from kvferry.schemas import MAX_REQUEST_ID
+from kvferry.sockets import beside
 
 PREFIX = "KVFERRY_SGLANG_"
 
@@ -20,7 +21,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: PREFIX + name.upper())
 
     socket: str = "/run/kvferry/engine.sock"
-    """Where the daemon beside a rank listens; {rank} stands for the rank's number."""
+    """Where the daemon beside a rank listens; {rank} stands for the rank's number, {gpu_uuid} for its GPU's UUID, by
+    which `kvferry host` names sockets."""
     engine_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] = ""
     """Names this engine to daemons; empty: made of the host's name and the port."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
@@ -38,9 +40,9 @@ class Options(BaseModel):
             remedy = f"{PREFIX} and one of {', '.join(cls.model_fields).upper()}: see docs/sglang.md"
             raise first_breach(error, "environment", "bad_option", remedy) from None
 
-    def socket_of(self, rank: int, ranks: int) -> str:
-        """Raises KvferryError (`bad_option`)."""
-        path = self.socket.replace("{rank}", str(rank))
+    def socket_of(self, rank: int, ranks: int, gpu: int | None = None) -> str:
+        """gpu: of the rank, as this process counts; None on the CPU. Raises KvferryError (`bad_option`)."""
+        path = beside(self.socket.replace("{rank}", str(rank)), gpu)
         if ranks > 1 and path == self.socket:
             what = f"every one of {ranks} ranks needs a daemon of its own"
             remedy = "name them apart, for example /run/kvferry/engine-{rank}.sock"

@@ -41,7 +41,8 @@ class Rank:
         self.number, self.count = parallel.tp_rank, parallel.tp_size
         said = self.options.engine_id or f"sglang-{socket.gethostname()}-{get_serving().port}", uuid.uuid4().hex
         self.engine_id, self._epoch = parallel.tp_group.broadcast_object(said)
-        path = self.options.socket_of(self.number, self.count)
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        path = self.options.socket_of(self.number, self.count, gpu)
         self.daemon = BlockingEngineClient.connect(
             path, engine_id=self.engine_id, epoch=self._epoch, rank=self.number, world_size=self.count,
             timeout_s=self.options.connect_timeout_s, say=log.warning,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvferry.errors import Malformed, first_breach
+from kvferry.sockets import beside
 
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 
@@ -17,7 +18,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     socket: str = "/run/kvferry/engine.sock"
-    """Where the daemon beside a worker listens: {rank} (of the engine), {local_rank} (of the host), {dp_rank}."""
+    """Where the daemon beside a worker listens: {rank} (of the engine), {local_rank} (of the host), {dp_rank},
+    {gpu_uuid} (of the worker's GPU: `kvferry host` names sockets so)."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     load_timeout_s: Seconds = 0.0
     """How long KV may take to arrive; 0 for the daemon's default."""
@@ -41,10 +43,11 @@ class Options(BaseModel):
             remedy = f"one of {', '.join(cls.model_fields)}: see docs/vllm.md"
             raise first_breach(error, "kv_connector_extra_config", "bad_option", remedy) from None
 
-    def socket_of(self, rank: int, world_size: int, local_rank: int, dp_rank: int) -> str:
-        """Raises KvferryError (`bad_option`)."""
+    def socket_of(self, rank: int, world_size: int, local_rank: int, dp_rank: int, gpu: int | None = None) -> str:
+        """gpu: of the worker, as this process counts; None on the CPU. Raises KvferryError (`bad_option`)."""
+        socket = beside(self.socket, gpu)
         try:
-            path = self.socket.format(rank=rank, local_rank=local_rank, dp_rank=dp_rank)
+            path = socket.format(rank=rank, local_rank=local_rank, dp_rank=dp_rank)
         except (KeyError, IndexError, ValueError):
             path = ""
         if not path or (world_size > 1 and path == self.socket):

@@ -55,7 +55,8 @@ class WorkerSide:
         self._rank = get_pp_group().rank_in_group * self._tp + self._tp_rank
         self._world_size = parallel.pipeline_parallel_size * self._tp
         dp_rank = parallel.data_parallel_index
-        socket = options.socket_of(self._rank, self._world_size, get_tp_group().local_rank, dp_rank)
+        gpu = None if self._device == "cpu" else torch.cuda.current_device()
+        socket = options.socket_of(self._rank, self._world_size, get_tp_group().local_rank, dp_rank, gpu)
         self._engine_id, self._epoch = config.kv_transfer_config.engine_id, config.instance_id
         self._daemon = BlockingEngineClient.connect(
             socket, engine_id=self._engine_id, epoch=self._epoch, rank=self._rank, world_size=self._world_size,

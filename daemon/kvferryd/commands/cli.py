@@ -22,6 +22,7 @@ EPILOG = """\
 examples:
   kvferry demo                                two engines of different shape on this machine, every token compared
   kvferry run -- vllm serve MODEL             an engine, and a daemon beside each of its ranks
+  kvferry host                                a daemon for each GPU of this host
   kvferry serve --device cpu                  a daemon for host memory
   kvferry serve --device cuda:0 --config /etc/kvferry.toml
   kvferry keep --device cuda:0                the same, started again when it dies, under living engines
@@ -44,6 +45,7 @@ class Forwarded:
 
 FORWARDED = {
     "run": Forwarded("kvferryd.run", "an engine and its daemons, as one command: kvferry run -- vllm serve MODEL"),
+    "host": Forwarded("kvferryd.host", "a daemon for each GPU of this host, as one command"),
     "keep": Forwarded(
         "kvferryd.process.keeper", "run the daemon, and start it again when it dies; holds its GPU memory"
     ),
@@ -154,9 +156,13 @@ def _parser() -> argparse.ArgumentParser:
         " ready or has warnings, 2 when it does not answer.",
         "kvferry status", "kvferry status --daemon http://10.0.0.7:7410 --token-file token",
         "kvferry status --all         every rank of the engine, by its roster",
+        "kvferry status --host        every daemon of this host's `kvferry host`",
         "kvferry status --ready       a readiness probe: warnings do not count",
     )  # fmt: skip
     status.add_argument("--all", action="store_true", help="every rank of the engines here: 0 when all are so")
+    status.add_argument("--host", nargs="?", const="/run/kvferry", metavar="FOLDER",
+                        help="every daemon that `kvferry host` runs there: 0 when all are so, or idle"
+                        " (default: /run/kvferry)")  # fmt: skip
     status.add_argument("--ready", action="store_true", help="only whether it is ready: 0, also with warnings, or 1")
     transfers = asking(
         "transfers", "what moves and what has moved", "Lists transfers, unfinished ones first.",

@@ -15,9 +15,8 @@ from kvferryd.commands.say import error_line, rate, size, table, wrong
 from kvferryd.config import Config
 
 SILENT = "no answer"
-HEADS: tuple[str, ...] = (
-    "STATE", "ENGINE", "RANK", "REST", "MOVING", "LEASES", "READ", "SERVED", "FAILED", "ARENAS", "PROCESS",
-)  # fmt: skip
+FIGURES: tuple[str, ...] = ("MOVING", "LEASES", "READ", "SERVED", "FAILED", "ARENAS", "PROCESS")
+HEADS: tuple[str, ...] = ("STATE", "ENGINE", "RANK", "REST", *FIGURES)
 
 
 class Rank(BaseModel):
@@ -86,14 +85,19 @@ def ranks_text(found: Sequence[Rank], speeds: Sequence[tuple[float, float]] = ()
 
 
 def _row(rank: Rank) -> tuple[str, ...]:
-    known = rank.totals
-    figures = ("-",) * 7 if known is None else (
+    return (rank.state, rank.engine_id, str(rank.rank), rank.rest or "-", *figures(rank.totals))
+
+
+def figures(known: Totals | None) -> tuple[str, ...]:
+    """Cells for the columns FIGURES."""
+    if known is None:
+        return ("-",) * len(FIGURES)
+    return (
         str(sum(count for state, count in known.transfers.items() if not TransferState(state).ended)),
         str(sum(known.leases.get(state, 0) for state in ("publishing", "published"))),
         size(known.read_bytes), size(known.served_bytes), str(known.transfers.get(TransferState.FAILED, 0)),
         f"{size(known.staging_used_bytes)} of {size(known.staging_bytes)}", size(known.process_bytes),
     )  # fmt: skip
-    return (rank.state, rank.engine_id, str(rank.rank), rank.rest or "-", *figures)
 
 
 def _wrong(found: Sequence[Rank]) -> Iterator[str]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Totals, TransferState
 from kvferryd.commands.ask import DONE, NOT_SO, client
+from kvferryd.commands.here import Here, all_here, here_text
 from kvferryd.commands.ranks import Rank, ranks_of, ranks_text
 from kvferryd.commands.say import as_json, count, duration, printable, size, table, wrong
 from kvferryd.config import Config
 
 
 async def status(config: Config, arguments: argparse.Namespace) -> int:
+    if arguments.host:
+        return _here(await all_here(config, Path(arguments.host)), json=arguments.json)
     async with client(config, arguments) as daemon:
         if arguments.ready:
             return _readiness(await daemon.ready(), json=arguments.json)
@@ -52,6 +56,15 @@ def _all(found: Sequence[Rank], *, json: bool) -> int:
     else:
         print(ranks_text(found))
     return DONE if found and all(rank.well for rank in found) else NOT_SO
+
+
+def _here(found: Sequence[Here], *, json: bool) -> int:
+    """Print every daemon of the host; the exit status."""
+    if json:
+        as_json({"daemons": found})
+    else:
+        print(here_text(found))
+    return DONE if all(each.well for each in found) else NOT_SO
 
 
 def verdict(ready: Readiness) -> str:

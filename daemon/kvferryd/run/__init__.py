@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvferry.errors import KvferryError, Malformed, Unavailable
+from kvferry.errors import KvferryError, Malformed
 from kvferry.memory import cuda
 from kvferryd.commands.cli import Parser, seconds
-from kvferryd.commands.doctor import CHECK, Level, findings
 from kvferryd.config import OPTIONS
-from kvferryd.run.children import FAILED, left
-from kvferryd.run.daemons import APART, Daemon
+from kvferryd.run.children import FAILED, check_daemons, left
+from kvferryd.run.daemons import APART
 from kvferryd.run.family import guarded
 from kvferryd.run.launcher import launched
 from kvferryd.run.plan import Plan, described, plan, split
@@ -80,7 +79,7 @@ def _work(
 ) -> int:  # fmt: skip
     """The process's first call."""
     try:
-        planned = plan(given, command, environment, folder=str(folder), gpus=_gpus, read=_read,
+        planned = plan(given, command, environment, folder=str(folder), gpus=lambda: len(gpus()), read=_read,
                        engine_stop_s=engine_stop_s)  # fmt: skip
         _check(planned, environment)
         if check:
@@ -94,11 +93,12 @@ def _work(
     return FAILED
 
 
-def _gpus() -> int:
+def gpus() -> Sequence[cuda.Device]:
+    """Those that this process sees."""
     try:
-        return len(cuda.devices())
+        return cuda.devices()
     except KvferryError:
-        return 0
+        return ()
 
 
 def _read(path: str) -> str:
@@ -115,14 +115,4 @@ def _check(planned: Plan, environment: dict[str, str]) -> None:
         remedy = "install it here, or name it with its folder"
         raise Malformed("unknown_engine", "there is no such program", field="command", value=planned.engine[0],
                         remedy=remedy)  # fmt: skip
-    if wrong := [each for daemon in planned.daemons for each in _wrong(daemon)]:
-        raise Unavailable("cannot_start", "\n  ".join(["the daemons cannot be started:", *wrong]))
-
-
-def _wrong(daemon: Daemon) -> list[str]:
-    """A line for each thing that is in the way of a daemon."""
-    said = [f"{daemon.name}: {found.what} -> {found.remedy}" for found in findings(daemon.config, CHECK)
-            if found.level is Level.WRONG]  # fmt: skip
-    if any("nothing can listen" in each for each in said):
-        said.append("beside another one on this host: --rest 127.0.0.1:7510 --peer 127.0.0.1:7511")
-    return said
+    check_daemons(planned.daemons)

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Unavailable
 from kvferryd.commands.ask import at
+from kvferryd.commands.doctor import CHECK, Level, findings
 from kvferryd.process.keeper import how_ended
 from kvferryd.run.daemons import Daemon
 from kvferryd.run.engines import shown
@@ -25,12 +26,31 @@ from kvferryd.run.output import Output
 from kvferryd.run.shared import Watch, remove
 
 FAILED = 2
+START_S = 300.0
+"""The longest that daemons may take until all serve: torch and Triton from a cold disk take a minute, several more."""
+MADE = "made"
+"""A file of a run's folder: what else the run makes, a path a line."""
 AGAIN_S = 5.0
 """Between the second signal to a process that was told to stop, and its death."""
 LEFT_S = 5.0
 """How long what a process has left behind may take."""
 BEYOND_DRAIN_S = 10.0
 """How much longer than its drain a daemon may take to stop."""
+
+
+def check_daemons(daemons: Iterable[Daemon]) -> None:
+    """Raises KvferryError for all that is in the way of their start."""
+    if wrong := [each for daemon in daemons for each in _wrong(daemon)]:
+        raise Unavailable("cannot_start", "\n  ".join(["the daemons cannot be started:", *wrong]))
+
+
+def _wrong(daemon: Daemon) -> list[str]:
+    """A line for each thing that is in the way of a daemon."""
+    said = [f"{daemon.name}: {found.what} -> {found.remedy}" for found in findings(daemon.config, CHECK)
+            if found.level is Level.WRONG]  # fmt: skip
+    if any("nothing can listen" in each for each in said):
+        said.append("beside another one on this host: --rest 127.0.0.1:7510 --peer 127.0.0.1:7511")
+    return said
 
 
 class Child:
@@ -102,6 +122,11 @@ class Children:
         return [child for child in self._living if isinstance(child, Kept)]
 
     @property
+    def lost(self) -> list[Kept]:
+        """Keepers that have ended, which none does by itself."""
+        return [keeper for keeper in self.kept if keeper.ended.done()]
+
+    @property
     def endings(self) -> list[asyncio.Future[int]]:
         return [child.ended for child in self._living]
 
@@ -123,10 +148,10 @@ class Children:
     ) -> None:
         """Engines were stopped before: what they have left goes first, then the daemons, which drain."""
         with self._opened:
-            await self._end_left()
+            await self.end_left()
             drain_s = max((each.daemon.config.drain_timeout_s for each in self.kept), default=0.0)
             await self.stop(drain_s + BEYOND_DRAIN_S, *self.kept)
-            await self._end_left()
+            await self.end_left()
             for child in self._living:
                 child.close()
             await self._output.end()
@@ -135,6 +160,16 @@ class Children:
         """environment: what is added to ours."""
         self._living.append(child := Child(name, self._start(name, command, environment)))
         return child
+
+    async def serve(self, daemons: Iterable[Daemon]) -> bool:
+        """Start them; whether all serve. If not, `told` is done, or it is said why not."""
+        serving = asyncio.gather(*(self.keep(daemon).serving for daemon in daemons))
+        await self.first(START_S, serving, self.told, *self.endings)
+        if lost := self.lost:
+            self.failed(f"{lost[0].name} {lost[0].how} before it served: its lines say why")
+        elif not serving.done() and not self.told.done():
+            self.failed(f"not all daemons serve after {START_S:g} s: their lines say what they wait for")
+        return serving.done() and not self.told.done() and not lost
 
     def keep(self, daemon: Daemon) -> Kept:
         """Start its keeper."""
@@ -225,13 +260,19 @@ class Children:
             if not child.ended.done():
                 self.say(f"{child.name} was killed and has not ended: it is left behind", "error")
 
-    async def _end_left(self) -> None:
-        if left := await asyncio.to_thread(end, self._left, LEFT_S):
+    async def end_left(self, patience_s: float = LEFT_S) -> None:
+        """What children that have ended have left. No other one is to be started meanwhile."""
+        if left := await asyncio.to_thread(end, self._left, patience_s):
             self.say(f"processes {sorted(left)} were killed and have not ended: they are left behind", "error")
 
     def _left(self) -> set[int]:
         """Descendants that are neither our children nor below them: what a child that has ended has left."""
         return living(os.getpid(), spared={each.process.pid for each in self._living if not each.ended.done()})
+
+    def failed(self, why: str) -> int:
+        """Say so; returns the status."""
+        self.say(str(Unavailable("daemon_ended", why)), "error")
+        return FAILED
 
     def say(self, what: str, level: str = "info") -> None:
         self._output.say(what, level)
@@ -245,6 +286,10 @@ def memory_of(folder: Path) -> Path:
 
 
 def left(folder: Path) -> None:
-    """Take away a run's folder, with the sockets in it, and the shared memory that is noted there."""
+    """Take away a run's folder, with the sockets in it, the shared memory that is noted there, and the files that are
+    noted in MADE."""
     remove(folder / "memory")
+    with suppress(FileNotFoundError):
+        for path in (folder / MADE).read_text().splitlines():
+            Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

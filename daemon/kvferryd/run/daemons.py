@@ -28,23 +28,19 @@ class Daemon:
 
 
 def placed(
-    number: int, given: Mapping[str, object], environment: Mapping[str, str], *, device: str, socket: str, whole: int
+    number: int, given: Mapping[str, object], environment: Mapping[str, str], *, device: str, socket: str, roster: str
 ) -> Daemon:
-    """given: the first one's settings as flags, raw, by name. whole: how many there are, whose roster is the first.
-    Raises KvferryError."""
+    """given: the first one's settings as flags, raw, by name. roster: empty where each engine has one rank. Raises
+    KvferryError."""
     base, origins = resolve(given, environment)
-    if base.roster is not None and whole > 1:
-        raise bad_config("roster", base.roster, "the roster is the first daemon, which this command knows",
-                         "leave roster out")  # fmt: skip
     names = ("rest", "peer") if origins["advertise"] == "default" else ("rest", "peer", "advertise")
-    decided: dict[str, object] = {name: _moved(name, getattr(base, name), number) for name in names}
-    decided |= {"engine_socket": socket, "device": device}
-    decided |= {"roster": base.advertise} if whole > 1 else {}
+    decided: dict[str, object] = {name: moved(name, getattr(base, name), number) for name in names}
+    decided |= {"engine_socket": socket, "device": device, **({"roster": roster} if roster else {})}
     settings = {**given, **decided}
     return Daemon(f"daemon-{number}", resolve(settings, environment)[0], (*_flags(settings),))
 
 
-def _moved(name: str, address: str, number: int) -> str:
+def moved(name: str, address: str, number: int) -> str:
     """The address of a daemon, of that of the first."""
     host, port = split_address(address)
     if not 0 < port <= 65535 - number * APART:

@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferry.errors import Unavailable
-from kvferryd.run.children import FAILED, Child, Children
+from kvferryd.run.children import FAILED, Children
 from kvferryd.run.plan import Plan
 
-START_S = 300.0
-"""The longest that daemons may take until all serve: torch and Triton from a cold disk take a minute, several more."""
 RUN, ENGINE = "run", "engine"
 
 
@@ -19,22 +16,14 @@ async def _launched(plan: Plan, folder: Path, environment: Mapping[str, str]) ->
     names = [*(daemon.name for daemon in plan.daemons), ENGINE]
     as_json = plan.daemons[0].config.log_format == "json"
     async with Children(RUN, names, folder, environment, as_json=as_json) as children:
-        for daemon in plan.daemons:
-            children.keep(daemon)
-        serving = asyncio.gather(*(each.serving for each in children.kept))
-        await children.first(START_S, serving, children.told, *children.endings)
-        if lost := _lost(children):
-            return _failed(children, f"{lost.name} {lost.how} before it served: its lines say why")
-        if children.told.done():
-            return 128 + children.told.result()
-        if not serving.done():
-            return _failed(children, f"not all daemons serve after {START_S:g} s: their lines say what they wait for")
+        if not await children.serve(plan.daemons):
+            return 128 + children.told.result() if children.told.done() and not children.lost else FAILED
         children.say("all daemons serve: the engine starts")
         engine = children.start(ENGINE, plan.engine, {"PYTHONUNBUFFERED": "1", **environment, **plan.environment})
         await children.first(None, children.told, *children.endings)
-        if lost := _lost(children):
+        if lost := children.lost:
             await children.stop(plan.engine_stop_s, engine)
-            return _failed(children, f"the keeper of {lost.name} {lost.how}: all else ends, too")
+            return children.failed(f"the keeper of {lost[0].name} {lost[0].how}: all else ends, too")
         if not engine.ended.done():
             await children.drain()
         await children.stop(plan.engine_stop_s, engine)
@@ -43,16 +32,6 @@ async def _launched(plan: Plan, folder: Path, environment: Mapping[str, str]) ->
         children.say(f"the engine {engine.how}")
         status = engine.ended.result()
         return status if status >= 0 else 128 - status
-
-
-def _lost(children: Children) -> Child | None:
-    """A keeper that has ended, which none does by itself."""
-    return next((keeper for keeper in children.kept if keeper.ended.done()), None)
-
-
-def _failed(children: Children, why: str) -> int:
-    children.say(str(Unavailable("daemon_ended", why)), "error")
-    return FAILED
 
 
 def launched(plan: Plan, folder: Path, environment: Mapping[str, str]) -> int:

@@ -59,8 +59,12 @@ def plan(
     ranks = engine.ranks
     told = {name: getattr(base, name) for name in ("engine_socket", "device") if origins[name] != "default"}
     socket = _socket(engine, str(told.get("engine_socket", "")), folder, ranks)
+    if base.roster is not None and ranks > 1:
+        raise bad_config("roster", base.roster, "the ranks' roster is rank 0's daemon, which kvferry run knows",
+                         "leave roster out")  # fmt: skip
+    roster = base.advertise if ranks > 1 else ""
     daemons = tuple(
-        placed(rank, given, environment, device=device, socket=socket.replace(RANK, str(rank)), whole=ranks)
+        placed(rank, given, environment, device=device, socket=socket.replace(RANK, str(rank)), roster=roster)
         for rank, device in enumerate(_devices(engine, told.get("device"), gpus))
     )
     connected = engine.connected(socket, folder)

@@ -1,0 +1,170 @@
+"""`kvferry host` with the reference engine: what ends with what, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from launched import Launched, hosted, refused
+
+from kvferry import ManifestBuilder, ModelInfo, Shard, SharedRegion
+from kvferry.blocking import BlockingEngineClient
+from kvferryd.demo.fleet import HOST, DaemonService, Fleet, _kvferry
+
+START_S = 240.0
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    fleet = Fleet()
+    monkeypatch.setenv("TMPDIR", str(fleet.directory))
+    yield fleet
+    fleet.close()
+
+
+def leaves_nothing(host: Launched) -> None:
+    host.leaves_nothing()
+    assert not [*host.fleet.directory.glob("kvferry-host-*")], "its own folder"
+
+
+def status(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = _kvferry(["status", "--host", str(folder), *flags])
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def daemon_of(host: Launched, number: int, folder: Path) -> DaemonService:
+    """As the fleet's engines find one."""
+    service = host.service
+    socket = folder / f"cpu-{number}.sock"
+    return DaemonService("daemon", service.url, "", service.process, service.log, peer="", socket=socket)
+
+
+def test_ranks_of_an_engine_find_each_other_and_hand_over(fleet: Fleet) -> None:
+    folder = fleet.directory / "f"
+    host = hosted(fleet, folder, 3)
+    host.says("all daemons serve")
+    idle = status(folder)
+    assert (idle.returncode, idle.stdout.count("idle")) == (0, 3), idle
+    prefill = fleet.engine("p", tp=2, preset="tiny", daemons=[daemon_of(host, each, folder) for each in (1, 2)])
+    decode = fleet.engine("d", preset="tiny", daemons=[daemon_of(host, 0, folder)])
+    asyncio.run(fleet.ready(prefill, decode, timeout_s=START_S))
+    proxy = fleet.proxy(prefill, decode)
+    asyncio.run(fleet.ready(proxy, timeout_s=START_S))
+    body = {"prompt": [*range(3, 60)], "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
+    moved, alone = (
+        httpx.post(f"{each.url}/v1/completions", json=body, trust_env=False, timeout=60).json()
+        for each in (proxy, prefill)
+    )
+    assert moved["choices"] == alone["choices"]
+    listed = httpx.get(f"{host.service.url}/v1/transfers", trust_env=False).json()["transfers"]
+    assert [each["state"] for each in listed] == ["done"]
+    busy = status(folder, "--json")
+    assert busy.returncode == 0, busy
+    found = json.loads(busy.stdout)["daemons"]
+    engines = [[(engine["engine_id"], engine["rank"]) for engine in each["engines"]] for each in found]
+    assert engines == [[("d", 0)], [("p", 0)], [("p", 1)]]
+    host.look()
+    for service in (proxy, decode, prefill):
+        service.process.terminate()
+        service.process.wait(60)
+        fleet.services.remove(service)
+    host.service.process.send_signal(signal.SIGHUP)  # of a closed terminal
+    assert host.wait() == 0
+    leaves_nothing(host)
+
+
+@contextmanager
+def attached(socket: Path) -> Iterator[queue.Queue[str]]:
+    """An engine in host memory at this daemon; gives what it is told about the daemon."""
+    said: queue.Queue[str] = queue.Queue()
+    client = BlockingEngineClient.connect(str(socket), engine_id="e", epoch="1", timeout_s=60, say=said.put)
+    try:
+        region = client.allocate(1 << 16)
+        assert isinstance(region, SharedRegion)
+        cache = region.array().view(np.float32)[:512].reshape(8, 4, 2, 8)
+        builder = ManifestBuilder("e", "1", ModelInfo(name="m", fingerprint="f"))
+        builder.region(0, "host", nbytes=region.nbytes, address=region.address)
+        builder.group("full", num_blocks=8, block_size=4)
+        heads = Shard(axis="head", start=0, total=2)
+        builder.component("full", layer=0, name="k", array=cache, axes=("block", "slot", "head", "dim"), shard=heads)
+        client.register(builder.build())
+        yield said
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("which", ["daemon", "keeper"])
+def test_what_dies_is_started_again_and_its_engine_attaches(fleet: Fleet, which: str) -> None:
+    folder = fleet.directory / "f"
+    host = hosted(fleet, folder, 2)
+    host.says("all daemons serve")
+    host.look()
+    with attached(folder / "cpu-1.sock") as said:
+        (host.serving(1) if which == "daemon" else host.child("daemon-1")).kill()
+        host.eventually(lambda: len(host.served(1)) == 2, "another daemon serves")
+        while "there again" not in said.get(timeout=60):
+            pass
+        host.look()
+        assert len(host.served(0)) == 1, "the other one has nothing of it"
+        found = json.loads(status(folder, "--json").stdout)["daemons"]
+        assert [each["ready"]["ready"] for each in found] == [False, True]
+    host.service.process.terminate()
+    assert host.wait() == 0
+    leaves_nothing(host)
+
+
+ENDS = {"first": (lambda host: host.first, -signal.SIGKILL), "second": (lambda host: host.second, 128 + signal.SIGKILL)}
+
+
+@pytest.mark.parametrize("which", ENDS)
+def test_when_it_is_killed_itself_nothing_is_left(fleet: Fleet, which: str) -> None:
+    find, code = ENDS[which]
+    host = hosted(fleet, fleet.directory / "f", 2)
+    host.says("all daemons serve")
+    host.look()
+    find(host).kill()
+    assert host.wait() == code
+    leaves_nothing(host)
+
+
+def test_a_daemon_that_ends_before_all_have_served_ends_the_host(fleet: Fleet) -> None:
+    host = hosted(fleet, fleet.directory / "f", 2)
+    keeper = host.child("daemon-1")
+    host.look()
+    keeper.kill()
+    assert host.wait() == 2
+    assert "daemon-1 was ended by SIGKILL before it served: its lines say why" in host.said
+    assert "Traceback" not in host.said
+    leaves_nothing(host)
+
+
+def test_what_is_in_the_way_is_said_before_anything_starts(fleet: Fleet) -> None:
+    folder = fleet.directory / "f"
+    host = hosted(fleet, folder, 1)
+    host.says("all daemons serve")
+    said = refused(
+        ["--cpu=2", f"--folder={folder}", f"--rest={HOST}:{host.rest}", f"--peer={HOST}:{host.peer}"], "host"
+    )
+    assert f"daemon-0: nothing can listen on rest = {HOST}:{host.rest}" in said
+    assert status(folder).returncode == 0, "the one that runs keeps its records"
+    assert "no `kvferry host` runs with this folder" in status(fleet.directory / "nowhere").stderr
+
+
+def test_no_process_of_it_is_in_another_ones_group(fleet: Fleet) -> None:
+    """A terminal's Ctrl-C goes to the first one alone, which hands it on."""
+    host = hosted(fleet, fleet.directory / "f", 1)
+    host.says("all daemons serve")
+    groups = {os.getpgid(process.pid) for process in host.first.children(recursive=True)}
+    assert os.getpgid(host.first.pid) not in groups
+    assert psutil.pid_exists(host.first.pid)
