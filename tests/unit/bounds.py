@@ -18,14 +18,14 @@ import numpy as np
 from cachetools import Cache
 from stepped import Daemon
 
-from kvferry.protocol import lease, leases, readers, serving
+from kvferry.protocol import lease, leases, parts, readers, serving
 from kvferryd import aio
 from kvferryd.api import callers
 from kvferryd.engine import registry
 from kvferryd.leases import gather
 from kvferryd.peers import peer, peers, reader_stream
 from kvferryd.staging import share
-from kvferryd.transfers import ranks, transfers
+from kvferryd.transfers import ranks
 from kvferryd.transfers.order import Reservation
 from kvferryd.transfers.transfer import Transfer
 
@@ -44,8 +44,8 @@ class Kept:
         self.others, self.engine, self.jobs, self.config = others, daemon.engine, daemon.ferry.jobs, daemon.ferry.config
         self.sizes: Counter[str] = Counter()
         self._objects: Counter[str] = Counter()
-        # The rows of these three speak of each other alone.
-        few = self.jobs, daemon.engine.leases.source.leases, *self.jobs._claims.values()
+        # The rows of these speak of each other alone.
+        few = self.jobs, self.jobs.requests.parts, self.jobs.requests._claims, daemon.engine.leases.source.leases
         for each in _reached(daemon.ferry, daemon.process.service) if whole else few:
             name = type(each).__name__
             self._objects[name] += 1
@@ -94,15 +94,17 @@ class Kept:
 Row = Callable[[Kept], int]
 UNDER_WAY: dict[str, Row] = {
     # the reading side
-    "Transfers._under_way": lambda kept: kept.going_on,
-    "Transfers._waiting": lambda kept: kept.going_on,
+    "Parts._waiting": lambda kept: kept.going_on,
+    "Part.brought": lambda kept: kept.ranks * kept.going_on,
     "Transfers._after": lambda kept: 2 * kept("Transfers._by_id"),
     "transfers over that hold more than a record": lambda kept: 0,
     "users of peers": lambda kept: kept.going_on,
     "Ranks._tasks": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Ranks._refusals": lambda kept: kept.ranks * ranks.TOLD_AGAIN,
     "Claims._held": lambda kept: kept.going_on,
-    "Claim.blocks": lambda kept: kept.going_on,
+    "Claims._gone": lambda kept: kept("Claims._held"),
+    "Reservation.blocks": lambda kept: kept.going_on,
+    "_Claim.blocks": lambda kept: kept("Claims._held"),
     "Reservation.tables": lambda kept: kept.going_on,
     "Transfer._flights": lambda kept: 64 * kept.going_on,
     "Transfer._readers": lambda kept: kept.ranks * kept("Transfers._by_id"),
@@ -169,19 +171,21 @@ REMEMBERED: dict[str, Row] = {
     # the reading side
     "Transfers._by_id": lambda kept: kept.config.max_transfers + kept.config.history,
     "Transfers._by_request": lambda kept: kept("Transfers._by_id"),
-    "Transfers._current": lambda kept: kept("Transfers._by_id"),
-    "Transfers._over": lambda kept: transfers.ATTEMPTS,
-    "Transfers._by_order": lambda kept: transfers.ATTEMPTS,
-    "Transfers._finished": lambda kept: kept("Transfers._by_id"),
+    "Transfers._by_part": lambda kept: kept("Transfers._by_id"),
+    "Transfers._ranks_of": lambda kept: 1,
+    "Transfers._engines": lambda kept: 1,
+    "Parts._by_number": lambda kept: kept("Transfers._by_id"),
+    "Parts._current": lambda kept: kept("Transfers._by_id"),
+    "Parts._ended": lambda kept: kept("Transfers._by_id"),
     "Transfer.brought": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Transfer.ranks": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Phases.ms": lambda kept: 16 * kept("Transfers._by_id"),
-    "Transfers._claims": lambda kept: 1,  # there is one engine
-    "Claims._groups": lambda kept: len(kept.engine.manifest.groups),
-    "Claims._holder": lambda kept: len(kept.engine.manifest.groups),
+    "Claims._holders": lambda kept: len(kept.engine.manifest.groups),
     "Ranks._open": lambda kept: kept.ranks,
     # the source's side
-    "Latest._values": lambda kept: 4 * leases.TOMBSTONES + readers.MAX_READERS * kept("Leases._live"),
+    "Latest._values": lambda kept: (
+        4 * leases.TOMBSTONES + readers.MAX_READERS * kept("Leases._live") + 2 * parts.ATTEMPTS
+    ),
     "Source.streams": lambda kept: 2 * kept.others,
     "Leases.streams": lambda kept: kept("Source.streams"),
     "Leases._audience": lambda kept: 2 * kept.others,
@@ -223,7 +227,7 @@ REMEMBERED: dict[str, Row] = {
 
 def _holds_more(transfer: Transfer) -> bool:
     reserved = transfer.reservation, *transfer.brought.values()
-    held = transfer._claim, transfer._flights, transfer._reads, transfer.metadata
+    held = transfer._flights, transfer._reads, transfer.metadata
     return any(isinstance(each, Reservation) for each in reserved) or any(held)
 
 

@@ -12,11 +12,12 @@ from stepped import Daemon, manifest_of, stepping
 from stepwise import World
 
 from kvferry.errors import Conflict, KvferryError, PeerFailed
+from kvferry.protocol import parts, requests
+from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.engine import Engine
-from kvferryd.transfers import transfers
-from kvferryd.transfers.order import Attempt, Order, Reservation
+from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
 SOURCE, READERS = "127.0.0.1:7001", ("127.0.0.1:7101", "127.0.0.1:7102")
@@ -362,7 +363,8 @@ def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined
 
 def test_what_is_kept_of_attempts_that_are_over_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever numbers and ids are given."""
-    monkeypatch.setattr(transfers, "ATTEMPTS", 3)
+    for each in (parts, requests):
+        monkeypatch.setattr(each, "ATTEMPTS", 3)
     rank = Rank(world)
     for number in range(1, 20):
         for request_id in (f"r-{number}", "s"):
@@ -371,9 +373,10 @@ def test_what_is_kept_of_attempts_that_are_over_is_bounded(world: World, monkeyp
             rank.end(ordered)
         rank.call(rank.jobs.abort_attempt, f"q-{number}", Attempt(number), "rank 1: deadline", failed=True)
         rank.world.loop.pass_time(1.0)
-        assert len(rank.jobs._over) <= 3 and len(rank.jobs._by_order) <= 3
-        assert len(list(rank.jobs)) <= HISTORY + 2 and len(rank.jobs._current) <= HISTORY + 2
-        assert not rank.jobs._waiting and not rank.jobs._under_way
+        sizes = rank.jobs.requests.sizes()
+        assert sizes["over"] <= 3 and sizes["order ids"] <= 3
+        assert len(list(rank.jobs)) == sizes["parts"] <= HISTORY + 2 and sizes["newest"] <= HISTORY + 2
+        assert not sizes["waiting"] and not sizes["claims"]
 
 
 def test_orders_that_wait_count_as_transfers_and_their_deadline_ends_them(rank: Rank) -> None:
@@ -381,9 +384,9 @@ def test_orders_that_wait_count_as_transfers_and_their_deadline_ends_them(rank: 
         rank.order(request_id=f"r-{number}", number=HIGHEST)
     with refused("full") as found:
         rank.order(request_id="one more")
-    assert found.value.field == "max_transfers" and len(rank.jobs._waiting) == MOST
+    assert found.value.field == "max_transfers" and rank.jobs.requests.sizes()["waiting"] == MOST
     rank.world.loop.pass_time(31.0)
-    assert not rank.jobs._waiting and rank.order(request_id="one more")[1]
+    assert not rank.jobs.requests.sizes()["waiting"] and rank.order(request_id="one more")[1]
 
 
 def test_a_number_is_known_when_its_record_is_forgotten(rank: Rank) -> None:

@@ -7,13 +7,13 @@ from bounds import REMEMBERED, UNDER_WAY, Kept
 from stepped import Daemon, manifest_of, stepping
 
 from kvferry.protocol import events as e
-from kvferry.protocol import leases
+from kvferry.protocol import leases, parts, requests
+from kvferry.protocol.attempts import Attempt
 from kvferry.protocol.values import ReaderId, Reading
 from kvferry.tables import BlockTable
 from kvferryd.aio import NOTED_S
 from kvferryd.leases.leases import Leases
-from kvferryd.transfers import transfers
-from kvferryd.transfers.order import Attempt, Order, Reservation
+from kvferryd.transfers.order import Order, Reservation
 
 SOURCE, READER = "127.0.0.1:7001", "127.0.0.1:7002"
 REMEMBER = 4
@@ -24,7 +24,8 @@ ENDS = ("own", "ordered", "aborted", "expired", "revoked", "lost", "early")
 @pytest.mark.parametrize("way", ["direct", "staged"])
 def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setattr(leases, "TOMBSTONES", REMEMBER)
-    monkeypatch.setattr(transfers, "ATTEMPTS", REMEMBER)
+    for each in (parts, requests):
+        monkeypatch.setattr(each, "ATTEMPTS", REMEMBER)
     seen: set[str] = set()
     with stepping() as world:
         settings = {"way": way, "history": 4, "max_transfers": 8, "max_leases": 8}

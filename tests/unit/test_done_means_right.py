@@ -41,6 +41,7 @@ from hypothesis.stateful import (
 from stepwise import Copies, Process, World
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.attempts import Attempt
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import Awaited, TransferState
@@ -56,7 +57,7 @@ from kvferryd.ferry import Ferry
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Files
 from kvferryd.observe.metrics import Metrics
-from kvferryd.transfers.order import Attempt, Order, Reservation
+from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
 BLOCKS, SLOTS, PIECE = 8, 2, 1024
@@ -419,13 +420,13 @@ class Done(RuleBasedStateMachine):
         jobs, taken = self.reader.ferry.jobs, set()
         for transfer in jobs:
             assert transfer.ended.is_set() or self.world.loop.now <= transfer.deadline, "it outlives its deadline"
-            claim = transfer._claim
-            if claim is None:
+            number, claims = jobs.requests.parts[transfer.part].claim, jobs.requests._claims._held
+            if not number:
                 continue
-            held = claim._claims._held.get(claim.number) is claim
+            held = number in claims
             assert held == (not transfer.quiet.is_set()), "a claim is held until quiet, and no longer"
             if held:
-                blocks = set(claim.blocks["full"].tolist())
+                blocks = set(claims[number].blocks["full"].tolist())
                 assert not taken & blocks, "one block, two transfers"
                 taken |= blocks
         for address in self._written():
@@ -920,7 +921,7 @@ class Done(RuleBasedStateMachine):
         jobs = self.reader.ferry.jobs
         assert all(transfer.over and transfer.quiet.is_set() for transfer in jobs)
         assert not jobs.unfinished and not jobs._after
-        assert not any(len(claims) for claims in jobs._claims.values())
+        assert not jobs.requests.sizes()["claims"]
         assert self.reader.engine is None or all(held.safe for held in self.attempts)
         assert not any(peer.users for peer in self.reader.ferry.peers_known)
         assert not any(served._gathers for served in self.served)

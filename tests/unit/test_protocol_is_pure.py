@@ -15,7 +15,7 @@ FOLDER = Path(kvferry.protocol.__file__).parent
 FILES = sorted(FOLDER.glob("*.py"))
 ALLOWED = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
-    "typing",
+    "numpy", "numpy.typing", "typing",
 }  # fmt: skip
 OURS = {"kvferry.errors", "kvferry.tables"}
 FORBIDDEN = {

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from seeded import KNOWN, SEEDS, found_by, quiet
 
+from kvferry.protocol.claims import Claims
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.leases import Leases
 from kvferryd.engine.registry import Engines
@@ -23,7 +24,6 @@ from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import Metrics
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peers import Peers
-from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.transfer import Transfer
 
 SEED = int(os.environ["STEPWISE_SEED"])
@@ -83,7 +83,7 @@ PLANTED = [
     ),
     ("a lease never ends", Leases, "_settle", no_effects, "a lease does not end once nobody reads it"),
     ("a peer is used for ever", Peers, "leave", nothing, "more than may be kept: users of peers"),
-    ("a claim is never released", Claim, "release", nothing, "more than may be kept: Claims._held"),
+    ("a claim is never released", Claims, "release", nothing, "more than may be kept: Claims._held"),
     (
         "a transfer that is over keeps its tables",
         Transfer,

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
+from kvferry.protocol.attempts import Attempt
 from kvferry.protocol.states import LEASE, IllegalMove, moved
 from kvferry.schemas import LeaseState as L
 from kvferry.schemas import RankTransfer
@@ -25,7 +26,7 @@ from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.states import TRANSFER, Machine
-from kvferryd.transfers.order import Attempt, Order
+from kvferryd.transfers.order import Order
 from kvferryd.transfers.record import json_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
 from kvferryd.transport.agent import Agent
@@ -103,7 +104,7 @@ async def no_leader(transfer: Transfer, engine: Engine) -> tuple[str, int]:
 async def test_the_deadline_counts_from_the_order_unless_the_engine_alone_gave_one() -> None:
     config, engine, loop = Config(), an_engine(), asyncio.get_running_loop()
     around = Surroundings(
-        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda: None, no_leader,
+        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda it: None, no_leader,
         lambda work: work.close(),
     )  # fmt: skip
     for of_engine, of_order in ((None, None), (None, 5.0), (5.0, None), (5.0, 7.0)):
@@ -128,7 +129,7 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
         Peers(config, metrics),
         lambda it, _: ended.append(it),
         ended.append,
-        lambda: None,
+        lambda it: None,
         no_leader,
         lambda work: work.close(),
     )

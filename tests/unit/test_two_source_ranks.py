@@ -13,6 +13,7 @@ from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 from stepwise import Step, World
 
 from kvferry.errors import Conflict, Full
+from kvferry.protocol.claims import Claims
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.paths.source import OPEN_AFTER_S
@@ -20,7 +21,6 @@ from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.staging.arena import Slot, Use
-from kvferryd.transfers.claims import Claim
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transport.read import Read
@@ -353,7 +353,7 @@ def test_an_end_whose_step_fails_does_all_others(
     world.run()
     left = two.reader.ferry.jobs.left
     owner = {
-        "close_reading": ReaderStream, "leave": Peers, "release": Claim, "tell": type(two.reader.engine.session),
+        "close_reading": ReaderStream, "leave": Peers, "release": Claims, "tell": type(two.reader.engine.session),
         "on_end": transfer._around, "on_quiet": transfer._around,
     }[failing]  # fmt: skip
     whole, calls = getattr(owner, failing), []
@@ -378,7 +378,7 @@ def test_an_end_whose_step_fails_does_all_others(
     assert transfer.state is (TransferState.DONE if done else TransferState.ABORTED)
     assert failing == "on_quiet" or two.reader.ferry.jobs.left == left - 1
     assert failing == "leave" or not two.peer.users
-    assert failing == "release" or transfer._claim is None or not len(transfer._claim._claims)
+    assert failing in ("release", "on_quiet") or not two.reader.ferry.jobs.requests.sizes()["claims"]
     if done:
         held = [len(source.engine.leases) for source in two.sources]
         assert held == ([1, 0] if failing == "close_reading" else [0, 0])

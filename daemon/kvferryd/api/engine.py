@@ -12,6 +12,7 @@ from kvferry.digest import check_weights
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
+from kvferry.protocol.attempts import Attempt, replaced
 from kvferry.protocol.values import Publication
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
@@ -23,7 +24,7 @@ from kvferryd.engine.session import Rank, Session
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.observe import logs
-from kvferryd.transfers.order import Attempt, Order, Reservation, order_from_proto, replaced, reservation_from_proto
+from kvferryd.transfers.order import Order, Reservation, order_from_proto, reservation_from_proto
 
 log = logs.get(__name__)
 ANSWERS = 1024

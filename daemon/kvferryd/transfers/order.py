@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
-from kvferry.errors import Conflict, Malformed, first_breach, shorten
+from kvferry.errors import Malformed, first_breach, shorten
 from kvferry.manifest import Manifest
+from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody
 from kvferry.tables import Tables, tables_from_json
 from kvferry.v1 import engine_pb2, peer_pb2
@@ -21,28 +22,6 @@ from kvferryd.peers import allow
 
 MAX_BY = 64
 """Characters of a daemon's instance."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt at a request, the same on all ranks of the engine that reads.
-
-    number: from 1; 0 where the reservation is still to say it. by: empty where the engine has numbered it; otherwise an
-    order has brought its tables, and this instance of rank 0's daemon counts those.
-    """
-
-    number: int
-    by: str = ""
-
-    def before(self, other: Attempt) -> bool:
-        """Whether the other has taken its place."""
-        return self.by == other.by and self.number < other.number
-
-    def __str__(self) -> str:
-        return f"attempt {self.number}"
-
-
-NO_ATTEMPT = Attempt(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +109,6 @@ class Past:
 
     def past(self) -> Past:
         return self
-
-
-def replaced(request_id: str, weights: str, now: str) -> Conflict:
-    """The engine has other weights than those for which the request was to be received."""
-    why = f"request {request_id} was to be received for weights {weights!r}, and the engine has {now!r} now"
-    remedy = "receive it anew; its prefill must have the same weights"
-    return Conflict("other_weights", why, field="weights", value=weights, remedy=remedy)
 
 
 def order_of(body: OrderBody, trace: Trace) -> Order:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvferry.errors import CLASSES, Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
+from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import Awaited, OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto, tables_to_proto
@@ -20,7 +21,7 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import LOST
-from kvferryd.transfers.order import Attempt, Reservation, attempt_to_proto
+from kvferryd.transfers.order import Reservation, attempt_to_proto
 from kvferryd.transfers.record import error_body
 from kvferryd.transfers.transfer import Transfer
 

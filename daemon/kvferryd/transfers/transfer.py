@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
+from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import Awaited, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
@@ -28,8 +29,7 @@ from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import check_whole
 from kvferryd.states import TRANSFER, Machine
-from kvferryd.transfers.claims import Claim
-from kvferryd.transfers.order import Attempt, Order, Past, Reservation
+from kvferryd.transfers.order import Order, Past, Reservation
 from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
@@ -48,7 +48,7 @@ class Surroundings:
     peers: Peers
     on_end: Callable[[Transfer, Engine], None]
     on_over: Callable[[Transfer], None]
-    on_quiet: Callable[[], None]
+    on_quiet: Callable[[Transfer], None]
     ask_bound: Callable[[Transfer, Engine], Awaitable[tuple[str, int]]]
     spawn: Callable[[Coroutine[None, None, None]], None]
 
@@ -68,6 +68,8 @@ class Transfer:
         self.transfer_id = uuid.uuid4().hex
         self.own, self.request_id = engine.session.rank, request_id
         self.attempt = attempt
+        self.part = 0
+        """Its number in the machine of requests."""
         self._around = around
         self.order: Order | None = None
         self.led: Order | None = None
@@ -79,7 +81,6 @@ class Transfer:
         self.reservation: Reservation | Past | None = None
         self.weights = ""
         """The name of those that the engine had when it was reserved: what others have computed is not read."""
-        self._claim: Claim | None = None
         self.machine: Machine[TransferState] = Machine(TRANSFER, TransferState.WAITING)
         self.ranks: dict[int, RankTransfer] = {}
         """The other ranks' parts, on a rank that hands the order on."""
@@ -146,9 +147,8 @@ class Transfer:
         if self.reservation is not None:
             self._matched.set()
 
-    def take_reservation(self, reservation: Reservation, claim: Claim, weights: str) -> None:
-        """The claim is this transfer's from now on; it is released when the transfer is quiet."""
-        self.reservation, self._claim, self.weights = reservation, claim, weights
+    def take_reservation(self, reservation: Reservation, weights: str) -> None:
+        self.reservation, self.weights = reservation, weights
         if self.order is not None:
             self._last_half = Awaited.RESERVATION
             self._matched.set()
@@ -551,7 +551,7 @@ class Transfer:
     def _leave(self) -> None:
         """Close the leases that were read to their end, and let the peer go."""
         with self._tried("count it as quiet"):
-            self._around.on_quiet()
+            self._around.on_quiet(self)
         self._flights.clear()
         if self._reads is not None:
             (peer, through), self._reads = self._reads, None
@@ -619,10 +619,6 @@ class Transfer:
 
     def _be_quiet(self) -> None:
         """The blocks may be reserved again."""
-        if self._claim is not None:
-            with self._tried("release the claim"):
-                self._claim.release()
-            self._claim = None
         self.quiet.set()
 
 
