@@ -111,6 +111,8 @@ class Ordered:
     body: OrderBody
     leader: Daemon
     answer: asyncio.Task[tuple[Said, bool]]
+    again: bool
+    """Its id was given before, answered or not: the answer is that of the first."""
     known: str | None = None
     """The transfer that its id, if it has one, was answered with before."""
 
@@ -164,6 +166,8 @@ class Run:
         self.receives: list[Receive] = []
         self.ordered: list[Ordered] = []
         """Orders of routers that are not answered."""
+        self.given: set[str] = set()
+        """The ids of all orders."""
         self.answered: dict[str, tuple[Daemon, str]] = {}
         """By order id: rank 0's daemon, and the transfer that it has named."""
         self.others = 0
@@ -383,7 +387,8 @@ class Run:
         with self.world.within(daemon.process):
             answer = self.world.loop.create_task(daemon.ferry.order(body))
         named = known[1] if known is not None and known[0] is leader and leader.ferry.jobs.find(known[1]) else None
-        self.ordered.append(Ordered(body, leader, answer, named))
+        self.ordered.append(Ordered(body, leader, answer, body.order_id in self.given, named))
+        self.given |= {body.order_id} - {None}
         self.world.loop.settle()
         self._told()
 
@@ -404,7 +409,7 @@ class Run:
             if before is not None and (said.transfer_id != before or new):
                 raise Violation("an order that comes again with its id is another", body.order_id or "")
             named = transfer is not None and transfer.attempt.number == body.attempt
-            if said.state.ended and not named and (body.order_id or "") not in self.answered:
+            if said.state.ended and not named and not order.again:
                 raise Violation("an order is told of what has ended before it", str(body))
             if body.order_id:
                 self.answered[body.order_id] = leader, said.transfer_id
