@@ -23,6 +23,7 @@ from typing import Any
 
 import interpreted  # noqa: F401  # before vLLM
 import torch
+from in_torch import fp8, store_index
 from models import HND, as_one_of
 from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -333,10 +334,6 @@ E2M1 = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """Half-way between the numbers of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
 
 
-def fp8(values: torch.Tensor) -> torch.Tensor:
-    return values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
 def fp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Pairs of e2m1, the first in the low half; a scale for each 16 values."""
     scaled = values / scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, -1)
@@ -372,17 +369,6 @@ def store_latents(
         scales = largest.log2().ceil().exp2()
         parts = fp8(tiles / scales).flatten(1), scales.flatten(1).view(torch.uint8), k_pe.bfloat16().view(torch.uint8)
     kv_cache[at] = torch.cat(parts, -1)
-
-
-def store_index(k: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, size: int, scale_fmt: str) -> None:
-    """deepseek_v32/common/kernels.py, 78-118: all keys of the block, then the scale of each."""
-    shuffled, block = scale_fmt == "shuffled", kv_cache.shape[1]
-    scales = (k.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil().exp2()
-    page, values = kv_cache.flatten(1), fp8(k.float() / scales)
-    for slot, row, scale in zip(slots.tolist(), values, scales, strict=True):
-        own, at, dim = page[slot // block], slot % block, torch.arange(size)
-        own[at // 16 * 16 * size + at % 16 * 16 + dim // 16 * 256 + dim % 16 if shuffled else at * size + dim] = row
-        own[block * size + at * 4 : block * size + at * 4 + 4] = scale.view(torch.uint8)
 
 
 def latents(config: VllmConfig) -> Any:

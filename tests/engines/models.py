@@ -26,13 +26,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 import numpy as np
 import torch
+from in_torch import store_index
 from public_models import MODELS, Rows
+from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
@@ -41,7 +44,11 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import (
     _project_kv_cache_groups_to_worker,
     get_kv_cache_config_from_groups,
@@ -94,6 +101,23 @@ SHAPES = {
     "DCP2 to 1, by 16": (Shape(0, dcp=2, interleave=16), Shape(8)),
 }
 TIMED = ("TP4, NHD, 64 to TP8, HND, 16", "DCP2 to 1, by 1")
+
+
+def as_on_gpus() -> None:
+    """vLLM for a CPU makes layers as it does for GPUs. What is called of their kernels is here in torch."""
+    CPUMLABackend.supports_block_size = TritonMLABackend.supports_block_size
+    _custom_ops.indexer_k_quant_and_cache = store_index
+    of_a_cpu, reduces = CpuPlatform.get_attn_backend_cls, "vllm.model_executor.kernels.linear.cute_dsl.gemm_rs_ar"
+
+    def backend(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if attn_selector_config.use_mla:  # sparse, too
+            return AttentionBackendEnum.CPU_MLA.get_path()
+        return of_a_cpu(selected_backend, attn_selector_config, num_heads)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(backend)
+    sys.modules[reduces] = SimpleNamespace(  # type: ignore[assignment]  # Kimi's layers ask for it, in CUTLASS
+        get_gemm_rs_ar=lambda: None, maybe_init_gemm_rs_ar=lambda *_, **__: None
+    )
 
 
 class NotRun(Exception):
@@ -186,7 +210,7 @@ class Engine:
                 before = set(made)
                 with as_one_of(self.tp, shape.dcp, stage, shape.pp):
                     for module, part in model.without:
-                        setattr(importlib.import_module(module), part, lambda *_, **__: torch.nn.Identity())
+                        setattr(importlib.import_module(module), part, torch.nn.Identity)
                     initialize_model(vllm_config=self.config)
                 stages.append({name: each for name, each in made.items() if name not in before})
             with as_one_of(self.tp, shape.dcp):
@@ -259,33 +283,38 @@ class Engine:
                     view = state.views[name]
                     view = view.view(INTEGERS[view.element_size()])
                     if getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER:
-                        yield name, self._indexed(name, view, ids, tokens)
+                        yield name, self._indexed(name, spec, view, ids, tokens, tp_rank)
                     else:
                         yield name, self._attention(name, spec, view, ids, tokens, tp_rank)
 
     def _attention(self, name: str, spec: Any, view: torch.Tensor, ids: torch.Tensor, tokens: int, rank: int) -> Piece:
-        """[block, head, slot, content]. Context parallelism as in vLLM's slot mapping: of `size * dcp` tokens in a
-        row, rank r of the ring has those whose interval of `interleave` is r modulo the ring, close together."""
+        """[block, head, slot, content]."""
         total = self.model.heads(extract_layer_index(name))
         own = held((total, total), rank, self.tp)
         assert view.shape[1] == len(own), (name, view.shape, own)
+        at, block, slot = self._slots(spec, tokens, rank)
+        value = numbers(name, view.element_size(), own, at, range(view.shape[3]))
+        return Piece(view, (ids[block], slice(None), slot), value.transpose(0, 1))
+
+    def _slots(self, spec: Any, tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens of a rank, the index of the block of each and its slot there. Context parallelism as in vLLM's slot
+        mapping: of `size * dcp` tokens in a row, rank r of the ring has those whose interval of `interleave` is r
+        modulo the ring, close together."""
         at, size, ring = torch.arange(tokens), spec.block_size, self.shape.dcp if spec.dcp_sharded else 1
         inside, interleave = at % (size * ring), self.shape.interleave
         mine = inside // interleave % ring == rank % ring
         slot = inside // (interleave * ring) * interleave + inside % interleave
-        index = ids[at // (size * ring)][mine], slice(None), slot[mine]
-        value = numbers(name, view.element_size(), own, at[mine], range(view.shape[3]))
-        return Piece(view, index, value.transpose(0, 1))
+        return at[mine], at[mine] // (size * ring), slot[mine]
 
-    def _indexed(self, name: str, view: torch.Tensor, ids: torch.Tensor, tokens: int) -> Piece:
+    def _indexed(self, name: str, spec: Any, view: torch.Tensor, ids: torch.Tensor, tokens: int, rank: int) -> Piece:
         """The sparse indexer's keys, as its kernel writes a block: the values of all slots (128 bytes each), then their
         scales (4 bytes each)."""
         size, content = view.shape[2:]
-        at, part = torch.meshgrid(torch.arange(tokens), torch.arange(content), indexing="ij")
-        values = content - 4
-        inside = torch.where(part < values, at % size * values + part, size * values + at % size * 4 + part - values)
-        value = numbers(name, view.element_size(), range(tokens), range(content))
-        return Piece(view, (ids[at // size], 0, inside // content, inside % content), value)
+        (at, block, slot), part = self._slots(spec, tokens, rank), torch.arange(content)
+        values, slot = content - 4, slot[:, None]
+        inside = torch.where(part < values, slot * values + part, size * values + slot * 4 + part - values)
+        value = numbers(name, view.element_size(), at, range(content))
+        return Piece(view, (ids[block][:, None], 0, inside // content, inside % content), value)
 
     def _states(self, name: str, tensors: Sequence[torch.Tensor], block: int, rank: int) -> Iterator[Piece]:
         """The convolution, whose channels are the first of its axes or the last, and the state."""
@@ -446,6 +475,7 @@ def main() -> None:
     parser.add_argument("--times", action="store_true", help="those of plan and bind, too")
     parser.add_argument("--write", action="store_true", help="into docs/models.md, with times")
     options = parser.parse_args()
+    as_on_gpus()
     torch.set_num_threads(1)  # tensors are small, and threads wait for one another
     if len(options.models) == 1 and not options.write:
         (name,) = options.models

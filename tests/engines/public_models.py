@@ -196,5 +196,6 @@ MODELS: dict[str, Model] = {
         lambda layer: 1,
         delta(keys=32, values=32, dim=128),
         layers=8,
+        without=(("torch.cuda", "Stream"),),
     ),
 }  # fmt: skip
