@@ -20,6 +20,7 @@ from stepwise import Step, Stream, World
 from kvferry.errors import Conflict, KvferryError
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody, TransferState
 from kvferry.tables import BlockTable
+from kvferryd.api import peer
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
@@ -184,6 +185,25 @@ def test_what_is_ordered_at_each_rank_is_one_transfer_of_rank_0(ranks: Ranks) ->
     ranks.world.run(500)
     assert transfer.over
     assert all(each.ended.is_set() for daemon in ranks.daemons for each in daemon.ferry.jobs)
+
+
+def test_an_order_that_takes_no_time_costs_rank_0_one_message_of_each_other_rank(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, told = peer._share, []
+
+    def counted(transfer: Transfer) -> Any:
+        told.append(transfer.own.rank)
+        return share(transfer)
+
+    monkeypatch.setattr(peer, "_share", counted)
+    ranks.publish(0)
+    ranks.order(1)
+    ranks.world.run(500)
+    parts = [ranks.reserve(rank) for rank in range(len(RANKS))]
+    ranks.world.run(5000)
+    assert {part.state for part in parts} == {TransferState.DONE} and parts[0].over
+    assert sorted(told) == list(range(1, len(RANKS)))
 
 
 def test_an_order_with_an_id_gets_one_answer_at_every_rank_after_the_end(ranks: Ranks) -> None:

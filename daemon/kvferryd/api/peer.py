@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from pydantic import ValidationError
@@ -46,6 +46,8 @@ from kvferryd.transfers.record import json_of, share_of
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
+PROGRESS_S = 0.1
+"""The shortest pause before a rank says again how far its part is. The end is told at once."""
 KINDS = {"host": layout_pb2.MEMORY_KIND_HOST, "cuda": layout_pb2.MEMORY_KIND_CUDA}
 
 
@@ -189,8 +191,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         attempt = attempt_from_proto(request.attempt)
         own = reservation_from_proto(request, engine.manifest) if request.HasField("tables") else None
         transfer = ferry.jobs.handed(engine, request.request_id, attempt, order, own)
-        await asyncio.sleep(0)  # the transfer first: who handed the order on can wait for how it stands
-        while not transfer.ended.is_set():
+        while not await _ends_within(transfer, PROGRESS_S):
             changed = transfer.changed
             yield _share(transfer)
             await changed.wait()
@@ -333,6 +334,13 @@ def _reader(reader: peer_pb2.Reader) -> ReaderId:
             remedy="name the engine, its epoch, the rank and the world size",
         )  # fmt: skip
     return reader_id(reader)
+
+
+async def _ends_within(transfer: Transfer, seconds: float) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await transfer.ended.wait()
+    return transfer.ended.is_set()
 
 
 def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
