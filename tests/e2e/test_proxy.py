@@ -204,6 +204,34 @@ def test_a_dead_prefill_is_passed_over(dead: str, prefill: ForeignEngine, decode
         assert [client.post("/v1/completions", json=PROMPT).status_code for _ in range(2)] == [200, 200]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_decode_may_compute_alone_when_no_prefill_engine_answers(
+    stream: bool, dead: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    prefill.statuses = [503]
+    body = PROMPT | {"stream": stream}
+    with proxy([dead, prefill], decode, when_no_prefill="recompute") as client:
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert decode.seen[0].body == body, "no coordinates"
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert decode.seen[1].body == body | {"kv_transfer_params": prefill.params}, "it is asked again"
+    with proxy([dead], decode, when_no_prefill="recompute") as client:
+        assert client.get("/health").status_code == 200
+    with proxy([dead], decode) as client:
+        assert client.post("/v1/completions", json=body).json()["error"]["code"] == "engine_unreachable"
+        assert client.get("/health").status_code == 503
+    assert len(decode.seen) == 2
+
+
+@pytest.mark.parametrize("status", [400, 429, 500])
+def test_a_prefill_engine_that_refuses_has_answered(status: int, prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    prefill.statuses = [status]
+    with proxy([prefill], decode, when_no_prefill="recompute") as client:
+        assert client.post("/v1/completions", json=PROMPT).status_code == status
+    assert not decode.seen
+
+
 def test_prefill_engines_take_turns(prefill: ForeignEngine, decode: ForeignEngine) -> None:
     with engine() as other, proxy([prefill, other], decode) as client:
         for _ in range(4):

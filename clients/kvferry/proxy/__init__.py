@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     config = uvicorn.Config(
         build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",
-        timeout_graceful_shutdown=GRACEFUL_S,
+        timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=round(options.keep_alive_s),
     )  # fmt: skip
     try:
         sockets = everywhere(options.port) if options.host in EVERYWHERE else None

@@ -104,12 +104,13 @@ class Proxy:
         raise failed
 
     async def health(self) -> Response:
-        """200 when a prefill and a decode engine answer their /health. The body has the state of every engine."""
+        """200 when a prefill and a decode engine answer their /health, or decode alone where that will do. The body has
+        the state of every engine."""
         endpoints = [*self.options.prefill, *self.options.decode]
         up = await asyncio.gather(*(self._healthy(endpoint) for endpoint in endpoints))
         states = {endpoint.url: "ok" if ok else "down" for endpoint, ok in zip(endpoints, up, strict=True)}
         count = len(self.options.prefill)
-        serving = any(up[:count]) and any(up[count:])
+        serving = (any(up[:count]) or self.options.when_no_prefill == "recompute") and any(up[count:])
         return JSONResponse({"status": "ok" if serving else "down", "engines": states}, 200 if serving else 503)
 
     async def _healthy(self, endpoint: Endpoint) -> bool:

@@ -131,6 +131,8 @@ class Exchange(Response):
         self._prefilling: asyncio.Task[Response | None] | None = None
         self._ordering: asyncio.Task[Ordered] | None = None
         self._decode_asked = False
+        self._alone = False
+        """No prefill engine has answered, and decode computes the prompt itself."""
         self._settled = False
         """Nothing is left to free: decode answered to the end, or prefill published nothing."""
 
@@ -160,7 +162,7 @@ class Exchange(Response):
             " ".join(endpoint.url for endpoint in self._tried), self._decode_engine.url, self._timings_ms,
             f" error={self._error.code}: {self._error}" if self._error else "",
         )  # fmt: skip
-        if not self._settled or len(self._tried) > 1:
+        if not self._settled or len(self._tried) > 1 or self._alone:
             self._daemons.in_background(self._clean_up())
 
     async def _serve(self, answer: Answer) -> None:
@@ -194,15 +196,24 @@ class Exchange(Response):
                 try:
                     response = await self._http.post(**self._request(endpoint, body))
                 except httpx.HTTPError as error:
-                    if last:
+                    if last and not self._goes_on_alone():
                         raise _unreachable("prefill", endpoint, error) from error
                     continue
-                if last or response.status_code not in RETRIED:
+                if response.status_code not in RETRIED or (last and not self._goes_on_alone()):
                     break
+            if self._alone:
+                return None
             if response.status_code >= 400:
                 return await whole(response)
             self._params = legs.published(response)
             return None
+
+    def _goes_on_alone(self) -> bool:
+        """No prefill engine has answered; whether decode is to compute the prompt."""
+        self._alone = self._options.when_no_prefill == "recompute"
+        if self._alone:
+            log.warning("request %s: no prefill engine answers, decode computes it alone", self._asked.request_id)
+        return self._alone
 
     def _request(self, endpoint: Endpoint, body: bytes) -> dict[str, Any]:
         return {"url": endpoint.url + self._asked.path, "content": body, "headers": self._asked.headers}
@@ -280,7 +291,7 @@ class Exchange(Response):
                 await self._daemons.free(self._decode_engine, self._lease)
             for endpoint in self._tried[-1:]:
                 await self._daemons.free(endpoint, self._lease)
-        for endpoint in self._tried[:-1]:
+        for endpoint in self._tried if self._alone else self._tried[:-1]:  # it may have published before it failed
             await self._daemons.free(endpoint, self._asked.handover_id)
 
 

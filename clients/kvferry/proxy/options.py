@@ -124,6 +124,13 @@ class Options(BaseModel):
     prefill_attempts: Count = Field(
         default=3, description="prefill engines to try when one is down or answers 502, 503 or 504"
     )
+    when_no_prefill: Literal["refuse", "recompute"] = Field(
+        default="refuse",
+        description="what happens when no prefill engine answers: the client is told, or decode computes the prompt",
+    )
+    keep_alive_s: Seconds = Field(
+        default=5.0, alias="keep_alive", description="how long a client's idle connection is kept"
+    )
     max_connections: Count = Field(default=4096, description="to all engines")
     max_body_mb: float = Field(default=32, gt=0, examples=["N"], description="largest request body in MiB")
 

@@ -99,6 +99,7 @@ class Config(BaseModel):
         "on change",
     )
     rest_tls: Flag = _about(False, "serve REST over mutual TLS with the tls_* files as well")
+    keep_alive_s: Whole = _about(30, "how long an idle connection to REST is kept", ge=1, le=3600)
     log_format: Literal["text", "json"] = _about("text", "text for people, json for machines")
     log_level: Literal["debug", "info", "warning", "error"] = _about("info", "the least serious line that is logged")
     lease_ttl_s: Seconds = _about(30.0, "life of a lease without a live reader", ge=0.1, le=86400)

@@ -114,7 +114,7 @@ class RestServer(uvicorn.Server):
             ws="none",
             proxy_headers=False,  # no header says which address the client has
             server_header=False,
-            timeout_keep_alive=30,
+            timeout_keep_alive=ferry.config.keep_alive_s,
             timeout_graceful_shutdown=2,
         )
         config.load()
