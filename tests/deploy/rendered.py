@@ -158,7 +158,7 @@ class Cluster:
     @property
     def pods(self) -> Iterator[tuple[str, Resource]]:
         """(name, pod template) of everything that makes pods."""
-        for kind in ("StatefulSet", "Deployment"):
+        for kind in ("StatefulSet", "DaemonSet", "Deployment"):
             for one in self.of(kind):
                 yield one["metadata"]["name"], one["spec"]["template"]
 

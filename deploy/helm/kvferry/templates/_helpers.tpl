@@ -25,11 +25,18 @@ app.kubernetes.io/part-of: kvferry
 {{- end }}
 
 {{- define "kvferry.socket" -}}
-{{- if and (eq (int .Values.ranksPerPod) 1) (eq (int .Values.nodes) 1) -}}
+{{- if eq .Values.gpu.mode "node" -}}
+/run/kvferry/{gpu_uuid}.sock
+{{- else if and (eq (int .Values.ranksPerPod) 1) (eq (int .Values.nodes) 1) -}}
 /run/kvferry/engine.sock
 {{- else -}}
 /run/kvferry/engine-{{ .rank }}.sock
 {{- end }}
+{{- end }}
+
+{{- /* Daemons of a pod: by their number they have ports. */ -}}
+{{- define "kvferry.daemons" -}}
+{{ ternary .Values.node.gpus .Values.ranksPerPod (eq .Values.gpu.mode "node") }}
 {{- end }}
 
 {{- /* The daemon of one rank of a pod: a native sidecar. */ -}}
