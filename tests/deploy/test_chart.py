@@ -35,7 +35,7 @@ def test_the_grace_period_follows_its_steps(step: str) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"gpu": {"mode": "mig"}}, "gpu.mode is dra, runtimeClass, node or none"),
+        ({"gpu": {"mode": "mig"}}, "gpu.mode is dra, runtimeClass, node, container or none"),
         ({"front": {"kind": "nginx"}}, "front.kind is proxy, llm-d or none"),
         ({"engine": {"kind": "trtllm"}}, "engine.kind is vllm or sglang"),
         ({"engine": {"kind": "sglang"}, "front": {"kind": "llm-d"}}, "front.kind llm-d is for vLLM"),

@@ -16,12 +16,14 @@ app.kubernetes.io/part-of: kvferry
 {{- end }}
 
 {{- define "kvferry.engineImage" -}}
-{{- default (index (dict "vllm" "vllm-kvferry:v0.32.0" "sglang" "sglang-kvferry:v0.5.23") .Values.engine.kind) .Values.images.engine -}}
+{{- $run := eq .Values.gpu.mode "container" -}}
+{{- default (ternary (printf "%s-kvferry:run" .Values.engine.kind) "" $run) .Values.images.engine | default (index (dict "vllm" "vllm-kvferry:v0.32.0" "sglang" "sglang-kvferry:v0.5.23") .Values.engine.kind) -}}
 {{- end }}
 
+{{- /* An engine in one container with its daemons: they drain, it ends, they drain what it has left. */ -}}
 {{- define "kvferry.grace" -}}
 {{- $s := .Values.shutdown -}}
-{{- add (max (add $s.leave $s.drain) (add $s.leave $s.engine)) $s.drainAtExit 25 -}}
+{{- if eq .Values.gpu.mode "container" }}{{ add $s.leave $s.drain $s.engine $s.drain 25 }}{{ else }}{{ add (max (add $s.leave $s.drain) (add $s.leave $s.engine)) $s.drainAtExit 25 }}{{ end -}}
 {{- end }}
 
 {{- define "kvferry.socket" -}}
@@ -39,6 +41,60 @@ app.kubernetes.io/part-of: kvferry
 {{ ternary .Values.node.gpus .Values.ranksPerPod (eq .Values.gpu.mode "node") }}
 {{- end }}
 
+{{- /* Settings that daemons have wherever they run. rank: of the first of them. */ -}}
+{{- define "kvferry.settings" -}}
+{{- $rest := add 7410 (mul 10 .rank) -}}
+{{- $peer := add 7411 (mul 10 .rank) -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- {name: KVFERRY_REST, value: "*:{{ $rest }}"}
+- {name: KVFERRY_TOKEN_FILE, value: /etc/kvferry/token/token}
+- {name: KVFERRY_PEER, value: "*:{{ $peer }}"}
+{{- if .Values.tls.enabled }}
+# No certificate knows the address of a pod to come: pods are advertised by name, and a wildcard covers the names.
+- {name: KVFERRY_ADVERTISE, value: "$(POD_NAME).{{ include "kvferry.name" . }}-peers.$(POD_NAMESPACE).svc:{{ $peer }}"}
+- {name: KVFERRY_TLS_CERT, value: /etc/kvferry/tls/tls.crt}
+- {name: KVFERRY_TLS_KEY, value: /etc/kvferry/tls/tls.key}
+- {name: KVFERRY_TLS_CA, value: /etc/kvferry/tls/ca.crt}
+{{- else }}
+- {name: KVFERRY_ADVERTISE, value: "[$(POD_IP)]:{{ $peer }}"}
+- {name: KVFERRY_PEER_SECRET_FILE, value: /etc/kvferry/peers/secret}
+{{- end }}
+- {name: KVFERRY_ALLOW_PEERS, value: "{{ .Values.podNetwork }},*.{{ .Release.Namespace }}.svc"}
+{{- if eq .role "decode" }}
+# Every prefill engine is met before its first request.
+{{- $prefill := dict "Values" .Values "Release" .Release "role" "prefill" }}
+{{- if .Values.tls.enabled }}
+{{- $pods := list }}
+{{- range $pod := until (int .Values.prefill.replicas) }}
+{{- $pods = append $pods (printf "%s.$(POD_NAMESPACE).svc:7411" (include "kvferry.podName" (merge (dict "pod" $pod) $prefill))) }}
+{{- end }}
+- {name: KVFERRY_KNOWN_PEERS, value: "{{ join "," $pods }}"}
+{{- else }}
+- {name: KVFERRY_KNOWN_PEERS, value: "{{ include "kvferry.name" $prefill }}-peers:7411"}
+{{- end }}
+{{- end }}
+# vLLM reserves the blocks that are written: no order need name any.
+- {name: KVFERRY_ORDER_TABLES, value: "false"}
+{{- $ports := printf "TCP_PORT_RANGE=%d-%d" (int .Values.ucxPorts.first) (int .Values.ucxPorts.last) }}
+{{- if .Values.rdma.enabled }}
+# No tcp: UCX would take it without a word where RDMA does not come up.
+- {name: KVFERRY_UCX, value: "TLS={{ .Values.rdma.tls }} {{ $ports }}"}
+- {name: KVFERRY_REQUIRE_RDMA, value: "true"}
+{{- else }}
+- {name: KVFERRY_UCX, value: "{{ $ports }}"}
+{{- end }}
+{{- end }}
+
+{{- /* Before an engine's own command. */ -}}
+{{- define "kvferry.run" -}}
+{{- if eq .Values.gpu.mode "container" }}kvferry, run, --engine-stop-s={{ .Values.shutdown.engine }}, --, {{ end }}
+{{- end }}
+
 {{- /* The daemon of one rank of a pod: a native sidecar. */ -}}
 {{- define "kvferry.daemon" -}}
 {{- $rest := add 7410 (mul 10 .rank) -}}
@@ -51,60 +107,18 @@ app.kubernetes.io/part-of: kvferry
   image: {{ .Values.images.daemon }}
   args: [keep]
   env:
-    - name: POD_IP
-      valueFrom: {fieldRef: {fieldPath: status.podIP}}
-    - name: POD_NAME
-      valueFrom: {fieldRef: {fieldPath: metadata.name}}
-    - name: POD_NAMESPACE
-      valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
-    - {name: KVFERRY_REST, value: "*:{{ $rest }}"}
-    - {name: KVFERRY_TOKEN_FILE, value: /etc/kvferry/token/token}
-    - {name: KVFERRY_PEER, value: "*:{{ $peer }}"}
-    {{- if .Values.tls.enabled }}
-    # No certificate knows the address of a pod to come: pods are advertised by name, and a wildcard covers the names.
-    - {name: KVFERRY_ADVERTISE, value: "$(POD_NAME).{{ include "kvferry.name" . }}-peers.$(POD_NAMESPACE).svc:{{ $peer }}"}
-    - {name: KVFERRY_TLS_CERT, value: /etc/kvferry/tls/tls.crt}
-    - {name: KVFERRY_TLS_KEY, value: /etc/kvferry/tls/tls.key}
-    - {name: KVFERRY_TLS_CA, value: /etc/kvferry/tls/ca.crt}
-    {{- else }}
-    - {name: KVFERRY_ADVERTISE, value: "[$(POD_IP)]:{{ $peer }}"}
-    - {name: KVFERRY_PEER_SECRET_FILE, value: /etc/kvferry/peers/secret}
-    {{- end }}
+    {{- include "kvferry.settings" . | nindent 4 }}
     {{- if gt (int .Values.nodes) 1 }}
     - {name: KVFERRY_ROSTER, value: "{{ include "kvferry.podName" (merge (dict "pod" 0) .) }}.$(POD_NAMESPACE).svc:7411"}
     {{- else if $multi }}
     - {name: KVFERRY_ROSTER, value: "[$(POD_IP)]:7411"}
     {{- end }}
-    - {name: KVFERRY_ALLOW_PEERS, value: "{{ .Values.podNetwork }},*.{{ .Release.Namespace }}.svc"}
-    {{- if eq .role "decode" }}
-    # Every prefill engine is met before its first request.
-    {{- $prefill := dict "Values" .Values "Release" .Release "role" "prefill" }}
-    {{- if .Values.tls.enabled }}
-    {{- $pods := list }}
-    {{- range $pod := until (int .Values.prefill.replicas) }}
-    {{- $pods = append $pods (printf "%s.$(POD_NAMESPACE).svc:7411" (include "kvferry.podName" (merge (dict "pod" $pod) $prefill))) }}
-    {{- end }}
-    - {name: KVFERRY_KNOWN_PEERS, value: "{{ join "," $pods }}"}
-    {{- else }}
-    - {name: KVFERRY_KNOWN_PEERS, value: "{{ include "kvferry.name" $prefill }}-peers:7411"}
-    {{- end }}
-    {{- end }}
-    # vLLM reserves the blocks that are written: no order need name any.
-    - {name: KVFERRY_ORDER_TABLES, value: "false"}
     - {name: KVFERRY_ENGINE_SOCKET, value: {{ include "kvferry.socket" . }}}
     - {name: KVFERRY_DEVICE, value: "{{ ternary "cpu" (printf "cuda:%d" .rank) (eq .Values.gpu.mode "none") }}"}
     {{- if eq .Values.gpu.mode "runtimeClass" }}
     - {name: NVIDIA_VISIBLE_DEVICES, value: "{{ include "kvferry.gpus" . }}"}
     {{- end }}
     - {name: KVFERRY_DRAIN_TIMEOUT_S, value: "{{ .Values.shutdown.drainAtExit }}"}
-    {{- $ports := printf "TCP_PORT_RANGE=%d-%d" (int .Values.ucxPorts.first) (int .Values.ucxPorts.last) }}
-    {{- if .Values.rdma.enabled }}
-    # No tcp: UCX would take it without a word where RDMA does not come up.
-    - {name: KVFERRY_UCX, value: "TLS={{ .Values.rdma.tls }} {{ $ports }}"}
-    - {name: KVFERRY_REQUIRE_RDMA, value: "true"}
-    {{- else }}
-    - {name: KVFERRY_UCX, value: "{{ $ports }}"}
-    {{- end }}
     - {name: TRITON_CACHE_DIR, value: /tmp/triton{{ $suffix }}}
     {{- range $name, $value := .Values.daemonEnv }}
     - {name: {{ $name }}, value: {{ $value | quote }}}

@@ -1,6 +1,6 @@
 {{- /* What SGLang is started with. */ -}}
 {{- define "kvferry.sglang" -}}
-command: [python3, -m, sglang.launch_server]
+command: [{{ include "kvferry.run" . }}python3, -m, sglang.launch_server]
 args:
   - --model-path={{ .Values.model }}
   - --host=0.0.0.0

@@ -10,7 +10,7 @@ command:
     exec vllm serve {{ .Values.model }} "$@"
   - vllm
 {{- else }}
-command: [vllm, serve, {{ .Values.model }}]
+command: [{{ include "kvferry.run" . }}vllm, serve, {{ .Values.model }}]
 {{- end }}
 args:
   - --port={{ .port }}
