@@ -208,7 +208,6 @@ class BlockingEngineClient:
                 await client.adopt(memory)
             if self._fences_of is not None:
                 await client.open_fences(self._fences_of)
-            client.weights = before.weights  # it may have changed while this one was attached
             self._client = client
             if self._manifest is not None:
                 await client.register(self._manifest)

@@ -16,26 +16,26 @@ live, the daemon revokes all leases, and nothing here says that blocks may be re
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
+from google.protobuf.message import Message
+
 from kvferry import __version__
 from kvferry.digest import check_weights
-from kvferry.errors import Conflict, Deadline, KvferryError, Malformed, PeerFailed, Unavailable
-from kvferry.handoff import Remembered
+from kvferry.errors import Deadline, KvferryError, Malformed, PeerFailed
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
 from kvferry.memory.fences import Fence, Fences
-from kvferry.outcomes import Lease, ReceiveCancelled, Received, Receiving, TransferFailed, Unsettled
+from kvferry.outcomes import Lease, Pending, ReceiveCancelled, Received, TransferFailed, Unsettled, refuse
+from kvferry.protocol import book_events as b
+from kvferry.protocol.book import Book
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody, TransferState
-from kvferry.session import CALL_S, Sent, Session, refuse, settle
+from kvferry.session import CALL_S, Session, check_size
 from kvferry.tables import Tables
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
@@ -50,8 +50,6 @@ LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
 """How long after the deadline of a receive the daemon may take to report its end."""
-LOST = 4096
-"""The most requests that a daemon is told to be lost."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 """At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
@@ -60,37 +58,15 @@ class EngineClient:
     """One engine rank's session with its daemon. Make it with `connect`; as a context manager it ends with the block,
     also on an error, else with `close`."""
 
-    def __init__(self, socket: str, epoch: str, call_timeout_s: float = CALL_S) -> None:
-        self.epoch = epoch
-        self._session = Session(socket, self._on_event, self._end, self._over, call_timeout_s)
-        self._leases: dict[tuple[str, int], Lease] = {}
-        """The key is (request, number). A lease that has ended is gone."""
-        self._world_size = 1
-        self._numbers = itertools.count(1)
-        """Numbers for leases that the engine leaves to this client."""
-        self._counted: dict[str, int] = {}
-        """The last lease that this client has numbered, for each request."""
-        self._attempts = itertools.count(1)
-        """Numbers for receives that the engine leaves to this client."""
-        self._receives: dict[str, Receiving] = {}
-        """By request: under way, or given up and not quiet."""
-        self._unquiet: dict[str, Receiving] = {}
-        """By transfer: ended and not quiet."""
+    def __init__(self, socket: str, epoch: str, call_timeout_s: float, book: Book) -> None:
+        self.epoch, self._book = epoch, book
+        self._session = Session(socket, self._on_event, self._on_end, self._on_over, call_timeout_s)
         self._opening = asyncio.Lock()
         self.fences: Fences | None = None
         """Once `open_fences` has returned."""
         self.peer_address = ""
         self.device = ""
         self._registering = asyncio.Lock()
-        """Held by `register`; who publishes or receives waits for it."""
-        self.weights = ""
-        """The name of the engine's weights; empty for those that it registered with. See `replace_weights`."""
-        self._cut: Remembered[None] = Remembered()
-        """Requests of which a part was published when the weights were replaced."""
-        self.lost: deque[tuple[str, int]] = deque(maxlen=LOST)
-        """(request, number) of leases that nobody can read, at most the LOST newest: they ended with this session or
-        with one that it resumes, or the session had ended when they were to be published. `register` tells the daemon,
-        and clears it."""
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -121,10 +97,7 @@ class EngineClient:
         session has ended; see `resumed` and `lost`. Raises KvferryError: `unreachable`, `protocol`, or what the daemon
         refuses.
         """
-        client = cls(socket, epoch, call_timeout_s)
-        if resume is not None:
-            client.lost, client.weights, client._cut = resume.lost, resume.weights, resume._cut
-            client._numbers, client._attempts = resume._numbers, resume._attempts
+        client = cls(socket, epoch, call_timeout_s, Book(world_size, resume._book if resume else None))
         attach = engine_pb2.AttachRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
             engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume.session if resume else "",
@@ -135,13 +108,25 @@ class EngineClient:
             await client.close()
             raise
         client.peer_address, client.device, client.resumed = attached.peer_address, attached.device, attached.resumed
-        client._deadline_s, client._world_size = attached.deadline_s, world_size
+        client._deadline_s = attached.deadline_s
         return client
 
     @property
     def session(self) -> str:
         """The daemon's name for this session, to be given to `connect` as `resume`."""
         return self._session.id
+
+    @property
+    def weights(self) -> str:
+        """The name of the engine's weights; empty for those that it registered with. See `replace_weights`."""
+        return self._book.start.weights
+
+    @property
+    def lost(self) -> tuple[tuple[str, int], ...]:
+        """(request, number) of leases that nobody can read, the newest ones: they ended with this session or with one
+        that it resumes, or the session had ended when they were to be published. `register` tells the daemon, and
+        forgets them."""
+        return tuple(self._book.start.lost)
 
     async def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
         """Daemon-owned memory, zeroed, mapped here: on the daemon's GPU, or host memory where it has none.
@@ -199,14 +184,20 @@ class EngineClient:
         Meanwhile `publish` and `receive` wait, at most `call_timeout_s`. Who comes to read what is `lost` is refused at
         once.
         """
+        lost = self.lost
         request = engine_pb2.RegisterRequest(
             session=self.session, manifest=manifest_to_proto(manifest), weights=self.weights,
-            lost=[engine_pb2.LostLease(request_id=request_id, lease=lease) for request_id, lease in self.lost],
+            lost=[engine_pb2.LostLease(request_id=request_id, lease=lease) for request_id, lease in lost],
         )  # fmt: skip
         timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
         async with self._registering:
-            reply = await self._session.call(self._session.stub.Register, request, timeout_s)
-        self.lost.clear()
+            self._on(b.Register())
+            told: tuple[tuple[str, int], ...] = ()
+            try:
+                reply = await self._session.call(self._session.stub.Register, request, timeout_s)
+                told = lost
+            finally:
+                self._on(b.Registered(told))
         return tuple(reply.notes)
 
     async def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
@@ -284,73 +275,17 @@ class EngineClient:
             weights=self.weights if weights is None else weights,
             after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
         )  # fmt: skip
-        if weights is None and request_id in self._cut:
-            why = f"a part of request {request_id} was published before the weights were replaced"
-            remedy = "abort the request and compute it again, or name the weights that computed all of it"
-            raise Conflict("mixed_weights", why, field="weights", value=self.weights, remedy=remedy)
-        await self._none_registers()
-        return await self._publish(request, withdraw=withdraw)
-
-    async def _publish(self, request: engine_pb2.PublishRequest, *, withdraw: bool) -> Lease:
-        request_id, counted = request.request_id, not request.lease
-        if counted:
-            request.lease = self._number(request_id)
-        key = request_id, request.lease
-        known = self._leases.get(key)
-        lease = known or Lease(*key, asyncio.get_running_loop().create_future())
-        self._leases[key] = lease
-        lease.more = request.more
-
-        def forget(_: object = None) -> None:
-            if known is None and self._leases.get(key) is lease:
-                del self._leases[key]
-                self._uncount(key)
-            if self.closed.is_set():
-                self.lost.append(key)
-
+        held, pending = Lease(request_id, lease), self._pending("publish", request)
+        self._on(b.Publish(pending, held, request_id, lease, more, withdraw, weights is None))
         try:
-            await self._session.command(publish=request)
-        except (Unsettled, asyncio.CancelledError) as error:
-            try:  # revoke it behind the publish on the stream
-                abort = self._session.send(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
-            except KvferryError:  # the session has ended
-                forget()
-                raise error from None
-            abort.settled.add_done_callback(forget)  # not before: its end would be taken for that of the next one
-            if isinstance(error, Unsettled):
-                raise Unsettled(error, abort.settled) from None
+            await self._answer(pending)
+        except asyncio.CancelledError:
+            if pending.told.is_set() and pending.end is None:  # it was taken in this very turn
+                abort = self._pending("abort", engine_pb2.EngineAbortRequest(request_id=request_id))
+                self._on(b.Abort(abort, request_id))
             raise
-        except KvferryError as error:
-            forget()
-            # The end of the one before came while this was on its way.
-            if error.code == "lease_ended" and counted and self._leases.get(key) is not known:
-                request.lease = 0
-                return await self._publish(request, withdraw=withdraw)
-            if withdraw and known is not None and not known.over:
-                await self.withdraw(request_id)
-            raise
-        if lease.over:
-            return lease
-        return self._leases.setdefault(key, lease)  # a publish beside this one may have been refused
-
-    def _number(self, request_id: str) -> int:
-        """The number of the request's lease while it lasts, then of another. Raises KvferryError."""
-        number = self._counted.get(request_id, 0)
-        if (request_id, number) not in self._leases:
-            number = self._counted[request_id] = self._next("lease", request_id, self._numbers)
-        return number
-
-    def _next(self, field: str, request_id: str, numbers: Iterator[int]) -> int:
-        """The next number of a counter that only this rank has. Raises KvferryError (`number_required`)."""
-        if self._world_size > 1:
-            why = f"request {request_id} has no number of its {field}, and this engine has {self._world_size} ranks"
-            remedy = f"give `{field}` from a counter of the engine, the same on all ranks"
-            raise Malformed("number_required", why, field=field, value=0, remedy=remedy)
-        return next(numbers)
-
-    def _uncount(self, key: tuple[str, int]) -> None:
-        if self._counted.get(key[0]) == key[1]:
-            del self._counted[key[0]]
+        assert pending.lease is not None
+        return pending.lease
 
     async def receive(
         self,
@@ -383,103 +318,83 @@ class EngineClient:
         """
         request = engine_pb2.ReceiveRequest(
             request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
-            digest=digest, attempt=attempt or self._next("attempt", request_id, self._attempts), weights=self.weights,
-            zero=zero,
+            digest=digest, weights=self.weights, zero=zero,
         )  # fmt: skip
         if tokens is not None:
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
         if source is not None:
             request.source.CopyFrom(engine_pb2.Source(**source.model_dump()))
-        await self._none_registers()
-        await self._none_before(request_id)
-        sent = self._session.send(receive=request)
-        receiving = self._receives[request_id] = Receiving()
+        pending = self._pending("receive", request)
+        self._on(b.Receive(pending, request_id, attempt))
         try:
-            receiving.named((await self._session.answer(sent)).receive.transfer_id)
-            event = await self._end_of(receiving, deadline_s or self._deadline_s)
+            await self._answer(pending, event=pending.named)
+            await self._end_of(pending, deadline_s or self._deadline_s)
         except asyncio.CancelledError:
-            leaving = self._give_up(request_id, receiving, sent)
+            self._on(b.Leave(pending))
             with suppress(asyncio.CancelledError):  # impatience changes nothing for the blocks
-                await asyncio.wait([leaving], timeout=LEAVE_S)
-            cancelled = ReceiveCancelled(request_id, receiving.quiet)
+                await asyncio.wait([pending.quiet], timeout=LEAVE_S)
+            cancelled = ReceiveCancelled(request_id, pending.quiet)
             if not cancelled.blocks_safe:
                 raise cancelled from None
             raise
         except Unsettled as error:
-            self._give_up(request_id, receiving, sent)
-            raise TransferFailed(error, "failed", receiving.quiet) from None
-        except BaseException:  # refused: nothing was done
-            self._leave(request_id)
-            raise
-        self._leave(request_id)
-        if not receiving.quiet.done():
-            self._unquiet[receiving.transfer_id] = receiving
+            raise TransferFailed(error, "failed", pending.quiet) from None
+        event = pending.end
+        assert isinstance(event, engine_pb2.TransferEnded)
         if event.state != "done":
-            raise TransferFailed(problem_from_proto(event.problem), event.state, receiving.quiet)
-        if request.weights != self.weights:  # replaced while its end was on its way here
-            why = f"request {request_id} was received for weights {request.weights!r}, which have been replaced"
-            remedy = "receive it anew; its prefill must have the same weights"
-            other = Conflict("other_weights", why, field="weights", value=request.weights, remedy=remedy)
-            raise TransferFailed(other, "failed", receiving.quiet)
+            raise TransferFailed(problem_from_proto(event.problem), event.state, pending.quiet)
+        if pending.problem is not None:
+            raise TransferFailed(pending.problem, "failed", pending.quiet)
         moved = event.tokens.start, event.tokens.stop
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata, event.lease)
 
-    async def _none_registers(self) -> None:
-        """Wait, for as long as a call may take, until `register` has returned. Raises KvferryError (`deadline`)."""
-        try:
-            async with asyncio.timeout(self._session.call_timeout_s), self._registering:
-                pass
-        except TimeoutError:
-            why, remedy = "the engine's cache is still being registered: nothing was sent", "see the daemon's log"
-            value = self._session.call_timeout_s
-            raise Deadline("deadline", why, field="call_timeout_s", value=value, remedy=remedy) from None
-
-    async def _none_before(self, request_id: str) -> None:
-        """Wait, for as long as a call may take, until a receive of the request that was given up or aborted is gone."""
-        before = self._receives.get(request_id)
-        if before is not None and (before.leaving or before.aborted):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._session.call_timeout_s):
-                    await before.gone.wait()
-        if request_id in self._receives:
-            message = f"request {request_id} is being received already, or was and is not quiet"
-            remedy = "wait for it, or abort it first"
-            raise Conflict("receive_pending", message, field="request_id", value=request_id, remedy=remedy)
-
-    def _leave(self, request_id: str) -> None:
-        """The request may be received again."""
-        self._receives.pop(request_id).gone.set()
-
-    async def _end_of(self, receiving: Receiving, deadline_s: float) -> engine_pb2.TransferEnded:
-        while receiving.end is None:
+    async def _end_of(self, pending: Pending, deadline_s: float) -> None:
+        while not pending.told.is_set():
             try:
                 async with asyncio.timeout(deadline_s):
-                    await receiving.ended.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
+                    await pending.told.wait()
             except TimeoutError:
                 # An order may have moved the deadline: the daemon keeps it, for as long as it is there to do so.
-                await self._session.answer(self._session.send(probe=engine_pb2.Probe()), GRACE_S)
-        if isinstance(receiving.end, KvferryError):
-            raise receiving.end
-        return receiving.end
+                try:
+                    await self._ask(probe=engine_pb2.Probe(), timeout_s=GRACE_S)
+                except Unsettled:
+                    if not pending.told.is_set():
+                        self._on(b.Leave(pending))
+                        raise
+        if isinstance(pending.end, KvferryError):
+            raise pending.end
 
-    def _give_up(self, request_id: str, receiving: Receiving, sent: Sent) -> asyncio.Task[None]:
-        """Nobody waits for this receive any more: abort its transfer. The task returned ends when it is quiet; until
-        then the request cannot be received again."""
+    def _pending(self, kind: str, request: Message) -> Pending:
+        """Raises KvferryError (`message_too_large`)."""
+        check_size(request, kind)
+        return Pending(kind, request)
 
-        async def left() -> None:
-            with suppress(KvferryError):  # the session has ended, which will settle `quiet`
-                answer = await sent.answered()  # before that the daemon has nothing to abort
-                if answer.HasField("problem"):
-                    receiving.quiet.set_result(None)
-                    return
-                receiving.named(answer.receive.transfer_id)
-                if receiving.end is None:
-                    self._session.send(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
-            await asyncio.wait([receiving.quiet])
+    async def _ask(self, *, timeout_s: float = 0.0, **command: Message) -> None:
+        """A command of which nothing is noted. Raises KvferryError as `_answer`."""
+        ((kind, request),) = command.items()
+        pending = self._pending(kind, request)
+        self._on(b.Probe(pending))
+        await self._answer(pending, timeout_s)
 
-        receiving.leaving = asyncio.create_task(left())
-        receiving.leaving.add_done_callback(lambda _: self._leave(request_id))
-        return receiving.leaving
+    async def _answer(self, pending: Pending, timeout_s: float = 0.0, event: asyncio.Event | None = None) -> None:
+        """Raises KvferryError with what the daemon refuses; Unsettled when it does not answer in time (`deadline`) or
+        the session ends first. event: what is waited for instead of the end."""
+        timeout_s = timeout_s or self._session.call_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await (event or pending.told).wait()
+        except TimeoutError:
+            self._on(b.Leave(pending))
+            if not pending.told.is_set():
+                message = f"the daemon did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
+                remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
+                late = Deadline("deadline", message, field="call_timeout_s", value=timeout_s, remedy=remedy)
+                raise Unsettled(late, pending.quiet) from None
+        except asyncio.CancelledError:
+            self._on(b.Leave(pending))
+            raise
+        if isinstance(pending.end, KvferryError):
+            raise pending.end
 
     async def replace_weights(self, weights: str) -> None:
         """The engine's weights have been replaced, and are called `weights` from now on: one name on all its ranks, and
@@ -494,14 +409,10 @@ class EngineClient:
         may be readable until `quiesced()` returns; the name is the new one all the same.
         """
         check_weights(weights)
-        if weights != self.weights:
-            for (request_id, _), lease in self._leases.items():
-                if lease.more:
-                    self._cut[request_id] = None
-        self.weights = weights
-        await self._none_registers()
+        pending = self._pending("weights", engine_pb2.WeightsRequest(weights=weights))
+        self._on(b.ReplaceWeights(pending, weights))
         try:
-            await self._session.command(weights=engine_pb2.WeightsRequest(weights=weights))
+            await self._answer(pending)
         except Unsettled as error:
             if not self.closed.is_set():
                 raise
@@ -512,10 +423,9 @@ class EngineClient:
 
         Raises Unsettled when the daemon does not answer in time or the session ends first.
         """
-        self._cut.pop(request_id, None)
-        if (receiving := self._receives.get(request_id)) is not None:
-            receiving.aborted = True
-        await self._session.command(abort=engine_pb2.EngineAbortRequest(request_id=request_id))
+        pending = self._pending("abort", engine_pb2.EngineAbortRequest(request_id=request_id))
+        self._on(b.Abort(pending, request_id))
+        await self._answer(pending)
 
     async def withdraw(self, request_id: str) -> None:
         """`abort`, and return when nobody reads the request's blocks any more: they may be reused.
@@ -547,49 +457,64 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _on(self, event: b.Event) -> None:
+        for effect in self._book.on(event):
+            match effect:
+                case b.Send(pending, id, number, lease):
+                    if lease is not None:
+                        pending.lease, lease.number, pending.request.lease = lease, number, number
+                    elif number:
+                        pending.request.attempt = number
+                    self._session.send(id, pending.kind, pending.request)
+                case b.SendAbort(id, request_id):
+                    self._session.send(id, "abort", engine_pb2.EngineAbortRequest(request_id=request_id))
+                case b.Named(pending):
+                    pending.named.set()
+                case b.Taken(pending):
+                    pending.tell()
+                case b.Refused(pending, why):
+                    pending.tell(why)
+                    pending.settle()
+                case b.Doubtful(pending, why):
+                    pending.tell(Unsettled(why, pending.quiet))
+                case b.Ended(pending, end, problem):
+                    pending.problem = problem
+                    pending.tell(end)
+                case b.Quiet(pending, unknown):
+                    pending.settle(unknown)
+                case b.LeaseEnded(lease, KvferryError() as why):
+                    refuse(lease._ended, why)
+                case b.LeaseEnded(lease, state):
+                    lease._ended.set_result(state)
+
     def _on_event(self, event: engine_pb2.Event) -> None:
         match event.WhichOneof("kind"):
-            case "transfer_ended" | "blocks_safe" as kind:
-                told: engine_pb2.TransferEnded | engine_pb2.BlocksSafe = getattr(event, kind)
-                if isinstance(told, engine_pb2.TransferEnded):
-                    _end_of_kind(TransferState, told.state)
-                receiving = self._unquiet.pop(told.transfer_id, None) or self._receives.get(told.request_id)
-                if receiving is not None:
-                    receiving.on_event(told)
+            case "answer":
+                answer = event.answer
+                problem = problem_from_proto(answer.problem) if answer.HasField("problem") else None
+                self._on(b.Answered(answer.id, problem, answer.receive.transfer_id))
+            case "transfer_ended":
+                over = event.transfer_ended
+                done = _end_of_kind(TransferState, over.state) is TransferState.DONE
+                self._on(b.TransferOver(over.request_id, over.transfer_id, over, done, over.blocks_safe))
+            case "blocks_safe":
+                self._on(b.BlocksSafe(event.blocks_safe.request_id, event.blocks_safe.transfer_id))
             case "lease_ended":
-                state = _end_of_kind(LeaseState, event.lease_ended.state)
-                key = event.lease_ended.request_id, event.lease_ended.lease
-                lease = self._leases.pop(key, None)
-                self._uncount(key)
-                if lease is not None and not lease._ended.done():
-                    if event.lease_ended.HasField("problem"):
-                        refuse(lease._ended, problem_from_proto(event.lease_ended.problem))
-                    else:
-                        lease._ended.set_result(state)
+                ended = event.lease_ended
+                state = _end_of_kind(LeaseState, ended.state)
+                end = problem_from_proto(ended.problem) if ended.HasField("problem") else state
+                self._on(b.LeaseOver(ended.request_id, ended.lease, end))
             case "draining":
                 if event.draining.cancelled:
                     self.draining.clear()
                 else:
                     self.draining.set()
 
-    def _end(self, why: KvferryError) -> None:
-        """The session has ended: receives under way have failed. Their blocks, and those of leases, are in doubt."""
-        for receiving in self._receives.values():
-            receiving.over(Unsettled(why, receiving.quiet))
+    def _on_end(self, why: KvferryError) -> None:
+        self._on(b.SessionLost(why))
 
-    def _over(self, unknown: KvferryError | None) -> None:
-        """Nothing of the session is read or written any more. unknown: why that will never be certain."""
-        for receiving in (*self._receives.values(), *self._unquiet.values()):
-            settle(receiving.quiet, unknown)
-        message = "the session has ended, and with it the lease: nobody reads it any more"
-        remedy = "connect again, and publish anew what is still to be read"
-        over = unknown or Unavailable("daemon_gone", message, remedy=remedy)
-        for lease in self._leases.values():
-            refuse(lease._ended, over)
-        self.lost.extend(self._leases)
-        self._leases.clear()
-        self._counted.clear()
-        self._unquiet.clear()
+    def _on_over(self, unknown: KvferryError | None) -> None:
+        self._on(b.SessionOver(unknown))
 
 
 def _end_of_kind(states: type[E], state: str) -> E:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from kvferry.errors import Caused, KvferryError
 from kvferry.schemas import LeaseState
 from kvferry.v1 import engine_pb2
 
-EARLY = 32
-"""Events kept of a request whose own transfer is not known yet; those before them are of transfers long over."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ class Lease:
     request_id: str
     number: int
     """The lease's number, as readers may name it (`SourceBody.lease`)."""
-    _ended: asyncio.Future[LeaseState] = field(repr=False)
-    more: bool = False
-    """The last publish was only a part: more follows."""
+    _ended: asyncio.Future[LeaseState] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
+    )
 
     @property
     def over(self) -> bool:
@@ -99,42 +100,34 @@ class Lease:
         return await asyncio.shield(self._ended)
 
 
-class Receiving:
-    """A receive under way. Only events of its own transfer count: an earlier one of the same request may end late."""
+class Pending:
+    """A command of the engine's until its end is told, and after that while its blocks are in doubt."""
 
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.ended = asyncio.Event()
-        self.end: engine_pb2.TransferEnded | KvferryError | None = None
-        """Set with `ended`: the daemon's last event, or the error that took its place."""
-        self.quiet: asyncio.Future[None] = loop.create_future()
-        self.transfer_id = ""
-        self.leaving: asyncio.Task[None] | None = None
-        """The end of a receive that was given up."""
-        self.aborted = False
-        """The engine has ended it; the daemon's answer is on its way."""
-        self.gone = asyncio.Event()
-        """Set when the request may be received again."""
-        self._early: deque[engine_pb2.TransferEnded | engine_pb2.BlocksSafe] = deque(maxlen=EARLY)
+    def __init__(self, kind: str, request: Message) -> None:
+        """kind: the field of `Command`."""
+        self.kind, self.request = kind, request
+        self.named, self.told = asyncio.Event(), asyncio.Event()
+        """A receive has been taken; the end is known. (An event wakes its task in the same turn: a shield does not.)"""
+        self.end: KvferryError | engine_pb2.TransferEnded | None = None
+        self.problem: KvferryError | None = None
+        """Why what has arrived is of no use."""
+        self.lease: Lease | None = None
+        self.quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def named(self, transfer_id: str) -> None:
-        """The daemon has replied with the id of this transfer."""
-        self.transfer_id = transfer_id
-        while self._early:
-            self.on_event(self._early.popleft())
+    def tell(self, end: KvferryError | engine_pb2.TransferEnded | None = None) -> None:
+        self.end = end
+        self.named.set()
+        self.told.set()
 
-    def over(self, end: engine_pb2.TransferEnded | KvferryError) -> None:
-        """How it has ended; only the first counts."""
-        self.end = self.end or end
-        self.ended.set()
+    def settle(self, unknown: KvferryError | None = None) -> None:
+        """unknown: why it will never be known whether the blocks are quiet."""
+        if unknown is None:
+            self.quiet.set_result(None)
+        else:
+            refuse(self.quiet, unknown)
 
-    def on_event(self, event: engine_pb2.TransferEnded | engine_pb2.BlocksSafe) -> None:
-        if not self.transfer_id:
-            self._early.append(event)
-        elif event.transfer_id == self.transfer_id:
-            if isinstance(event, engine_pb2.TransferEnded):
-                self.over(event)
-                if not event.blocks_safe:
-                    return
-            if not self.quiet.done():
-                self.quiet.set_result(None)
+
+def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
+    """Fail the future. Nobody needs to wait for it."""
+    waiting.set_exception(why)
+    waiting.exception()  # marks it as retrieved: asyncio logs nothing

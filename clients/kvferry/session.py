@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import EncodeError, Message
 
-from kvferry.errors import Deadline, KvferryError, Malformed, Unavailable
+from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.memory.handover import fetch, hand_over
 from kvferry.outbox import Outbox
-from kvferry.outcomes import Unsettled
 from kvferry.process import Process
 from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, UNREACHABLE, error_of
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
-from kvferry.wire import problem_from_proto
 
-T = TypeVar("T")
 CALL_S = 30.0
 """How long a call may take that does not wait for another party."""
 CLOSE_S = 2.0
@@ -29,29 +25,6 @@ CLOSE_S = 2.0
 ASK_S, AGAIN_S = 5.0, 0.2
 """How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
-
-
-class Sent:
-    """A command on the stream. settled: done when the command is answered, or when nothing of the session is read or
-    written any more."""
-
-    def __init__(self) -> None:
-        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answered = asyncio.Event()
-        self._answer: engine_pb2.Answer | KvferryError | None = None
-
-    def on_answer(self, answer: engine_pb2.Answer | KvferryError) -> None:
-        """The answer, or why there is none."""
-        self._answer = answer
-        self._answered.set()
-
-    async def answered(self) -> engine_pb2.Answer:
-        """Wait for the answer. Raises KvferryError when the session ends first."""
-        await self._answered.wait()  # wakes this task in the same turn, as asyncio.wait or a shield do not
-        assert self._answer is not None
-        if isinstance(self._answer, KvferryError):
-            raise self._answer
-        return self._answer
 
 
 class Session:
@@ -66,9 +39,9 @@ class Session:
         on_over: Callable[[KvferryError | None], None],
         call_timeout_s: float = CALL_S,
     ) -> None:
-        """on_event: called with every event except answers; a KvferryError that it raises ends the session. on_end:
-        called once, with the error that calls raise from then on. on_over: called once; with None when nothing of the
-        session is read or written any more, or with the reason why that will never be known."""
+        """on_event: called with every event; a KvferryError that it raises ends the session. on_end: called once, with
+        the error that calls raise from then on. on_over: called once; with None when nothing of the session is read or
+        written any more, or with the reason why that will never be known."""
         self._whom = f"the daemon on {socket}"
         self._socket, self._on_event, self._on_end, self._on_over = socket, on_event, on_end, on_over
         self.call_timeout_s = call_timeout_s
@@ -78,12 +51,9 @@ class Session:
         """Named in every call beside the stream."""
         self.closed = asyncio.Event()
         self.over = asyncio.Event()
-        self._quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._instance = ""
         self._daemon: Process | None = None
         self._commands = Outbox(_several)
-        self._sent: dict[int, Sent] = {}
-        self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
         self._closing = False
@@ -130,39 +100,9 @@ class Session:
                 raise
             raise session_closed() from None
 
-    async def command(self, **command: Message) -> engine_pb2.Answer:
-        """`send` it and wait for its `answer`."""
-        return await self.answer(self.send(**command))
-
-    def send(self, **command: Message) -> Sent:
-        """Put a command on the stream. Raises KvferryError: `message_too_large`; Unsettled when the session has ended,
-        because earlier commands may still have an effect."""
-        if self._ended is not None:
-            raise Unsettled(self._ended, self._quiet)
-        number = next(self._numbers)
-        message = engine_pb2.Command(id=number, **command)  # type: ignore[arg-type]  # one field of `oneof`
-        check_size(message, "".join(command))
-        sent = self._sent[number] = Sent()
-        self._commands.put(message)
-        return sent
-
-    async def answer(self, sent: Sent, timeout_s: float | None = None) -> engine_pb2.Answer:
-        """Raises KvferryError with what the daemon refuses; Unsettled when it does not answer in time (`deadline`) or
-        the session ends first. The command stands even if this is cancelled."""
-        timeout_s = timeout_s or self.call_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await sent.answered()
-        except TimeoutError:
-            message = f"{self._whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
-            remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
-            late = Deadline("deadline", message, field="call_timeout_s", value=timeout_s, remedy=remedy)
-            raise Unsettled(late, sent.settled) from None
-        except KvferryError as why:
-            raise Unsettled(why, sent.settled) from None
-        if answer.HasField("problem"):
-            raise problem_from_proto(answer.problem)
-        return answer
+    def send(self, id: int, kind: str, request: Message) -> None:
+        """Put a command on the stream; its answer is an event. Ignored when the session has ended."""
+        self._commands.put(engine_pb2.Command(id=id, **{kind: request}))  # type: ignore[arg-type]  # one field of `oneof`
 
     async def hand_over(self, files: Sequence[int]) -> str:
         """As `handover.hand_over`, on a thread, with descriptors of its own: a caller that is cancelled may close the
@@ -224,11 +164,7 @@ class Session:
         try:
             async for told in events:
                 for event in told.several.events if told.HasField("several") else (told,):
-                    if not event.HasField("answer"):
-                        self._on_event(event)
-                    elif (sent := self._sent.pop(event.answer.id, None)) is not None:
-                        sent.on_answer(event.answer)
-                        sent.settled.set_result(None)
+                    self._on_event(event)
         except grpc.aio.AioRpcError as error:
             why = error_of(error, self._whom, ended=why)
         except KvferryError as malformed:
@@ -242,8 +178,6 @@ class Session:
         self._ended = why
         self.closed.set()
         self._on_end(why)
-        for sent in self._sent.values():
-            sent.on_answer(why)
         self._commands.end()
         if not self._closing:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
@@ -267,13 +201,9 @@ class Session:
 
     def _settle(self, unknown: KvferryError | None) -> None:
         """unknown: why the effect of the commands that were not answered will never be known."""
-        if self.over.is_set():
-            return
-        self.over.set()
-        self._on_over(unknown)
-        for quiet in (self._quiet, *(sent.settled for sent in self._sent.values())):
-            settle(quiet, unknown)
-        self._sent.clear()
+        if not self.over.is_set():
+            self.over.set()
+            self._on_over(unknown)
 
 
 def _several(commands: list[engine_pb2.Command]) -> engine_pb2.Command:
@@ -297,21 +227,6 @@ def check_size(message: Message, kind: str) -> None:
 
 def _nbytes(value: Any) -> int:
     return value.ByteSize() if isinstance(value, Message) else len(value) if isinstance(value, bytes | str) else 8
-
-
-def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
-    """Fail the future, unless it is done. Nobody needs to wait for it."""
-    if not waiting.done():
-        waiting.set_exception(why)
-        waiting.exception()  # marks it as retrieved: asyncio logs nothing
-
-
-def settle(quiet: asyncio.Future[None], unknown: KvferryError | None) -> None:
-    """Unless it is done: fail the future with `unknown`, or resolve it where that is None."""
-    if unknown is not None:
-        refuse(quiet, unknown)
-    elif not quiet.done():
-        quiet.set_result(None)
 
 
 def session_closed() -> KvferryError:

@@ -66,7 +66,8 @@ async def shared_pair(shared_daemons: Daemons) -> AsyncIterator[Pair]:
 async def pair(shared_pair: Pair) -> AsyncIterator[Pair]:
     """What a failed transfer may still write is over before the next test takes blocks."""
     yield shared_pair
-    unquiet = [each.quiet for rank in shared_pair.decode.ranks for each in rank.client._unquiet.values()]
+    books = [rank.client._book for rank in shared_pair.decode.ranks]
+    unquiet = [each.said.call.quiet for book in books for each in book._unquiet.values()]
     if unquiet:
         await asyncio.wait(unquiet, timeout=TIMEOUT_S)
 

@@ -187,13 +187,13 @@ async def test_the_attempt_after_one_that_a_rank_gave_up_is_done(pair: Pair, req
 @pytest.mark.parametrize("field", ["attempt", "lease"])
 async def test_a_daemon_takes_nothing_without_a_number(pair: Pair, request_id: str, field: str) -> None:
     """As from an engine that is written by somebody else."""
-    session, tables = pair.decode.ranks[1].client._session, tables_to_proto(pair.decode.take(TOKENS).tables())
+    client, tables = pair.decode.ranks[1].client, tables_to_proto(pair.decode.take(TOKENS).tables())
     said: dict[str, Any] = {
         "attempt": {"receive": engine_pb2.ReceiveRequest(request_id=request_id, tables=tables)},
         "lease": {"publish": engine_pb2.PublishRequest(request_id=request_id, tables=tables, num_tokens=TOKENS)},
     }
     with pytest.raises(KvferryError) as refused:
-        await session.command(**said[field])
+        await client._ask(**said[field])
     assert (refused.value.code, refused.value.field) == ("number_required", field)
     assert await pair.routers[1].transfers(request_id) == []
 

@@ -76,11 +76,9 @@ async def test_a_stream_that_does_not_begin_with_attach_is_ended(victim: Victim)
 
 
 async def test_a_command_that_is_none_is_refused_and_the_session_goes_on(victim: Victim) -> None:
-    client = victim.engine.ranks[0].client
-    with pytest.raises(KvferryError) as refused:
-        await client._session.command()
-    assert refused.value.code == "malformed_command"
-    await client.abort("nothing of that name")
+    probe = engine_pb2.Command(id=8, probe=engine_pb2.Probe())
+    answered, _ = await said_at_once(victim, [engine_pb2.Command(id=7), probe], several=False)
+    assert [(answer.id, answer.problem.code) for answer in answered] == [(7, "malformed_command"), (8, "")]
 
 
 async def test_several_commands_in_one_are_answered_each(victim: Victim) -> None:

@@ -50,7 +50,7 @@ async def test_a_publish_that_makes_no_sense_is_refused(victim: Victim, change: 
 async def refused_command(victim: Victim, **command: Any) -> KvferryError:
     """What the daemon says to a command that no client of ours would send."""
     with pytest.raises(KvferryError) as refused:
-        await victim.engine.ranks[0].client._session.command(**command)
+        await victim.engine.ranks[0].client._ask(**command)
     return refused.value
 
 

@@ -14,13 +14,19 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
+import book_world
 import keeper_world
 import requests_world
 import source_world
 from source_world import Violation
 
 SEEDS = 1 << 48
-WORLDS = {"source": source_world.World, "keeper": keeper_world.World, "requests": requests_world.World}
+WORLDS = {
+    "source": source_world.World,
+    "keeper": keeper_world.World,
+    "requests": requests_world.World,
+    "book": book_world.World,
+}
 
 
 @dataclass

@@ -136,13 +136,6 @@ async def everything_heard(daemon: Daemon, client: EngineClient) -> None:
         await client.draining.wait()
 
 
-async def named(client: EngineClient) -> None:
-    """Until the reply that names the transfer has come."""
-    async with asyncio.timeout(60):
-        while not client._receives["R"].transfer_id:  # noqa: ASYNC110  # nothing else tells
-            await asyncio.sleep(0.001)
-
-
 async def cancelled(task: asyncio.Task[Any], timeout_s: float = 10) -> None:
     task.cancel()
     await asyncio.wait([task], timeout=timeout_s)
@@ -153,7 +146,7 @@ async def test_the_late_end_of_a_cancelled_receive_does_not_settle_the_next(both
     daemon, client = both
     first = asyncio.create_task(client.receive("R", TABLES))
     await daemon.until("receive [1, 2]")
-    await named(client)
+    await everything_heard(daemon, client)  # the reply that names the transfer too
     first.cancel()
     await daemon.until("receive [1, 2]", "abort")
     daemon.end("t0", "aborted")
@@ -202,7 +195,7 @@ async def test_a_receive_after_an_abort_begins_however_soon_it_waited(both: Both
     await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
     daemon.end("t1")
     assert (await second).transfer_id == "t1"
-    assert not client._receives
+    assert not client._book.sizes()["receives"]
 
 
 async def test_an_end_may_come_before_the_reply_that_names_the_transfer(both: Both) -> None:
@@ -227,7 +220,7 @@ async def test_a_cancelled_receive_ends_when_its_blocks_are_safe(both: Both) -> 
     daemon, client = both
     receiving = asyncio.create_task(client.receive("R", TABLES))
     await daemon.until("receive [1, 2]")
-    await named(client)
+    await everything_heard(daemon, client)  # the reply that names the transfer too
     receiving.cancel()
     await daemon.until("receive [1, 2]", "abort")
     daemon.end("t0", "aborted", safe=False)
@@ -241,7 +234,7 @@ async def test_a_cancelled_receive_ends_when_its_blocks_are_safe(both: Both) -> 
     daemon.end("t1")
     assert (await again).transfer_id == "t1"
     assert receiving.cancelled()
-    assert not client._receives
+    assert not client._book.sizes()["receives"]
 
 
 async def test_a_receive_that_is_cancelled_before_its_reply_is_aborted_after_it(both: Both) -> None:
@@ -282,7 +275,7 @@ async def test_a_daemon_that_says_nothing_holds_a_cancelled_receive_only_so_long
     assert not cancelled.value.blocks_safe
     daemon.safe("t0")
     await asyncio.wait_for(cancelled.value.quiesced(), 10)
-    assert not client._receives
+    assert not client._book.sizes()["receives"]
 
 
 async def test_a_refused_publish_leaves_nothing(both: Both) -> None:
@@ -290,13 +283,13 @@ async def test_a_refused_publish_leaves_nothing(both: Both) -> None:
     daemon.refuses = True
     with pytest.raises(KvferryError):
         await client.publish("R", TABLES, 5)
-    assert not client._leases
+    assert not client._book.sizes()["leases"]
     daemon.refuses = False
     lease = await client.publish("R", TABLES, 5, more=True)
     daemon.refuses = True
     with pytest.raises(KvferryError):
         await client.publish("R", TABLES, 4)
-    assert client._leases == {("R", lease.number): lease}, "what was published before is still held"
+    assert client._book.sizes()["leases"] == 1, "what was published before is still held"
     daemon.end_lease("released")
     assert await lease.ended() is LeaseState.RELEASED
 
@@ -494,7 +487,7 @@ async def test_what_arrives_while_the_weights_are_replaced_has_failed(both: Both
     daemon, client = both
     receiving = asyncio.create_task(client.receive("R", TABLES))
     await daemon.until("receive [1, 2]")
-    await named(client)
+    await everything_heard(daemon, client)  # the reply that names the transfer too
     daemon.answers.clear()
     replacing = asyncio.create_task(client.replace_weights("B"))
     await daemon.until("receive [1, 2]", "weights")

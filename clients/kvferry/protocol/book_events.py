@@ -1,0 +1,210 @@
+"""What is said to an engine's book, and what the book says.
+
+A call, a lease: whatever the caller knows them by. The book hands them back and looks at none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kvferry.errors import KvferryError
+
+Call: TypeAlias = Any
+Held: TypeAlias = Any
+"""A lease, as the caller knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """More of a lease, or its first part. lease: what it is to be known by if this begins it. number: 0 lets the book
+    count. withdraw: what was published before goes too where this is refused. current: computed by the engine's weights
+    of now, by its own word."""
+
+    call: Call
+    lease: Held
+    request_id: str
+    number: int = 0
+    more: bool = False
+    withdraw: bool = False
+    current: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """attempt: 0 lets the book count."""
+
+    call: Call
+    request_id: str
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The request's receive and lease are to end."""
+
+    call: Call
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceWeights:
+    call: Call
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    call: Call
+
+
+Said: TypeAlias = Publish | Receive | Abort | ReplaceWeights | Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Nobody waits for the call any more: its time is over, or its caller was cancelled. Where it had been answered it
+    stands. Otherwise it is refused, if it was not sent; or it is `Quiet` later, and nothing else is told of it."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The daemon has answered a command. problem: it did nothing. transfer_id: a receive's name."""
+
+    id: int
+    problem: KvferryError | None = None
+    transfer_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOver:
+    """end: told as it is."""
+
+    request_id: str
+    number: int
+    end: object
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOver:
+    """end: told as it is. done: its bytes have arrived. safe: nothing writes the blocks any more."""
+
+    request_id: str
+    transfer_id: str
+    end: object
+    done: bool
+    safe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksSafe:
+    request_id: str
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """The cache is being described: what is said meanwhile waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The daemon has answered. lost: what it was told to be lost; nothing where it refused."""
+
+    lost: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The session has ended. Its daemon may go on reading and writing."""
+
+    why: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOver:
+    """Nothing of the session is read or written any more. unknown: why that will never be certain."""
+
+    unknown: KvferryError | None = None
+
+
+Event: TypeAlias = (
+    Said | Leave | Answered | LeaseOver | TransferOver | BlocksSafe | Register | Registered | SessionLost | SessionOver
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put the call's command on the stream, with this id. number: of the lease or the attempt. lease: the one that is
+    published."""
+
+    call: Call
+    id: int
+    number: int = 0
+    lease: Held = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    id: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The daemon has taken the receive."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The daemon has done what it was told."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing was done; or what was done is undone."""
+
+    call: Call
+    why: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Doubtful:
+    """The session ended first. `Quiet` follows."""
+
+    call: Call
+    why: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A receive is over. problem: its bytes are of no use though they have arrived. `Quiet` follows."""
+
+    call: Call
+    end: object
+    problem: KvferryError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Nothing reads or writes the call's blocks any more. unknown: why that will never be certain."""
+
+    call: Call
+    unknown: KvferryError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """Nobody reads the lease's blocks any more, where `end` says so."""
+
+    lease: Held
+    end: object
+
+
+Effect: TypeAlias = Send | SendAbort | Named | Taken | Refused | Doubtful | Ended | Quiet | LeaseEnded
