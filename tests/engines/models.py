@@ -474,9 +474,16 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="all, without any")
     parser.add_argument("--times", action="store_true", help="those of plan and bind, too")
     parser.add_argument("--write", action="store_true", help="into docs/models.md, with times")
+    parser.add_argument("--stages", type=int, help="of one model with all layers: so many stages to one, and back")
     options = parser.parse_args()
     as_on_gpus()
     torch.set_num_threads(1)  # tensors are small, and threads wait for one another
+    if options.stages:
+        (name,), shapes = options.models, (Shape(8, pp=options.stages), Shape(8))
+        heads.watch()
+        many, one = (Engine(name, shape, whole=True) for shape in shapes)
+        print(_line([name, outcome(many, one), outcome(one, many)]))
+        return
     if len(options.models) == 1 and not options.write:
         (name,) = options.models
         print(_line([name, *row(name), *(times(name) if options.times else [])]))

@@ -39,6 +39,7 @@ MODELS = {
     "llama-4": Model("llama-4", BF16),
     "mistral": Model("mistral", BF16),
     "deepseek-v3": Model("deepseek-v3", LATENT, apart=True),
+    "qwen3-next, cached": Model("qwen3-next", HYBRID | {"enable_prefix_caching": True}, apart=False),
     "deepseek-v2, whole": Model("deepseek-v2", LATENT | {"dtype": "float32"}, apart=False),
 }
 IN_THE_GATE = ["granite-4", "gemma-3", "gemma-4", "deepseek-v2", "fp8"]
