@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from source_world import Violation
+from violation import Violation
 
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.protocol import book_events as e

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from source_world import Violation
+from violation import Violation
 
 from kvferry.protocol import keeper_events as e
 from kvferry.protocol.keeper import AGAIN_S, BEYOND_DRAIN_S, KILLED_S, LOADS_S, MOST, STANDBYS_APART_S, Keeper, State

@@ -8,9 +8,11 @@ from typing import Any
 from planted import Planted, changed, no_effects, nothing, without
 
 from kvferry.protocol import events as e
+from kvferry.protocol import packing_events as p
 from kvferry.protocol.kept import Alarms
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.leases import Leases
+from kvferry.protocol.packing import Packing
 from kvferry.protocol.readers import Readers
 from kvferry.protocol.serving import Serving
 from kvferry.protocol.waits import Waits
@@ -48,8 +50,8 @@ def under_readers(lease: Lease) -> bool:
     return not lease.more and lease.readers.whole >= lease.terms.readers
 
 
-def incomplete(readers: Readers, who: Any, reading: Any, close: Any = Readers.close, **more: Any) -> None:
-    close(readers, who, reading, **more | {"complete": True})
+def incomplete(readers: Readers, *args: Any, close: Any = Readers.close, **more: Any) -> None:
+    close(readers, *args, **more | {"complete": True})
 
 
 def forgotten_with_the_lease(leases: Leases, event: Any, now: float, publish: Any = Leases._publish) -> Any:
@@ -60,8 +62,32 @@ def forgotten_with_the_lease(leases: Leases, event: Any, now: float, publish: An
     return effects
 
 
-def as_if_last(serving: Serving, said: Any, pack: Any = Serving._pack) -> Any:
-    return pack(serving, replace(said, last=True))
+def as_if_last(packing: Packing, said: Any, init: Any = Packing.__init__) -> None:
+    init(packing, replace(said, last=True))
+
+
+def without_copies(effects: list[Any], *_: Any) -> list[Any]:
+    return [each for each in effects if not isinstance(each, p.GiveBack) or each.kept]
+
+
+def not_kept(effects: list[Any], *_: Any) -> list[Any]:
+    return [replace(each, kept=False) if isinstance(each, p.GiveBack) else each for each in effects]
+
+
+def and_given_back(effects: list[Any], packing: Packing, *_: Any) -> list[Any]:
+    return [*effects, *(p.GiveBack(packing.at, each.slot) for each in effects if isinstance(each, p.Keep))]
+
+
+def as_if_whole(packing: Packing, event: Any, now: float, on: Any = Packing.on) -> Any:
+    return on(packing, replace(event, problem=None) if isinstance(event, p.Copied) else event, now)
+
+
+def without_vouching(packing: Packing, event: Any, now: float, on: Any = Packing.on) -> Any:
+    return on(packing, replace(event, vouch=False) if isinstance(event, p.Want) else event, now)
+
+
+def never(set_idle: p.SetIdle, *_: Any) -> p.SetIdle:
+    return replace(set_idle, at=None)
 
 
 def no_tombstone(held: Any, leases: Leases, name: str, number: int) -> Any:
@@ -80,17 +106,25 @@ PLANTED: dict[str, Planted] = {
     "a reader that gave up has read": (Readers, "close", incomplete),
     "a second update is lost": changed(Serving, "_show", without(e.Speak)),
     "an end is told twice": changed(Serving, "take", kept),
-    "packing goes on when the lease has ended": changed(Serving, "_over", without(e.StopPacking)),
     "a time to live that begins anew is forgotten": (Alarms, "set", first_set_counts),
     "nothing expires": (Leases, "_settle", no_effects),
     "readers that wait are not told of the publish": (Waits, "up_to", no_effects),
     "it is forgotten that a lease has ended": changed(Leases, "_held", no_tombstone),
     "readers are not told of an end": changed(Leases, "_end", without(e.Over)),
     "a publish drops what ranks have closed of later leases": (Leases, "_publish", forgotten_with_the_lease),
-    "a reader that wants more is not told of an end while all that it asked for is packed": (
-        Serving,
-        "_pack",
-        as_if_last,
-    ),
+    "a reader that wants more is not told of an end": (Packing, "__init__", as_if_last),
+    "packing goes on when the lease has ended": (Packing, "whole", property(lambda _: True)),  # type: ignore[dict-item]
+    "a packing that is over keeps its slots": changed(Packing, "end", without(p.GiveBack)),
+    "a packing that is over loses the slot of its copy": changed(Packing, "end", without_copies),
+    "a packing that is over waits for slots": changed(Packing, "end", without(p.ForgoSlot)),
+    "slots lose their bytes with their packing": changed(Packing, "end", not_kept),
+    "slots that were read stay": changed(Packing, "_want", without(p.GiveBack)),
+    "a slot is given back when its chunk is packed": changed(Packing, "_copied", and_given_back),
+    "a reader is not told what is packed": changed(Packing, "_copied", without(e.Speak)),
+    "a reader is not told why nothing is packed": changed(Packing, "end", without(e.Speak)),
+    "a copy that failed counts": (Packing, "on", as_if_whole),
+    "nobody watches a reader that holds slots": changed(Packing, "_wait_for_reader", never),
+    "a reader that was late is not answered": (Packing, "on", without_vouching),
+    "a packing goes on beside the one that follows it": changed(Serving, "_pack", without(p.ForgoSlot, p.GiveBack)),
     "a stream that ends leaves its readings open": changed(Serving, "_leave", without(e.Close)),
 }

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from source_world import Violation
+from violation import Violation
 
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.protocol import requests_events as e

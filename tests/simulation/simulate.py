@@ -18,7 +18,7 @@ import book_world
 import keeper_world
 import requests_world
 import source_world
-from source_world import Violation
+from violation import Violation
 
 SEEDS = 1 << 48
 WORLDS = {

@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from staged_world import SLOTS, Arena, Staging
+from violation import Violation
 
 from kvferry.errors import Conflict, KvferryError
 from kvferry.protocol import events as e
 from kvferry.protocol import leases
+from kvferry.protocol import packing_events as p
+from kvferry.protocol.packing import KEPT_S
 from kvferry.protocol.readers import MAX_READERS
 from kvferry.protocol.source import Source
 from kvferry.protocol.states import LeaseState
@@ -31,15 +35,7 @@ BLOCKS, LIMIT, JUNK = 10, 4, -1
 TTL_S, DEADLINE_S = 20.0, 30.0
 NAMES = ("r", "s")
 BLOWS = ("break", "break", "revoke", "give up", "time", "time", "crash", "reader dies", "fence fails", "leave",
-         "weights")  # fmt: skip
-
-
-class Violation(AssertionError):
-    """Something that must hold does not. kind: the same for all runs that find the same."""
-
-    def __init__(self, kind: str, about: str = "") -> None:
-        super().__init__(f"{kind}: {about}" if about else kind)
-        self.kind = kind
+         "weights", "copies hang", "a copy fails", "slots are taken")  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -60,19 +56,6 @@ class Prefill:
 
     def tags(self, count: int) -> list[int]:
         return [self.number << 8 | index for index in range(count)]
-
-
-@dataclass(eq=False)
-class Gathering:
-    """What a source packs for one reading. bytes: by index of the block."""
-
-    packing: int
-    word: int
-    """The lease's that the reader means."""
-    left: list[int]
-    view: View | None = None
-    bytes: dict[int, int] = field(default_factory=dict)
-    reply: tuple[int, dict[int, int] | None] | None = None
 
 
 @dataclass(eq=False)
@@ -100,6 +83,7 @@ class Link:
 class SourceRank:
     index: int
     source: Source
+    arena: Arena
     slow: bool = False
     """Its engine publishes later than the others."""
     life: int = 0
@@ -107,7 +91,6 @@ class SourceRank:
     memory: list[int] = field(default_factory=lambda: [JUNK] * BLOCKS)
     fences: dict[int, tuple[Prefill, int]] = field(default_factory=dict)
     """Each with the publish that waits for it."""
-    gathers: dict[Reading, Gathering] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
     complete: defaultdict[tuple[str, int], set[tuple[tuple[object, ...], int, int]]] = field(
         default_factory=lambda: defaultdict(set)
@@ -138,15 +121,26 @@ class Part:
     view: View | None = None
     bytes: dict[int, int] = field(default_factory=dict)
     packing: int = 0
+    staging: Staging | None = None
+    """The packing of this number, until all of it is read and proven."""
     life: int = 0
     """The source's, whose memory was read."""
     proven: bool = False
     """All of it is read, and held meanwhile."""
     state: str = "reads"
 
+    def progress(self) -> tuple[object, ...]:
+        packed = self.staging.progress() if self.staging is not None else ()
+        return self.view, self.reading, self.packing, len(self.bytes), self.state, self.proven, packed
+
     @property
     def over(self) -> bool:
         return self.state != "reads"
+
+    @property
+    def has_all(self) -> bool:
+        """Whether it needs nothing more of its source: all that it wants has been packed, or it is proven."""
+        return self.proven or (self.staging is not None and self.staging.last and self.staging.all_packed)
 
     @property
     def together(self) -> list[Part]:
@@ -179,8 +173,8 @@ class World:
         self.numbers, self.streams, self.words = itertools.count(1), itertools.count(1), itertools.count(1)
         self.fences = itertools.count(1)
         self.sources = [
-            SourceRank(index, Source(LIMIT), index > 0 and self.rng.random() < 0.5)
-            for index in range(self.rng.choice((1, 1, 2)))
+            SourceRank(index, Source(LIMIT), Arena(self.rng), index > 0 and self.rng.random() < 0.5)
+            for index in range(self.rng.choice((1, 2)))
         ]
         self.engines = {
             f"d{number}": [ReaderRank(ReaderId(f"d{number}", "1", rank, of)) for rank in range(of)]
@@ -188,6 +182,8 @@ class World:
         }
         self.attempts: Counter[tuple[str, str]] = Counter()
         self.weights = ""
+        self.at_rest = False
+        """No more blows come."""
         self.prefills: list[Prefill] = []
         self.receives: list[tuple[str, Receive]] = []
         self.ends: Counter[str] = Counter()
@@ -234,27 +230,10 @@ class World:
                 self._over(at, account)
             case e.Speak(reading):
                 at.links[reading.stream].turns.setdefault(reading.number)
-            case e.StartPacking(reading, packing, wanted):
-                assert isinstance(wanted, tuple)
-                at.gathers[reading] = Gathering(packing, wanted[0], list(wanted[1]))
-            case e.Gather(reading, view):
-                gather = at.gathers[reading]
-                gather.view = view
-                if gather.word != view.terms.word:  # the reader went by an announcement that is out of date
-                    self._not_packed(at, reading)
-            case e.StopPacking(reading, why):
-                gather = at.gathers[reading]
-                if why is None:
-                    del at.gathers[reading]
-                elif gather.left:
-                    self._not_packed(at, reading)
             case e.Served():
                 pass
-
-    def _not_packed(self, at: SourceRank, reading: Reading) -> None:
-        gather = at.gathers[reading]
-        gather.left, gather.reply = [], (gather.packing, None)
-        at.links[reading.stream].turns.setdefault(reading.number)
+            case _:
+                at.arena.do(effect, self.now)
 
     def _over(self, at: SourceRank, account: Account) -> None:
         """The engine is told, and uses the blocks otherwise."""
@@ -278,7 +257,8 @@ class World:
         readers = sum(len(ranks) for ranks in self.engines.values()) + 4 * len(at.links)
         most = {
             "live": LIMIT, "awaited": LIMIT, "ended": leases.TOMBSTONES, "opened": 64 * readers, "alarms": LIMIT,
-            "heap": 2 * LIMIT + 64, "readers": MAX_READERS, "queued": 16 * LIMIT,
+            "heap": 2 * LIMIT + 64, "readers": MAX_READERS, "queued": 16 * LIMIT, "held": SLOTS, "copying": SLOTS,
+            "begun": BLOCKS * readers, "idle": SLOTS,
         }  # fmt: skip
         for name, bound in most.items():
             if sizes.get(name, 0) > bound:
@@ -290,7 +270,7 @@ class World:
         """Begin a prefill. Its ranks publish each in its own time."""
         rng = self.rng
         name = name or rng.choice(NAMES)
-        if any(each.name == name and each.ranks for each in self.prefills) and rng.random() < 0.8:
+        if any(each.name == name and each.ranks for each in self.prefills) and rng.random() < 0.6:
             return None
         parts = [rng.randint(1, 2) for _ in range(rng.choice((1, 1, 2, 3)))]
         expected = expected or rng.choice((1, 1, 1, min(2, len(self.engines))))
@@ -359,7 +339,7 @@ class World:
         staged = self.rng.random() < 0.5
         receive = Receive(name, self.attempts[engine, name], lease, staged, self.now + DEADLINE_S)
         for reader in self.engines[engine]:
-            idle = self.rng.choice(self.sources) if self.rng.random() < 0.3 and len(self.sources) > 1 else None
+            idle = self.rng.choice(self.sources) if self.rng.random() < 0.5 and len(self.sources) > 1 else None
             receive.parts += [Part(receive, reader, at, at is idle) for at in self.sources]
         self.receives.append((engine, receive))
         self.tell(f"{engine}: receive {name}, attempt {receive.attempt}, lease {lease or 'any'}, {staged=}")
@@ -419,13 +399,25 @@ class World:
         return len(whole) == len(part.views) and len(set(whole)) == 1
 
     def _pack(self, part: Part, link: Link, view: View) -> None:
-        missing = self._missing(part)
-        if missing and part.packing < 0:
-            return  # one is under way
-        if missing:
-            part.packing = -(abs(part.packing) + 1)
-            wanted = view.terms.word, missing
-            link.up.append(e.Pack(Reading(link.number, part.reading), abs(part.packing), self._all_there(part), wanted))
+        missing, staging = self._missing(part), part.staging
+        if staging is not None and part.life != part.source.life:
+            self.fail(part, "the source is gone")
+        elif staging is not None and not (part.has_all or link.broken) and self.rng.random() < 0.02:
+            part.staging = None  # another source rank was asked again, and this one packs anew
+        elif staging is not None and staging.proven:
+            part.bytes, part.staging = part.bytes | staging.bytes, None
+        elif staging is not None:
+            said = staging.step(part.source.arena, self.rng, self.now)
+            if said is not None and not link.broken:
+                link.up.append(said)
+            if link.broken and staging.asks:
+                self.fail(part, "peer lost")
+        elif missing:
+            part.packing, part.life = part.packing + 1, link.life
+            chunks = tuple(tuple(missing[at : at + 2]) for at in range(0, len(missing), 2))
+            reading, last = Reading(link.number, part.reading), self._all_there(part)
+            part.staging = Staging(p.At(reading, part.packing), chunks, last)
+            link.up.append(e.Pack(reading, part.packing, len(chunks), last, (view.terms.word, chunks)))
         elif self._all_there(part):
             self._prove(part)
 
@@ -505,7 +497,7 @@ class World:
             choices.append("compose")
         if link.down and not link.broken:
             choices.append("down")
-        if link.broken and known:
+        if link.broken and known and (self.at_rest or self.rng.random() < 0.2):
             choices.append("source learns")
         if not choices:
             return False
@@ -530,6 +522,8 @@ class World:
             number = opened[0].number if opened is not None else event.lease
             who = link.reader.who
             at.complete[event.request_id, number].add((who.engine, event.attempt, who.rank))
+        if isinstance(event, p.Want):
+            at.arena.heard[event.at] = self.now
         try:
             self.feed(at, event)
         except KvferryError as error:
@@ -542,11 +536,6 @@ class World:
         if told is not None:
             link.turns[number] = None
             link.down.append((number, told))
-            return
-        gather = at.gathers.get(Reading(link.number, number))
-        if gather is not None and gather.reply is not None:
-            reply, gather.reply = gather.reply, None
-            link.down.append((number, reply))
 
     def _deliver(self, link: Link, number: int, told: object) -> None:
         if number in link.ended:
@@ -557,35 +546,23 @@ class World:
                 link.announced[view.terms.request_id] = view
             case e.Problem(why):
                 link.ended.add(number)
-                if part is not None and not part.proven:
+                if part is not None and not part.has_all:
                     self.fail(part, why.code)
             case e.Update(view) if part is not None:
                 if part.view is not None and part.view.terms.word != view.terms.word:
                     part.bytes.clear()
-                    part.packing, part.proven = abs(part.packing), False
+                    part.staging, part.proven = None, False
                 elif part.view is not None and view.version <= part.view.version:
                     raise Violation("told what it knows", f"{view.version} after {part.view.version}")
                 part.view, part.life = view, link.life
-            case (int(packing), packed) if part is not None and packing == -part.packing:
-                part.packing = packing
-                if packed is None:
-                    self.fail(part, "not packed")
-                else:
-                    part.bytes |= packed
+            case p.Packed(at, problem=problem) if part is not None and part.staging is not None:
+                if at != part.staging.at:
+                    return  # of one that was given up
+                part.staging.hear(told)
+                if problem is not None:
+                    self.fail(part, f"not packed: {problem.code}")
             case _:
                 pass
-
-    def gather(self, at: SourceRank, reading: Reading) -> bool:
-        """Pack one more block."""
-        gather = at.gathers[reading]
-        if gather.view is None or not gather.left:
-            return False
-        index = gather.left.pop()
-        gather.bytes[index] = at.memory[int(gather.view.said.tables["full"].block_ids[index])]
-        if not gather.left:
-            gather.reply = gather.packing, gather.bytes
-            at.links[reading.stream].turns.setdefault(reading.number)
-        return True
 
     # ---- blows ----
 
@@ -598,15 +575,15 @@ class World:
             case "break" if links := [each for each in at.links.values() if not each.broken]:
                 self._break(rng.choice(links))
             case "revoke":
-                for each in self.sources:
+                for each in self.sources if rng.random() < 0.5 else [at]:  # its ranks do so each in its own time
                     self.feed(each, e.Revoke(name, "preempted"))
-                for prefill in self.prefills:
-                    if prefill.name == name:
-                        prefill.ranks.clear()
+                    for prefill in self.prefills:
+                        if prefill.name == name:
+                            prefill.ranks.pop(each.index, None)
             case "give up":
                 self.feed(at, e.GiveUp(name, "aborted", rng.choice(self.engines[engine]).who))
             case "time":
-                self.pass_time(rng.choice((1.0, 7.0, 25.0)))
+                self.pass_time(rng.choice((1.0, 1.0, 7.0, 25.0, 35.0)))
             case "crash" if rng.random() < 0.3:
                 self._crash(at)
             case "reader dies" if rng.random() < 0.3:
@@ -615,6 +592,13 @@ class World:
                 self.reach(at, problem=Conflict("fence_timeout", "the GPU is slow"))
             case "leave" if parts := self.parts():
                 self.fail(rng.choice(parts), "gave up")
+            case "copies hang":
+                for copying in at.arena.copies.values():
+                    copying.hangs = not copying.hangs
+            case "a copy fails" if copies := list(at.arena.copies.values()):
+                rng.choice(copies).fails = True
+            case "slots are taken":
+                at.arena.take()
             case "weights" if rng.random() < 0.2:
                 self.weights = f"w{self.steps}"
                 for each in self.sources:
@@ -626,10 +610,8 @@ class World:
         link.broken = True
         link.up.clear()
         link.down.clear()
-        for part in list(link.parts.values()):
-            self.fail(part, "peer lost")
         for part in self.parts():
-            if part.link is link:
+            if part.link is link and not part.has_all:
                 self.fail(part, "peer lost")
 
     def _crash(self, at: SourceRank) -> None:
@@ -641,7 +623,8 @@ class World:
         lost = [(each.name, each.number) for each in self.prefills if each.ranks.pop(at.index, None) is not None]
         at.memory[:] = [JUNK] * BLOCKS
         at.life += 1
-        at.source, at.words, at.fences, at.gathers, at.links = Source(LIMIT), set(), {}, {}, {}
+        at.source, at.words, at.fences, at.links = Source(LIMIT), set(), {}, {}
+        at.arena = Arena(self.rng)
         self.feed(at, e.Lose(tuple(lost)))
 
     def _die(self, engine: str) -> None:
@@ -674,7 +657,11 @@ class World:
                     self.feed(at, e.Tick())
                     if (again := at.source.next_timer()) is not None and again <= self.now:
                         raise Violation("a timer rings and rings")
+            for at in self.sources:
+                at.arena.pass_time(self.now)
         self.now = until
+        for at in self.sources:
+            at.arena.pass_time(self.now)
         for _, receive in self.receives:
             for part in receive.parts:
                 if not part.over and receive.deadline <= self.now:
@@ -700,20 +687,22 @@ class World:
         if not parts:
             return False
         part = self.rng.choice(parts)
-        before = (part.view, part.reading, part.packing, len(part.bytes), part.state)
+        before = part.progress()
         self.go_on(part)
-        return (part.view, part.reading, part.packing, len(part.bytes), part.state) != before
+        return part.progress() != before
 
     def _step_source(self, links: list[Link]) -> bool:
         at = self.rng.choice(self.sources)
-        if at.slow and self.rng.random() < 0.9:
-            return False
         if at.fences and self.rng.random() < 0.4:
             self.reach(at)
             return True
-        for reading in list(at.gathers):
-            if self.gather(at, reading):
-                return True
+        if at.arena.arisen and self.rng.random() < 0.6:
+            self.feed(at, at.arena.arisen.pop(0))
+            return True
+        if self.rng.random() < 0.6 and at.arena.copy(at.memory):
+            return True
+        if at.slow and self.rng.random() < 0.9:
+            return False
         going = [each for each in self.prefills if at.index in each.ranks]
         return any(self.advance(each, at) for each in self.rng.sample(going, len(going)))
 
@@ -727,12 +716,15 @@ class World:
             pass
 
     def run_dry(self) -> None:
-        """Until nobody can take a step."""
+        """Until nobody can take a step, and no slot keeps its bytes for somebody who has gone."""
         idle = 0
         for _ in range(20_000):
             idle = 0 if self.step() else idle + 1
             if idle > 60:
-                return
+                if not any(at.arena.keeping for at in self.sources):
+                    return
+                self.pass_time(KEPT_S)
+                idle = 0
         raise Violation("it never comes to rest")
 
     def run(self) -> None:
@@ -744,13 +736,16 @@ class World:
                 act()
                 self.go(rng.choice((0, 3, 10, 30)))
             self.blow()
-            if rng.random() < 0.3:
+            if rng.random() < 0.5:
                 self._carry_all()
                 self._check_told()
+                self._check_released()
             self.go(rng.choice((0, 10, 40)))
         self.tell("blows stop")
+        self.at_rest = True
         for at in self.sources:
             at.slow = False
+            at.arena.come_to_rest()
         self._come_to_rest()
         self._serve_once_more()
 
@@ -768,18 +763,20 @@ class World:
             sizes = at.source.sizes()
             if sizes["live"] or at.words or any(at.index in each.ranks for each in self.prefills):
                 raise Violation("a lease does not end", f"{sizes}")
-            for name in ("opened", "waiting", "awaited", "alarms", "heap", "queued"):
+            for name in ("opened", "waiting", "awaited", "alarms", "heap", "queued", "idle"):
                 if sizes.get(name, 0):
                     raise Violation(f"something is left: {name}", f"{sizes}")
             if at.fences:
                 raise Violation("a fence is waited for")
+            at.arena.check_empty()
 
     def _check_told(self, *, at_rest: bool = False) -> None:
         """Every reader has been told the latest, since nothing is on its way. at_rest: readers have gone on by it."""
         for part in self.parts():
             link, at = part.link, part.source
-            has_all = part.proven or (part.receive.staged and self._all_there(part) and not self._missing(part))
-            if link is None or link.broken or not part.reading or link.life != at.life or (has_all and not at_rest):
+            goes_on = part.receive.staged and part.staging is None and (self._missing(part) or self._all_there(part))
+            waits = at_rest or not (part.has_all or goes_on)
+            if link is None or link.broken or not part.reading or link.life != at.life or not waits:
                 continue
             lease, wanted = at.source.leases.get(part.receive.name), part.receive.lease
             reads = part.view.terms.number if part.view is not None else wanted

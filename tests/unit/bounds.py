@@ -18,11 +18,10 @@ import numpy as np
 from cachetools import Cache
 from stepped import Daemon
 
-from kvferry.protocol import lease, leases, parts, readers, serving
+from kvferry.protocol import lease, leases, packing, parts, readers, serving
 from kvferryd import aio
 from kvferryd.api import callers
 from kvferryd.engine import registry
-from kvferryd.leases import gather
 from kvferryd.peers import peer, peers, reader_stream
 from kvferryd.staging import share
 from kvferryd.transfers import ranks
@@ -126,7 +125,7 @@ UNDER_WAY: dict[str, Row] = {
     "Waits._requests": lambda kept: kept.config.max_leases,
     "Waits._request_of": lambda kept: 2 * kept.others * kept("Waits._requests"),
     "Waits._at": lambda kept: kept("Waits._request_of"),
-    "Alarms._at": lambda kept: kept("Leases._live"),
+    "Alarms._at": lambda kept: kept("Leases._live") + kept("Packing._held"),
     "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64,
     "Lease.queued": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
     "Publication.tables": lambda kept: kept("Leases._live"),
@@ -134,14 +133,17 @@ UNDER_WAY: dict[str, Row] = {
     "Readers._read": lambda kept: kept("Readers._places"),
     "Serving._opened": lambda kept: 2 * kept.config.max_leases * kept.of("Serving"),
     "Serving._announced": lambda kept: serving.ANNOUNCEMENTS * kept.of("Serving"),
-    "ServedStream._gathers": lambda kept: kept("Serving._opened"),
-    "Gather._chunks": lambda kept: 16 * kept.of("Gather"),
-    "Gather._begun": lambda kept: kept("Gather._chunks"),
-    "Gather._wanted": lambda kept: gather.UNREAD * kept.of("Gather"),
-    "Gather._awaited": lambda kept: gather.UNREAD * kept.of("Gather"),
-    "Gather._held": lambda kept: kept.slots,
+    "Packer._chunks": lambda kept: 16 * kept.of("Packing"),
+    "Packer._asked": lambda kept: packing.GATHERS * kept.of("Packing"),
+    "Packer._slots": lambda kept: kept.slots,
+    "Packer._copies": lambda kept: kept("Packer._slots"),
+    "Packing._begun": lambda kept: 16 * kept.of("Packing"),
+    "Packing._wanted": lambda kept: packing.UNREAD * kept.of("Packing"),
+    "Packing._asked": lambda kept: kept("Packer._asked"),
+    "Packing._copying": lambda kept: kept("Packer._copies"),
+    "Packing._held": lambda kept: kept.slots,
     "Arena._kept": lambda kept: kept.slots,
-    "Arena._waiting": lambda kept: gather.UNREAD * kept.of("Gather") + kept.slots * kept.going_on,
+    "Arena._waiting": lambda kept: kept("Packer._asked") + kept.slots * kept.going_on,
     # peers, calls, sessions
     "Peers._shaking": lambda kept: 2 * kept.others,
     "Peers._preparing": lambda kept: 2 * kept.others,

@@ -134,7 +134,7 @@ class Speaker:
         return number
 
     def packs(self, reading: int, packing: int = 1, *, last: bool = True) -> None:
-        self.source.on(e.Pack(Reading(self.stream, reading), packing, last))
+        self.source.on(e.Pack(Reading(self.stream, reading), packing, 1, last))
 
     def closes(self, reading: int, *, complete: bool = True, **left: Any) -> None:
         self.source.on(e.Leave(Reading(self.stream, reading), complete=complete, **left))

@@ -33,13 +33,13 @@ from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
+from kvferry.protocol.packing import KEPT_S
 from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import LeaseState, OrderBody, SourceBody, TransferState
 from kvferry.schemas import Ordered as Said
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import NOTED_S
-from kvferryd.leases.gather import KEPT_S
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import GRACE_S
 from kvferryd.transfers.record import OF_ANOTHER

@@ -924,7 +924,7 @@ class Done(RuleBasedStateMachine):
         assert not jobs.requests.sizes()["claims"]
         assert self.reader.engine is None or all(held.safe for held in self.attempts)
         assert not any(peer.users for peer in self.reader.ferry.peers_known)
-        assert not any(served._gathers for served in self.served)
+        assert not any(served.packer._slots or served.packer._asked for served in self.served)
         for side in (self.source, self.reader):
             if side.engine is not None:
                 leases, arena = side.engine.leases, side.engine.arena

@@ -1,9 +1,10 @@
-"""The source's side of a staged transfer, without a daemon: what it holds for a reader, and for how long."""
+"""The source's side of a staged transfer, without a daemon: what one stream's packings have done, and for how long
+their slots are lent. What is packed, and when, is decided in kvferry.protocol.packing (tests/simulation)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,18 @@ from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
-from kvferry.protocol.lease import lease_ended
-from kvferry.protocol.values import Publication, Terms, View
+from kvferry.protocol import packing
+from kvferry.protocol.events import Pack
+from kvferry.protocol.packing import UNREAD, Packing
+from kvferry.protocol.packing_events import Copied, Lent, Want, WasCut
+from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
 from kvferry.v1 import peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd import aio
 from kvferryd.copy import Chunk
-from kvferryd.leases import gather
-from kvferryd.leases.gather import UNREAD, Gather, Gatherer
+from kvferryd.leases.gather import Gatherer
+from kvferryd.leases.leases import Leases
+from kvferryd.leases.stream import ServedStream
 from kvferryd.plan import PlanRefused
 from kvferryd.staging.arena import Arena, Use
 from kvferryd.staging.copies import HostCopies
@@ -31,6 +36,7 @@ pytestmark = pytest.mark.anyio
 CHUNK = 4096
 SOURCE, READER = cache(*attention(dim=64)), cache(*attention(dim=64, order=HND), engine="decode")
 TABLES = {"full": table(2, 0, 3, 1)}
+WHOLE = Publication(TABLES, 16, b"", more=False)
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "KEPT_S", 0.0)
+    monkeypatch.setattr(packing, "KEPT_S", 0.0)
 
 
 @pytest.fixture
@@ -51,51 +57,64 @@ async def arena() -> AsyncIterator[Arena]:
 
 
 @pytest.fixture
-def view() -> View:
-    return View(Terms("r", 1, word=7, ttl_s=60, readers=1), Publication(TABLES, 16, b"", more=False), 1)
-
-
-@pytest.fixture
 def chunks() -> list[Chunk]:
     return packs(share_of([SOURCE], READER, 0), 0, TABLES, wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK))
 
 
 class Reader:
-    """One gather of the whole lease, and its replies."""
+    """One packing of a whole lease, on a stream of its own."""
 
     def __init__(self, gatherer: Gatherer, opening: peer_pb2.PackOpen) -> None:
-        self.gather = Gather(gatherer, 1, opening, self._on_pending)
+        self.leases, self._opening = Leases("prefill", "1", lambda lease: None, 4), opening
+        self.leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
+        lease = self.leases.get("r")
+        assert lease is not None
+        opening.word = lease.terms.word
+        self._saying: asyncio.Queue[peer_pb2.ReadRequest] = asyncio.Queue()
+        who, retired = ReaderId("decode", "1", 0, 1), asyncio.Event()
+        self._served = ServedStream(self.leases, who, gatherer, retired, announcing=False)
         self.packed: list[peer_pb2.Packed] = []
-        self.vouched = False
-        self.problem = ""
-        self._heard = asyncio.Event()
+        self._problem, self._heard = "", 0
+        self._told = asyncio.Event()
+        self._hearing = asyncio.create_task(self._hear())
 
-    def says(self, **said: object) -> None:
-        self.gather.on_message(peer_pb2.Pack(**said))  # type: ignore[arg-type]
+    async def _said(self) -> AsyncIterator[peer_pb2.ReadRequest]:
+        while True:
+            yield await self._saying.get()
 
-    def _on_pending(self) -> None:
-        asyncio.get_running_loop().call_soon(self._take)  # as the stream does, when there is room
+    async def _hear(self) -> None:
+        async for reply in self._served.replies(self._said()):
+            self.packed += reply.pack.packed
+            self._problem = self._problem or reply.pack.problem.code
+            self._heard += reply.unpublished
+            self._told.set()
 
-    def _take(self) -> None:
-        said = self.gather.take()
-        assert said is not None
-        self.packed += said.packed
-        self.vouched = self.vouched or said.vouched
-        self.problem = said.problem.code
-        self._heard.set()
+    def wants(self, chunks: Iterable[int]) -> None:
+        pack = peer_pb2.Pack(reading=1, packing=1, want=chunks, open=self._opening)
+        self._saying.put_nowait(peer_pb2.ReadRequest(pack=pack))
 
-    async def until(self, holds: Callable[[], object]) -> None:
+    async def _until(self, holds: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
             while not holds():
-                self._heard.clear()
-                await self._heard.wait()
+                self._told.clear()
+                await self._told.wait()
 
     async def has(self, chunks: int) -> None:
-        await self.until(lambda: len(self.packed) >= chunks)
+        await self._until(lambda: len(self.packed) >= chunks)
 
     async def refused(self) -> str:
-        await self.until(lambda: self.problem)
-        return self.problem
+        await self._until(lambda: self._problem)
+        return self._problem
+
+    async def is_heard(self) -> None:
+        """The source has taken all that was said: it answers what is said last."""
+        opening = peer_pb2.LeaseOpen(reading=2, request_id="to come")
+        self._saying.put_nowait(peer_pb2.ReadRequest(open=opening))
+        await self._until(lambda: self._heard)
+
+    async def goes(self) -> None:
+        self._hearing.cancel()
+        await asyncio.wait([self._hearing])
 
 
 @pytest.fixture
@@ -103,21 +122,18 @@ def pool() -> np.ndarray:
     return np.zeros(SOURCE.regions[0].nbytes, dtype=np.uint8)
 
 
+Readers = Callable[..., Reader]
+
+
 @pytest.fixture
-async def readers(view: View, chunks: list[Chunk], pool: np.ndarray) -> Readers:
-    """Of the lease, all of it; whose packing has not begun. What is named is changed in what they say."""
+async def readers(chunks: list[Chunk], pool: np.ndarray) -> Readers:
+    """What is named is changed in what they say."""
     pairings = Pairings()
     await pairings.add("a plan", SOURCE, [SOURCE], READER)
     opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
-    opening.MergeFrom(
-        peer_pb2.PackOpen(
-            word=view.terms.word,
-            version=1,
-            pairing="a plan",
-            chunks=len(chunks),
-            nbytes=sum(chunk.nbytes for chunk in chunks),
-        )
-    )
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    more = peer_pb2.PackOpen(request_id="r", version=1, pairing="a plan", chunks=len(chunks), nbytes=nbytes)
+    opening.MergeFrom(more)
 
     def made(arena: Arena, **change: Any) -> Reader:
         said_instead = peer_pb2.PackOpen()
@@ -128,81 +144,77 @@ async def readers(view: View, chunks: list[Chunk], pool: np.ndarray) -> Readers:
     return made
 
 
-Readers = Callable[..., Reader]
+# ---- what no reader of ours says ----
 
 
-@pytest.fixture
-async def reader(readers: Readers, arena: Arena, view: View) -> Reader:
-    reader = readers(arena)
-    reader.gather.begin(view)
-    return reader
+def opened(chunks: int) -> Packing:
+    return Packing(Pack(Reading(1, 1), 1, chunks, last=True))
 
 
-async def test_a_slot_is_held_until_its_chunk_was_read(arena: Arena, reader: Reader, chunks: list[Chunk]) -> None:
-    assert len(chunks) > 1
-    reader.says(want=[0])
-    await reader.has(1)
-    assert reader.packed[0].nbytes == chunks[0].nbytes
-    assert arena.used_nbytes == arena.slot_nbytes
-    reader.says(read=[0])
-    assert arena.used_nbytes == 0
+def refused(pack: Packing) -> str:
+    told = pack.take()
+    assert told is not None and told.problem is not None
+    return told.problem.code
 
 
-async def test_what_is_wanted_before_the_lease_is_found_is_packed_then(
-    arena: Arena, readers: Readers, view: View
-) -> None:
-    reader = readers(arena)
-    reader.says(want=[0])
-    reader.says(want=[1])
-    assert arena.used_nbytes == 0
-    reader.gather.begin(view)
-    await reader.has(2)
-    assert [packed.chunk for packed in reader.packed] == [0, 1]
+def cut(pack: Packing) -> None:
+    pack.begin(View(Terms("r", 1, word=7, ttl_s=60, readers=1), WHOLE, 1))
+    pack.on(WasCut(pack.at), 0.0)
 
 
-async def test_wants_that_are_not_read_are_bounded_whatever_the_reader_says_that_there_is(
-    arena: Arena, readers: Readers, view: View
-) -> None:
+def test_wants_that_are_not_read_are_bounded_whatever_the_reader_says_that_there_is() -> None:
     """Its request may never be published: until then nobody knows how many chunks there are."""
-    within, beyond = readers(arena, chunks=(1 << 32) - 1), readers(arena, chunks=(1 << 32) - 1)
-    within.says(want=range(UNREAD))
-    beyond.says(want=range(UNREAD + 1))
-    assert await beyond.refused() == "malformed_pack"
-    within.gather.begin(view)
-    assert await within.refused() == "cut_differs", "what is wanted within the bound waits for the lease"
+    pack = opened((1 << 32) - 1)
+    pack.on(Want(pack.at, want=tuple(range(UNREAD))), 0.0)
+    assert pack.take() is None
+    pack.on(Want(pack.at, want=(UNREAD,)), 0.0)
+    assert refused(pack) == "malformed_pack" and not any(pack.sizes().values())
 
 
-async def test_chunks_that_were_read_do_not_count_as_wanted(
-    reader: Reader, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gather, "UNREAD", 1)
-    for index in range(len(chunks)):
-        reader.says(want=[index])
-        await reader.has(index + 1)
-        reader.says(read=[index])
-    assert not reader.problem
+def test_chunks_that_were_read_do_not_count_as_wanted() -> None:
+    pack = opened(2 * UNREAD)
+    cut(pack)
+    for chunk in range(2 * UNREAD):
+        pack.on(Want(pack.at, want=(chunk,)), 0.0)
+        pack.on(Lent(pack.at, chunk, slot=1), 0.0)
+        pack.on(Copied(pack.at, chunk), 0.0)
+        pack.on(Want(pack.at, read=(chunk,)), 0.0)
+        told = pack.take()
+        assert told is not None and told.chunks == ((chunk, 1),)
+
+
+@pytest.mark.parametrize(
+    "said", [{"want": (0, 0)}, {"want": (2,)}, {"want": (-1,)}, {"read": (0,)}, {"vouch": True}], ids=str
+)
+def test_what_cannot_be_said_ends_the_packing(said: dict[str, Any]) -> None:
+    pack = opened(2)
+    cut(pack)
+    pack.on(Want(pack.at, **said), 0.0)
+    assert refused(pack) == "malformed_pack"
+    assert pack.on(Want(pack.at, want=(1,)), 0.0) == [] and pack.take() is None
+
+
+# ---- what is done for it ----
 
 
 async def test_a_large_table_is_bound_beside_the_loop(
-    arena: Arena, readers: Readers, view: View, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aio, "FEW", 0)
     reader = readers(arena)
-    reader.gather.begin(view)
-    reader.says(want=[0])
-    assert arena.used_nbytes == 0
+    reader.wants([0])
     await reader.has(1)
 
 
 async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
-    arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather, "KEPT_S", 0.2)
-    began = asyncio.get_running_loop().time()
-    reader.says(want=[0])
+    monkeypatch.setattr(packing, "KEPT_S", 0.2)
+    began, reader = asyncio.get_running_loop().time(), readers(arena)
+    reader.wants([0])
     await reader.has(1)
     assert reader.packed[0].kept_ms == 200
-    reader.gather.end()
+    await reader.goes()
     assert arena.used_nbytes == arena.slot_nbytes
     engine = first_of()
     engine.arena = arena
@@ -210,107 +222,30 @@ async def test_what_was_packed_stays_for_a_while_whatever_becomes_of_the_stream(
     assert asyncio.get_running_loop().time() - began >= 0.2, "nor does its memory go"
 
 
-async def test_the_source_vouches_for_slots_that_were_read_late_but_not_after_its_arena_was_closed(
-    arena: Arena, readers: Readers, view: View, chunks: list[Chunk]
-) -> None:
-    every = range(len(chunks))
-    for closed in (False, True):
-        reader = readers(arena)
-        reader.gather.begin(view)
-        for chunk in every:
-            reader.says(want=[chunk], read=range(chunk - 1, chunk) if chunk else ())
-            await reader.has(chunk + 1)
-        if closed:
-            await arena.close()
-        reader.says(read=[every[-1]], vouch=True)
-        await reader.until(lambda reader=reader: reader.vouched or reader.problem)
-        assert (reader.vouched, reader.problem) == ((False, "arena_closed") if closed else (True, ""))
-
-
-async def test_a_reader_that_holds_slots_and_says_nothing_loses_them(
-    arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader.says(want=[0, 1])
-    await reader.has(2)
-    monkeypatch.setattr(gather, "IDLE_S", 0.05)
-    reader.says()
-    assert await reader.refused() == "deadline"
-    assert arena.used_nbytes == 0
-
-
-async def test_slots_are_back_when_the_reader_goes_without_a_word(arena: Arena, reader: Reader) -> None:
-    reader.says(want=[0, 1])
-    await reader.has(2)
-    reader.gather.end()
-    assert arena.used_nbytes == 0
-
-
-async def test_a_packing_that_waits_for_a_slot_waits_no_longer_when_it_ends(
-    arena: Arena, readers: Readers, view: View
-) -> None:
+async def test_a_packing_that_waits_for_a_slot_waits_no_longer_when_it_ends(arena: Arena, readers: Readers) -> None:
     lent = [await arena.take(Use.PACKED) for _ in range(arena.most)]
     one, other = readers(arena), readers(arena)
     for reader in (one, other):
-        reader.gather.begin(view)
-        reader.says(want=[0])
+        reader.wants([0])
+        await reader.is_heard()
     assert arena.waiting == 2
-    one.gather.end()
+    await one.goes()
     arena.give_back(lent.pop())
     await other.has(1)
     assert (one.packed, arena.waiting) == ([], 0)
-    other.gather.end()
+    await other.goes()
     for slot in lent:
         arena.give_back(slot)
     assert arena.used_nbytes == 0
 
 
-async def test_nothing_is_packed_of_a_lease_that_has_ended(arena: Arena, reader: Reader) -> None:
-    reader.gather.lease_over(lease_ended("r", "revoked"))
-    reader.says(want=[0])
-    assert await reader.refused() == "lease_ended"
-    assert (reader.packed, arena.used_nbytes) == ([], 0)
-
-
-@pytest.mark.parametrize("more", [False, True], ids=["all is packed", "one chunk is not"])
-async def test_what_was_packed_while_the_lease_held_stays_good(
-    arena: Arena, view: View, chunks: list[Chunk], readers: Readers, more: bool
-) -> None:
-    reader = readers(arena)
-    wanted = range(len(chunks) - more)
-    reader.gather.begin(view)
-    reader.says(want=wanted)
-    await reader.has(len(wanted))
-    reader.gather.lease_over(lease_ended("r", "revoked"))
-    if more:
-        assert await reader.refused() == "lease_ended"
-    else:
-        reader.says(read=wanted, vouch=True)
-        await reader.until(lambda: reader.vouched)
-    assert arena.used_nbytes == 0
-
-
-async def test_a_lease_that_ends_during_the_last_gather_is_not_packed(view: View, readers: Readers) -> None:
+async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(readers: Readers) -> None:
     gate = Gate()
     arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
     reader = readers(arena)
-    reader.gather.begin(view)
-    reader.says(want=[0])
-    await asyncio.to_thread(gate.begun.wait, 5)
-    reader.gather.lease_over(lease_ended("r", "revoked"))
-    gate.let_go.set()
-    assert await reader.refused() == "lease_ended"
-    await arena.close()
-    assert (reader.packed, arena.used_nbytes) == ([], 0)
-
-
-async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(view: View, readers: Readers) -> None:
-    gate = Gate()
-    arena = Arena(Memory(), HostCopies(gate.copy))  # type: ignore[arg-type]
-    reader = readers(arena)
-    reader.gather.begin(view)
-    reader.says(want=[0])
-    await asyncio.to_thread(gate.begun.wait, 5)
-    reader.gather.end()
+    reader.wants([0])
+    await asyncio.to_thread(gate.begun.wait, 60)
+    await reader.goes()
     assert arena.used_nbytes == arena.slot_nbytes
     gate.let_go.set()
     async with asyncio.timeout(60):
@@ -319,17 +254,45 @@ async def test_a_slot_that_is_gathered_into_comes_back_only_when_that_has_ended(
     await arena.close()
 
 
-async def test_a_gather_that_breaks_is_told_to_the_reader(view: View, readers: Readers) -> None:
+async def test_a_gather_that_breaks_is_told_to_the_reader(readers: Readers) -> None:
     def breaks(batches: object) -> None:
         raise ValueError
 
     arena = Arena(Memory(), HostCopies(breaks))  # type: ignore[arg-type]
     reader = readers(arena)
-    reader.gather.begin(view)
-    reader.says(want=[0])
+    reader.wants([0])
     assert await reader.refused() == "copy_failed"
     assert arena.used_nbytes == 0
     await arena.close()
+
+
+async def test_a_copy_that_cannot_begin_ends_the_packing_with_a_reason(
+    readers: Readers, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread can be started: nobody else would see an error of a callback."""
+
+    def start(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(arena.copies, "start", start)
+    reader = readers(arena)
+    reader.wants([0])
+    assert await reader.refused() == "internal"
+    assert not arena.used_nbytes
+
+
+@pytest.mark.parametrize("change", [{"chunks": 7}, {"pairing": "forgotten"}, {"chunk_nbytes": 1}], ids=str)
+async def test_chunks_that_cannot_be_cut_as_the_reader_has_are_refused(
+    readers: Readers, arena: Arena, change: dict[str, Any]
+) -> None:
+    code = {"chunks": "cut_differs", "pairing": "unknown_pairing", "chunk_nbytes": "malformed_pack"}[next(iter(change))]
+    reader = readers(arena, **change)
+    reader.wants([0])
+    assert await reader.refused() == code
+    assert not arena.used_nbytes and not arena.waiting
+
+
+# ---- the plans of readers ----
 
 
 async def test_a_plan_is_made_once_for_all_that_ask_for_it_at_once() -> None:
@@ -367,19 +330,3 @@ async def test_a_reader_that_sees_another_cache_than_there_is_is_refused() -> No
         assert caught.value.code == "protocol"
     with pytest.raises(PlanRefused):
         await Pairings().add("", SOURCE, [SOURCE], cache(*attention(layers=[7]), engine="decode"))
-
-
-async def test_a_copy_that_cannot_begin_ends_the_gather_with_a_reason(
-    readers: Readers, arena: Arena, view: View, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No thread can be started: nobody else would see an error of a callback."""
-
-    def start(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(arena.copies, "start", start)
-    reader = readers(arena)
-    reader.gather.begin(view)
-    reader.says(want=[0])
-    assert await reader.refused() == "internal"
-    assert not arena.used_nbytes

@@ -11,6 +11,7 @@ tests/simulation runs the same machines, without any shell.
     readers.py   the readers of one lease, counted       events.py    all that is said to the machines and by them
     lease.py     one lease: publishes, fences, its end   source.py    both together: one engine rank as a source
     leases.py    all leases of an engine rank            kept.py      collections that are bounded; timers
+    packing.py   what is gathered into slots for a reader, packing_events.py
 
     attempts.py  which attempt; why one is refused       requests_events.py  all that is said to it and by it
     parts.py     the newest attempts, and what waits     requests.py  orders and reservations of one daemon

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import KvferryError
+from kvferry.protocol import packing_events as p
 from kvferry.protocol.values import UNTRACED, Account, Publication, ReaderId, Reading, Terms, Trace, View
 
 # ---- from the engine that publishes ----
@@ -122,11 +123,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The reader opens a packing of this reading. It ends the one before. last: the reader wants nothing else of the
-    lease. wanted: handed on to `StartPacking`."""
+    """The reader opens a packing of this reading. It ends the one before. chunks: how many it expects. last: it wants
+    nothing else of the lease. wanted: handed on to `Cut`."""
 
     reading: Reading
     packing: int
+    chunks: int
     last: bool
     wanted: object = None
 
@@ -253,32 +255,6 @@ class Speak:
     reading: Reading
 
 
-@dataclass(frozen=True, slots=True)
-class StartPacking:
-    """Take what the reader says of this packing. Nothing of the reading is packed yet."""
-
-    reading: Reading
-    packing: int
-    wanted: object
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Pack what the reader wants of this view of the lease."""
-
-    reading: Reading
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class StopPacking:
-    """Pack nothing more for this reading. why: the lease does not hold; what was packed while it held stays good, and
-    the reader is told only if that is not all."""
-
-    reading: Reading
-    why: KvferryError | None = None
-
-
 # ---- what a reader is told ----
 
 
@@ -307,16 +283,16 @@ class Problem:
 LeasesEvent: TypeAlias = (
     Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick | Open | Close | Listen
 )
-ServingEvent: TypeAlias = Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw
+ServingEvent: TypeAlias = (
+    Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw | p.PackingEvent | p.Idle
+)
 SourceEvent: TypeAlias = (
     Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick
-    | Connect | Disconnect | Ask | Pack | Leave
+    | Connect | Disconnect | Ask | Pack | Leave | p.PackingEvent
 )  # fmt: skip
-SourceEffect: TypeAlias = (
-    HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Speak | StartPacking | Gather | StopPacking
-)
+SourceEffect: TypeAlias = HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Speak | p.ArenaEffect
 LeasesEffect: TypeAlias = (
     HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Wait | Show | Over | Announce | Withdraw
 )
-ServingEffect: TypeAlias = Open | Close | Listen | Speak | StartPacking | Gather | StopPacking
-Told: TypeAlias = Update | Announcement | Unpublished | Problem
+ServingEffect: TypeAlias = Open | Close | Listen | Speak | p.SetIdle | p.ArenaEffect
+Told: TypeAlias = Update | Announcement | Unpublished | Problem | p.Packed

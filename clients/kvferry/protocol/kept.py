@@ -63,6 +63,9 @@ class Alarms(Generic[K]):
     def __len__(self) -> int:
         return len(self._at)
 
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._at)
+
     @property
     def entries(self) -> int:
         """How many the heap has, those that do not count any more included."""

@@ -11,6 +11,8 @@ from typing import assert_never
 
 from kvferry.errors import KvferryError, Malformed
 from kvferry.protocol import events as e
+from kvferry.protocol import packing_events as p
+from kvferry.protocol.packing import Packing
 from kvferry.protocol.values import ReaderId, Reading, Sizes, View
 
 ANNOUNCEMENTS = 64
@@ -32,12 +34,8 @@ class _Opened:
     problem: KvferryError | None = None
     """It is to be told; then the reading is over."""
     over: KvferryError | None = None
-    """Why the lease does not hold, where the reader is not told: it has all that it wants."""
-    packing: int | None = None
-    last: bool = False
-    """Whether the reader wants nothing but what this packing packs, by all that it has been shown."""
-    begun: bool = False
-    """Whether what the packing wants is gathered."""
+    """Why the lease does not hold, where the reader is not told: all that it wants is packed."""
+    packing: Packing | None = None
 
 
 class Serving:
@@ -71,6 +69,13 @@ class Serving:
                 self.read += event.complete and event.nbytes > 0
                 self.nbytes += event.nbytes
                 return self._leave(event)
+            case p.Want() | p.WasCut() | p.Lent() | p.Copied() | p.GoOn():
+                packs = self._opened.get(event.at.reading.number)
+                packing = packs.packing if packs is not None else None
+                return list(packing.on(event, now)) if packing is not None and packing.at == event.at else []
+            case p.Idle(reading):
+                idle = self._opened[reading.number].packing
+                return list(idle.idle()) if idle is not None else []
             case e.Wait(reading):
                 self._opened[reading.number].waits = True
                 return [e.Speak(reading)]
@@ -104,7 +109,9 @@ class Serving:
         if opened.untold and opened.view is not None:
             opened.untold = False
             return e.Update(opened.view)
-        return e.Unpublished() if waits else None
+        if waits:
+            return e.Unpublished()
+        return opened.packing.take() if opened.packing is not None else None
 
     def _ask(self, asked: e.Ask) -> Effects:
         reading = asked.reading
@@ -116,52 +123,36 @@ class Serving:
         return [e.Open(asked, self.who)] if asked.refused is None else self._over(opened, asked.refused)
 
     def _show(self, opened: _Opened, view: View) -> Effects:
-        reading = opened.asked.reading
         knows = opened.view is None and opened.asked.known == view.known_by
-        opened.view, opened.waits = view, False
-        if knows:
-            return self._begin(opened)
-        opened.untold, opened.last = True, False
-        return [e.Speak(reading), *self._begin(opened)]
+        opened.view, opened.untold, opened.waits = view, not knows, False
+        speak: Effects = [e.Speak(opened.asked.reading)] if opened.untold else []
+        return speak + _begun(opened)
 
     def _over(self, opened: _Opened, why: KvferryError) -> Effects:
-        reading, packs = opened.asked.reading, opened.packing is not None
-        packs_all = packs and opened.last and opened.view is not None and not opened.untold
         opened.view, opened.untold, opened.waits = None, False, False
-        if packs_all:
+        if opened.packing is not None and opened.packing.whole:
             opened.over = why
-            return [e.StopPacking(reading, why)]  # what was gathered stays as good as it was
-        opened.problem, opened.packing = why, None
-        stop: Effects = [e.StopPacking(reading)] if packs else []
-        return [*stop, e.Speak(reading)]
+            return []  # what was packed stays as good as it was
+        opened.problem = why
+        return [*_ended(opened), e.Speak(opened.asked.reading)]
 
     def _pack(self, said: e.Pack) -> Effects:
         opened = self._opened.get(said.reading.number)
         if opened is None or opened.problem is not None:
             return []
-        stop: Effects = [e.StopPacking(said.reading)] if opened.packing is not None else []
-        opened.packing, opened.begun = said.packing, False
-        opened.last = said.last and not opened.untold
-        return [*stop, e.StartPacking(said.reading, said.packing, said.wanted), *self._begin(opened)]
-
-    def _begin(self, opened: _Opened) -> Effects:
-        reading = opened.asked.reading
-        if opened.packing is None or opened.begun:
-            return []
+        ended = _ended(opened)
         if opened.over is not None:
-            return [e.StopPacking(reading, opened.over)]
-        if opened.view is None:
-            return []
-        opened.begun = True
-        return [e.Gather(reading, opened.view)]
+            opened.problem, opened.over = opened.over, None
+            return [*ended, e.Speak(said.reading)]
+        opened.packing = Packing(said)
+        return ended + _begun(opened)
 
     def _leave(self, left: e.Leave) -> Effects:
         opened = self._opened.pop(left.reading.number, None)
         if opened is None:
             unopened = e.Close(left, self.who, left.request_id, left.trace)
             return [unopened] if left.complete and not left.reading.number else []
-        stop: Effects = [e.StopPacking(left.reading)] if opened.packing is not None else []
-        return [*stop, e.Close(left, self.who, opened.asked.request_id, opened.asked.trace)]
+        return [*_ended(opened), e.Close(left, self.who, opened.asked.request_id, opened.asked.trace)]
 
     def check(self) -> None:
         for number, opened in self._opened.items():
@@ -169,7 +160,26 @@ class Serving:
             assert opened.problem is None or opened.packing is None, "it packs, and is over"
             assert not opened.untold or opened.view is not None
             assert opened.view is None or not (opened.over or opened.problem), "the lease is over, and its tables stay"
+            if opened.packing is not None:
+                opened.packing.check()
         assert len(self._opened) <= self.most and len(self._announced) <= ANNOUNCEMENTS
 
     def sizes(self) -> Sizes:
-        return {"opened": len(self._opened), "announced": len(self._announced)}
+        sizes = {"opened": len(self._opened), "announced": len(self._announced)}
+        for opened in self._opened.values():
+            for name, size in opened.packing.sizes().items() if opened.packing is not None else ():
+                sizes[name] = sizes.get(name, 0) + size
+        return sizes
+
+
+def _begun(opened: _Opened) -> Effects:
+    """What it packs, if it packs and there is something to pack."""
+    if opened.packing is None or opened.view is None:
+        return []
+    return [*opened.packing.begin(opened.view)]
+
+
+def _ended(opened: _Opened) -> Effects:
+    """It packs nothing more."""
+    packing, opened.packing = opened.packing, None
+    return [*packing.end()] if packing is not None else []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry.protocol import events as e
+from kvferry.protocol import packing_events as p
+from kvferry.protocol.kept import Alarms
 from kvferry.protocol.leases import Leases
 from kvferry.protocol.serving import Serving
 from kvferry.protocol.values import Reading, Sizes
@@ -21,6 +23,8 @@ class Source:
         """limit: leases that may be held."""
         self.leases = Leases(limit)
         self.streams: dict[int, Serving] = {}
+        self._idle: Alarms[Reading] = Alarms()
+        """When a reader that holds slots must have said something."""
 
     def on(self, event: e.SourceEvent, now: float) -> list[e.SourceEffect]:
         """Raises KvferryError, as the machines do; then nothing has changed."""
@@ -37,6 +41,14 @@ class Source:
             case e.Ask() | e.Pack() | e.Leave():
                 serving = self.streams[event.reading.stream]
                 return self._all(serving.on(event, now), now)
+            case p.Want() | p.WasCut() | p.Lent() | p.Copied() | p.GoOn():
+                known = self.streams.get(event.at.reading.stream)
+                return [] if known is None else self._all(known.on(event, now), now)
+            case e.Tick():
+                effects = self._all(self.leases.on(event, now), now)
+                for reading in self._idle.due(now):
+                    effects += self._all(self.streams[reading.stream].on(p.Idle(reading), now), now)
+                return effects
             case _:
                 return self._all(self.leases.on(event, now), now)
 
@@ -48,6 +60,8 @@ class Source:
                     effects += self._all(self.leases.on(each, now), now)
                 case e.Wait(reading) | e.Show(reading) | e.Over(reading):
                     effects += self._all(self.streams[reading.stream].on(each, now), now)
+                case p.SetIdle(reading, at):
+                    self._idle.drop(reading) if at is None else self._idle.set(reading, at)
                 case e.Announce(stream) | e.Withdraw(stream):
                     effects += self._all(self.streams[stream].on(each, now), now)
                 case _:
@@ -60,16 +74,18 @@ class Source:
         return None if serving is None else serving.take(reading.number)
 
     def next_timer(self) -> float | None:
-        return self.leases.next_timer()
+        timers = (self.leases.next_timer(), self._idle.next())
+        return min((at for at in timers if at is not None), default=None)
 
     def check(self) -> None:
         self.leases.check()
         for stream, serving in self.streams.items():
             serving.check()
             assert serving.stream == stream
+        assert all(reading.stream in self.streams for reading in self._idle), "a reader that has gone is waited for"
 
     def sizes(self) -> Sizes:
-        sizes = {**self.leases.sizes(), "streams": len(self.streams)}
+        sizes = {**self.leases.sizes(), "streams": len(self.streams), "idle": len(self._idle)}
         for serving in self.streams.values():
             for name, size in serving.sizes().items():
                 sizes[name] = sizes.get(name, 0) + size

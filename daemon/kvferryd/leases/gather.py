@@ -1,43 +1,32 @@
-"""The source's side of a staged transfer: gather the chunks that a reader asks for into slots, and keep them until
-read.
-
-The lease must hold until the last gather has ended: a packed slot stays whole whatever becomes of the blocks.
-"""
+"""What the packings of one reader's stream want done (kvferry.protocol.packing): chunks cut, slots of the arena asked
+for, copies launched, and their ends reported."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
-from kvferry.errors import Conflict, Deadline, Internal, KvferryError, Malformed, Unavailable
+from kvferry.errors import Conflict, Internal, KvferryError, Malformed
 from kvferry.manifest import Manifest
 from kvferry.manifest.model import MOST
+from kvferry.protocol import packing
+from kvferry.protocol import packing_events as p
 from kvferry.protocol.values import View
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.aio import beside, when_done
 from kvferryd.copy import Chunk
+from kvferryd.copy.runner import Copying
 from kvferryd.observe import logs
 from kvferryd.plan import Plan
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use
 from kvferryd.staging.share import Pairings, packs
 
 log = logs.get(__name__)
-IDLE_S = 30.0
-"""How long slots are kept for a reader that sends nothing: it has a slot of its own to read into."""
-KEPT_S = 0.5
-"""A packed slot keeps its bytes so long, even if the stream breaks or the engine goes. A reader that has read within
-this time of its request need not ask whether they were replaced (a round trip: 0.3 ms and more)."""
-GATHERS = 2
-"""Gathers of one reading at once: the next is launched while one is reported. The first runs alone, since launching
-another would delay its report."""
-UNREAD = 64
-"""The most chunks of one gather that may be wanted and not yet read. Each takes one of the reader's slots, and our own
-readers use 8. Until the request is published, nothing else bounds how many chunks a reader may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,188 +84,125 @@ def _cut(share: Plan, rank: int, tables: Tables, opening: peer_pb2.PackOpen) -> 
     return chunks
 
 
-class Gather:
-    """The chunks that one reading has packed. It has no task: every message, slot and finished gather moves it on.
+class Packer:
+    """Carries out what a stream's packings say, and tells `on` how it went. A packing that is over has given back all
+    its slots by then."""
 
-    It takes messages at once, and packs from `begin` on, until `end` or `lease_over`. `end` gives its slots back: those
-    that were read at once, the others within KEPT_S. `queue` is called when something is pending; problems are sent to
-    the reader.
-    """
+    def __init__(self, gatherer: Gatherer, on: Callable[[p.PackingEvent], object]) -> None:
+        self._gatherer, self._on = gatherer, on
+        self._chunks: dict[p.At, Sequence[Chunk]] = {}
+        self._asked: dict[tuple[p.At, int], asyncio.Future[Slot]] = {}
+        """Until a copy into the slot is wanted."""
+        self._slots: dict[p.Slot, Slot] = {}
+        """By index: those that are copied into, or hold what was."""
+        self._copies: dict[p.Slot, Copying] = {}
+        """By the slot that they copy into."""
 
-    def __init__(self, gatherer: Gatherer, number: int, opening: peer_pb2.PackOpen, queue: Callable[[], None]):
-        self._gatherer, self._opening, self._queue = gatherer, opening, queue
-        self.number = number
-        self._chunks: Sequence[Chunk] = ()
-        """Once they are cut."""
-        self._left = self._unread = opening.chunks
-        self._wanted: deque[int] = deque()
-        self._begun: set[int] = set()
-        self._awaited: set[asyncio.Future[Slot]] = set()
-        self._gathers = 0
-        self._held: dict[int, Slot] = {}
-        self._idle: asyncio.TimerHandle | None = None
-        self._over = False
-        self._pending: peer_pb2.PackReply | None = None
+    def do(self, effect: p.ArenaEffect) -> None:
+        match effect:
+            case p.Cut(at, wanted, view):
+                assert isinstance(wanted, peer_pb2.PackOpen)
+                self._cut(at, wanted, view)
+            case p.AskSlot(at, chunk):
+                self._ask(at, chunk)
+            case p.ForgoSlot(at, chunk):
+                asked = self._asked.pop((at, chunk))
+                if not asked.cancel() and not asked.exception():
+                    self._arena.give_back(asked.result())
+            case p.Copy(at, chunk, slot):
+                self._copy(at, chunk, slot)
+            case p.Keep(_, slot, until):
+                self._arena.keep(self._slots[slot], until)
+            case p.GiveBack(_, slot, kept):
+                self._give_back(slot, kept=kept)
+            case p.GoOnLater(at):
+                asyncio.get_running_loop().call_soon(self._on, p.GoOn(at))
+            case p.Forget(at):
+                self._chunks.pop(at, None)
+            case _:
+                assert_never(effect)
 
-    def begin(self, view: View) -> None:
-        """Pack what is wanted of this view of the lease."""
-        if self._over:
-            return
-        try:
-            cutting = self._gatherer.cutting(self._opening, view, self._gatherer.slot_nbytes())
-            blocks = sum(shape.blocks for shape in self._opening.tables.values())
-            when_done(beside(blocks, cutting), self._was_cut)
-        except Exception as error:  # noqa: BLE001  of one packing; the stream has others
-            self.end(error)
-
-    def on_message(self, said: peer_pb2.Pack) -> None:
-        """The chunks that the reader wants, and those that it has read. Ignored once this is over."""
-        if self._over:
-            return
-        try:
-            for chunk in said.want:
-                if chunk in self._begun or chunk >= self._opening.chunks:
-                    raise self._malformed("want", chunk)
-                if self._count_unread() >= UNREAD:
-                    why, remedy = f"{UNREAD} chunks are wanted and not read", "say read of those that were packed"
-                    raise Malformed("malformed_pack", why, field="want", value=chunk, remedy=remedy)
-                self._begun.add(chunk)
-                self._wanted.append(chunk)
-            for chunk in said.read:
-                slot = self._held.pop(chunk, None)
-                if slot is None:
-                    raise self._malformed("read", chunk)
-                self._unread -= 1
-                self._arena.give_back(slot)
-            if said.vouch:
-                self._vouch()
-        except KvferryError as error:
-            self.end(error)
-        else:
-            self._restart_idle()
-            self._advance()
-
-    def lease_over(self, why: KvferryError) -> None:
-        """What was packed while the lease held stays good; if that is not all, this is over."""
-        if self._left:
-            self.end(why)
-
-    def take(self) -> peer_pb2.PackReply | None:
-        """Everything pending, as one message."""
-        reply, self._pending = self._pending, None
+    def reply(self, packed: p.Packed) -> peer_pb2.PackReply:
+        reply = peer_pb2.PackReply(packing=packed.at.number, vouched=packed.vouched)
+        for chunk, slot in packed.chunks:
+            nbytes, address = self._chunks[packed.at][chunk].nbytes, self._slots[slot].address
+            reply.packed.add(chunk=chunk, address=address, nbytes=nbytes, kept_ms=int(1e3 * packing.KEPT_S))
+        if packed.problem is not None:
+            reply.problem.CopyFrom(problem_to_proto(packed.problem))
         return reply
-
-    def end(self, problem: BaseException | None = None) -> None:
-        """Pack nothing more. Idempotent. problem: sent to the reader."""
-        if self._over:
-            return
-        self._over = True
-        if self._idle is not None:
-            self._idle.cancel()
-        for slot in self._held.values():
-            self._arena.give_back_kept(slot)
-        self._held.clear()
-        for awaited in self._awaited:
-            awaited.cancel()
-        if problem is not None and not isinstance(problem, KvferryError):
-            log.error("gather broke", exc_info=problem)
-            problem = Internal("internal", f"the source failed: {type(problem).__name__}")
-        if problem is not None:
-            self._reply().problem.CopyFrom(problem_to_proto(problem))
 
     @property
     def _arena(self) -> Arena:
         assert self._gatherer.arena is not None  # or nothing would have been cut
         return self._gatherer.arena
 
-    def _was_cut(self, cut: asyncio.Future[list[Chunk]]) -> None:
+    def _cut(self, at: p.At, opening: peer_pb2.PackOpen, view: View) -> None:
+        self._chunks[at] = ()
+        try:
+            cutting = self._gatherer.cutting(opening, view, self._gatherer.slot_nbytes())
+            cut = beside(sum(shape.blocks for shape in opening.tables.values()), cutting)
+        except Exception as error:  # noqa: BLE001  of one packing; the stream has others
+            self._on(p.WasCut(at, _told(error)))
+        else:
+            when_done(cut, functools.partial(self._was_cut, at))
+
+    def _was_cut(self, at: p.At, cut: asyncio.Future[list[Chunk]]) -> None:
+        if cut.cancelled() or at not in self._chunks:
+            return
         if problem := cut.exception():
-            self.end(problem)
+            self._on(p.WasCut(at, _told(problem)))
         else:
-            self._chunks = cut.result()
-            self._advance()
+            self._chunks[at] = cut.result()
+            self._on(p.WasCut(at))
 
-    def _advance(self) -> None:
-        at_once = GATHERS if self._left < len(self._chunks) else 1
-        while self._wanted and self._chunks and self._gathers < at_once and not self._over:
-            try:
-                lent = self._arena.ask(Use.PACKED)
-            except KvferryError as error:
-                self.end(error)
-                return
-            self._gathers += 1
-            self._awaited.add(lent)
-            when_done(lent, functools.partial(self._gather, self._wanted.popleft()))
-
-    def _gather(self, index: int, lent: asyncio.Future[Slot]) -> None:
-        self._awaited.discard(lent)
-        if lent.cancelled():
-            return
-        if problem := lent.exception():
-            self.end(problem)
-            return
-        chunk, slot = self._chunks[index], lent.result()
+    def _ask(self, at: p.At, chunk: int) -> None:
         try:
-            self._check_held()  # it may have ended while this waited for a slot
-            gather = functools.partial(chunk.gather, self._gatherer.regions, slot.address)
-            gathering = self._arena.copies.start(chunk.nbytes, gather)
-        except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
-            self._arena.give_back(slot)
-            self.end(error)
+            asked = self._asked[at, chunk] = self._arena.ask(Use.PACKED)
+        except KvferryError as error:
+            self._on(p.Lent(at, chunk, problem=error))
         else:
-            gathering.done.add_done_callback(functools.partial(self._was_gathered, index, slot))
+            when_done(asked, functools.partial(self._lent, at, chunk))
 
-    def _was_gathered(self, index: int, slot: Slot, gathering: asyncio.Future[None]) -> None:
+    def _lent(self, at: p.At, chunk: int, asked: asyncio.Future[Slot]) -> None:
+        if asked.cancelled() or self._asked.get((at, chunk)) is not asked:
+            return  # forgone
+        if problem := asked.exception():
+            del self._asked[at, chunk]
+            self._on(p.Lent(at, chunk, problem=_told(problem)))
+        else:
+            self._on(p.Lent(at, chunk, asked.result().index))
+
+    def _copy(self, at: p.At, chunk: int, slot: p.Slot) -> None:
+        work, self._slots[slot] = self._chunks[at][chunk], self._asked.pop((at, chunk)).result()
+        gather = functools.partial(work.gather, self._gatherer.regions, self._slots[slot].address)
         try:
-            gathering.result()
-            self._check_held()
+            copying = self._copies[slot] = self._arena.copies.start(work.nbytes, gather)
         except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
-            self._arena.give_back(slot)
-            self.end(error)
-            return
-        self._held[index] = slot
-        self._arena.keep(slot, KEPT_S)
-        self._reply().packed.add(
-            chunk=index, address=slot.address, nbytes=self._chunks[index].nbytes, kept_ms=int(1e3 * KEPT_S)
-        )
-        self._gathers -= 1
-        self._left -= 1
-        self._restart_idle()
-        # After the report: launching takes a while, and another gather is under way.
-        asyncio.get_running_loop().call_soon(self._advance)
+            self._on(p.Copied(at, chunk, _told(error)))
+        else:
+            copying.done.add_done_callback(functools.partial(self._copied, at, chunk, slot, copying))
 
-    def _count_unread(self) -> int:
-        """Of the chunks that were wanted."""
-        return len(self._begun) - (self._opening.chunks - self._unread)
+    def _copied(self, at: p.At, chunk: int, slot: p.Slot, copying: Copying, done: asyncio.Future[None]) -> None:
+        if self._copies.get(slot) is not copying:
+            return  # its slot has been given back
+        del self._copies[slot]
+        problem = done.exception()
+        self._on(p.Copied(at, chunk, _told(problem) if problem is not None else None))
 
-    def _check_held(self) -> None:
-        """Nothing is gathered, or reported as packed, unless the lease holds and the reader is there."""
-        if self._over:
-            raise Conflict("abandoned", "the gather is over")
+    def _give_back(self, slot: p.Slot, *, kept: bool) -> None:
+        lent, copying = self._slots.pop(slot), self._copies.pop(slot, None)
+        if copying is not None:
+            copying.abandon()
+            self._arena.give_back(lent, copying.quiet)
+        elif kept:
+            self._arena.give_back_kept(lent)
+        else:
+            self._arena.give_back(lent)
 
-    def _vouch(self) -> None:
-        if self._unread or not self._chunks:
-            raise Malformed("malformed_pack", f"{self._unread} chunks are not read yet", field="vouch", value=True)
-        if self._arena.closed:  # a slot that was read late may have been gone
-            raise Unavailable("arena_closed", "the staging arena was closed: its engine is gone")
-        self._reply().vouched = True
 
-    def _reply(self) -> peer_pb2.PackReply:
-        """The next message, to be added to."""
-        if self._pending is None:
-            self._pending = peer_pb2.PackReply(packing=self.number)
-            self._queue()
-        return self._pending
-
-    def _restart_idle(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._on_idle) if self._held else None
-
-    def _on_idle(self) -> None:
-        held = len(self._held)
-        self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
-
-    def _malformed(self, field: str, chunk: int) -> KvferryError:
-        remedy = f"want each of the {self._opening.chunks} chunks once, and say read of those that were packed"
-        return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)
+def _told(error: BaseException) -> KvferryError:
+    """As the reader is told of it."""
+    if isinstance(error, KvferryError):
+        return error.kept()
+    log.error("a packing broke", exc_info=error)
+    return Internal("internal", f"the source failed: {type(error).__name__}")

@@ -8,15 +8,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Protocol
 
 from kvferry.errors import KvferryError
 from kvferry.protocol import events as e
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.source import Source
-from kvferry.protocol.values import Account, Publication, ReaderId, Reading, Terms, View
+from kvferry.protocol.values import Account, Publication, ReaderId, Reading, Terms
 from kvferry.schemas import InboundRecord, LeaseRecord, LeaseState
 from kvferryd.aio import when_done
+from kvferryd.leases.gather import Packer
 from kvferryd.leases.record import record_of
 from kvferryd.leases.words import Words, drawn
 from kvferryd.observe import logs
@@ -30,9 +31,8 @@ class Stream(Protocol):
     """What one reader's stream does for its machine."""
 
     def speak(self, reading: int) -> None: ...
-    def start_packing(self, reading: int, packing: int, wanted: object) -> None: ...
-    def gather(self, reading: int, view: View) -> None: ...
-    def stop_packing(self, reading: int, why: KvferryError | None) -> None: ...
+    @property
+    def packer(self) -> Packer: ...
     def record(self) -> InboundRecord: ...
 
 
@@ -106,14 +106,8 @@ class Leases:
                 self._on_served(engine_id, nbytes)
             case e.Speak(reading):
                 self.streams[reading.stream].speak(reading.number)
-            case e.StartPacking(reading, packing, wanted):
-                self.streams[reading.stream].start_packing(reading.number, packing, wanted)
-            case e.Gather(reading, view):
-                self.streams[reading.stream].gather(reading.number, view)
-            case e.StopPacking(reading, why):
-                self.streams[reading.stream].stop_packing(reading.number, why)
             case _:
-                assert_never(effect)
+                self.streams[effect.at.reading.stream].packer.do(effect)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         at = self.source.next_timer()

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from kvferry.errors import KvferryError, Malformed
 from kvferry.outbox import SEVERAL, Outbox
 from kvferry.protocol import events as e
+from kvferry.protocol import packing_events as p
 from kvferry.protocol.values import ReaderId, Reading, Trace, View
 from kvferry.schemas import InboundRecord
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
 from kvferryd.check import check_request_id
-from kvferryd.leases.gather import Gather, Gatherer
+from kvferryd.leases.gather import Gatherer, Packer
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.record import announced_as, update_of
 from kvferryd.observe import logs
@@ -44,12 +45,11 @@ class ServedStream:
     ) -> None:  # fmt: skip
         """retired: set when the engine is. announcing: the reader may get leases that it did not ask for. peer: where
         it comes from. several: it takes several replies in one."""
-        self.leases, self.who, self.gatherer, self.peer = leases, who, gatherer, peer
+        self.leases, self.who, self.peer = leases, who, peer
         self._since = time.time()
         self._retired, self._announcing = retired, announcing
         self._stream = 0
-        self._gathers: dict[int, Gather] = {}
-        """By reading."""
+        self.packer = Packer(gatherer, leases.on)
         self.outbox = Outbox(_several, several=several)
 
     def record(self) -> InboundRecord:
@@ -111,12 +111,10 @@ class ServedStream:
                 if also.request_id:
                     known = also.word, also.version
                     self._ask(said.reading, also, known)
+                reading = Reading(self._stream, said.reading)
                 if said.HasField("open"):
-                    reading = Reading(self._stream, said.reading)
-                    self.leases.on(e.Pack(reading, said.packing, also.states, said.open))
-                gather = self._gathers.get(said.reading)
-                if gather is not None and gather.number == said.packing:
-                    gather.on_message(said)
+                    self.leases.on(e.Pack(reading, said.packing, also.chunks, also.states, also))
+                self.leases.on(p.Want(p.At(reading, said.packing), tuple(said.want), tuple(said.read), said.vouch))
             case "open":
                 asked = request.open
                 known = asked.known_word, asked.known_version
@@ -147,26 +145,13 @@ class ServedStream:
     def speak(self, reading: int) -> None:
         self.outbox.ask(_Turn(self, reading))
 
-    def start_packing(self, reading: int, packing: int, wanted: object) -> None:
-        assert isinstance(wanted, peer_pb2.PackOpen)
-        self._gathers[reading] = Gather(self.gatherer, packing, wanted, lambda: self.speak(reading))
-
-    def gather(self, reading: int, view: View) -> None:
-        self._gathers[reading].begin(view)
-
-    def stop_packing(self, reading: int, why: KvferryError | None) -> None:
-        if why is not None:
-            self._gathers[reading].lease_over(why)
-        else:
-            self._gathers.pop(reading).end()
-
     def compose(self, reading: int) -> peer_pb2.ReadReply | None:
         told = self.leases.take(self._stream, reading)
-        if told is not None:
+        if told is None:
+            return None
+        if not isinstance(told, p.Packed):
             self.speak(reading)  # of what else there is
-            return self._reply(reading, told)
-        packed = gather.take() if (gather := self._gathers.get(reading)) is not None else None
-        return None if packed is None else peer_pb2.ReadReply(reading=reading, pack=packed)
+        return self._reply(reading, told)
 
     def _reply(self, reading: int, told: e.Told) -> peer_pb2.ReadReply:
         match told:
@@ -174,6 +159,8 @@ class ServedStream:
                 return peer_pb2.ReadReply(reading=reading, update=self._update(view))
             case e.Problem(why):
                 return peer_pb2.ReadReply(reading=reading, problem=problem_to_proto(why))
+            case p.Packed():
+                return peer_pb2.ReadReply(reading=reading, pack=self.packer.reply(told))
             case e.Unpublished():
                 return peer_pb2.ReadReply(reading=reading, unpublished=True)
             case e.Announcement(view):

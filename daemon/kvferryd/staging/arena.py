@@ -121,9 +121,9 @@ class Arena:
             self._free.append(slot.index)
             self._lend()
 
-    def keep(self, slot: Slot, seconds: float) -> None:
-        """The slot's bytes stay for so long, even if the arena is closed meanwhile; unless it is given back."""
-        slot.kept_until = asyncio.get_running_loop().time() + seconds
+    def keep(self, slot: Slot, until: float) -> None:
+        """The slot's bytes stay until then, even if the arena is closed meanwhile; unless it is given back."""
+        slot.kept_until = until
         self._kept.add(slot)
 
     def give_back_kept(self, slot: Slot) -> None:

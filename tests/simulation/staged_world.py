@@ -1,0 +1,220 @@
+"""Staging in the simulated world: the arena of one source rank with the copies into it, and one packing as its reader
+follows it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from violation import Violation
+
+from kvferry.errors import Conflict
+from kvferry.protocol import packing_events as p
+from kvferry.protocol.packing import IDLE_S, KEPT_S
+
+SLOTS, JUNK, TOGETHER = 3, -1, 2
+Wanted = tuple[int, tuple[tuple[int, ...], ...]]
+"""The word of the lease that the reader means, and the blocks of each chunk, by their places in it."""
+Key = tuple[p.At, int]
+"""One chunk of a packing."""
+
+
+@dataclass
+class Copying:
+    at: p.At
+    chunk: int
+    left: list[tuple[int, int]]
+    """(place, block) of those that are not copied yet."""
+    hangs: bool = False
+    fails: bool = False
+    abandoned: bool = False
+
+
+@dataclass
+class Arena:
+    """It does what packings say, each piece when the seed says so; and knows whose each slot is."""
+
+    rng: random.Random
+    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    asked: deque[Key] = field(default_factory=deque)
+    lent: dict[Key, int] = field(default_factory=dict)
+    """Slots that packings have not answered with a copy."""
+    owners: dict[int, p.At] = field(default_factory=dict)
+    copies: dict[int, Copying] = field(default_factory=dict)
+    kept: dict[int, float] = field(default_factory=dict)
+    keeping: set[int] = field(default_factory=set)
+    """Slots that were given back, but for their bytes."""
+    taken: list[int] = field(default_factory=list)
+    """By the daemon, for what it reads itself."""
+    bytes: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in range(SLOTS)])
+    cuts: dict[p.At, list[list[tuple[int, int]]]] = field(default_factory=dict)
+    """The chunks of each packing: (place, block)."""
+    heard: dict[p.At, float] = field(default_factory=dict)
+    """When its reader has said something, or was told of a chunk."""
+    arisen: list[p.PackingEvent] = field(default_factory=list)
+    failing: float = 0.02
+    """Of the copies."""
+
+    def do(self, effect: p.ArenaEffect, now: float) -> None:
+        match effect:
+            case p.Cut(at, wanted, view):
+                assert isinstance(wanted, tuple)
+                if wanted[0] != view.terms.word:  # the reader went by an announcement that is out of date
+                    self.arisen.append(p.WasCut(at, Conflict("lease_changed", "another lease is here by now")))
+                    return
+                ids = view.said.tables["full"].block_ids
+                self.cuts[at] = [[(place, int(ids[place])) for place in chunk] for chunk in wanted[1]]
+                self.arisen.append(p.WasCut(at))
+            case p.AskSlot(at, chunk):
+                self.asked.append((at, chunk))
+                self.lend()
+            case p.ForgoSlot(at, chunk):
+                if (at, chunk) in self.lent:
+                    self.free.append(self.lent.pop((at, chunk)))
+                else:
+                    self.asked.remove((at, chunk))
+                self.lend()
+            case p.Copy(at, chunk, slot):
+                if self.lent.pop((at, chunk), None) != slot:
+                    raise Violation("a slot is written by another", f"{effect}")
+                self.owners[slot], self.bytes[slot] = at, {}
+                self.copies[slot] = Copying(
+                    at, chunk, list(self.cuts[at][chunk]), fails=self.rng.random() < self.failing
+                )
+            case p.Keep(at, slot, until):
+                self.kept[slot], self.heard[at] = until, now
+            case p.GiveBack(at, slot, kept):
+                if self.owners.pop(slot, None) != at:
+                    raise Violation("a slot is given back by another", f"{effect}")
+                if slot in self.copies:
+                    self.copies[slot].abandoned = True
+                elif kept and now < self.kept[slot]:
+                    self.keeping.add(slot)
+                else:
+                    self._freed(slot)
+            case p.GoOnLater(at):
+                self.arisen.append(p.GoOn(at))
+            case p.Forget(at):
+                self.cuts.pop(at, None)
+                self.heard.pop(at, None)
+
+    def lend(self) -> None:
+        while self.free and self.asked:
+            key, slot = self.asked.popleft(), self.free.pop(self.rng.randrange(len(self.free)))
+            self.lent[key] = slot
+            self.arisen.append(p.Lent(*key, slot))
+
+    def copy(self, memory: list[int]) -> bool:
+        """One more block, or the end of a copy."""
+        going = [slot for slot, copying in self.copies.items() if not copying.hangs]
+        if not going:
+            return False
+        slot = self.rng.choice(going)
+        copying = self.copies[slot]
+        if copying.left:
+            place, block = copying.left.pop(self.rng.randrange(len(copying.left)))
+            self.bytes[slot][place] = JUNK if copying.fails else memory[block]
+            return True
+        del self.copies[slot]
+        if copying.abandoned:
+            self._freed(slot)
+        else:
+            problem = Conflict("copy_failed", "the GPU is broken") if copying.fails else None
+            self.arisen.append(p.Copied(copying.at, copying.chunk, problem))
+        return True
+
+    def take(self) -> None:
+        """For what the daemon reads itself; or give those back."""
+        if self.taken:
+            self.free += self.taken
+            self.taken = []
+        else:
+            self.taken, self.free = self.free[1:], self.free[:1]
+        self.lend()
+
+    def pass_time(self, now: float) -> None:
+        for slot in [slot for slot in self.keeping if self.kept[slot] <= now]:
+            self.keeping.remove(slot)
+            self._freed(slot)
+        for slot, at in self.owners.items():
+            if slot in self.kept and now > self.heard[at] + IDLE_S:
+                raise Violation("slots are held for a reader that says nothing", f"{at}")
+
+    def come_to_rest(self) -> None:
+        """Nothing is wanted any more: copies that hang end, and all slots are back."""
+        self.failing = 0.0
+        for copying in self.copies.values():
+            copying.hangs = False
+        if self.taken:
+            self.take()
+
+    def check_empty(self) -> None:
+        left = self.asked, self.lent, self.owners, self.copies, self.keeping, self.cuts, self.arisen
+        if any(left) or len(self.free) != SLOTS:
+            raise Violation("slots are left", f"{left}")
+
+    def _freed(self, slot: int) -> None:
+        if slot in self.free:
+            raise Violation("a slot is free twice", f"{slot}")
+        self.kept.pop(slot, None)
+        self.bytes[slot] = {}
+        self.free.append(slot)
+        self.lend()
+
+
+@dataclass
+class Staging:
+    """One packing as its reader follows it: at most TOGETHER chunks are wanted and not read."""
+
+    at: p.At
+    chunks: tuple[tuple[int, ...], ...]
+    last: bool
+    since: dict[int, float] = field(default_factory=dict)
+    """When each chunk was wanted."""
+    packed: dict[int, int] = field(default_factory=dict)
+    """The slot of each."""
+    bytes: dict[int, int] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+    in_time: bool = True
+    asks: bool = False
+    vouched: bool = False
+
+    @property
+    def all_packed(self) -> bool:
+        return len(self.packed) == len(self.chunks)
+
+    @property
+    def proven(self) -> bool:
+        return len(self.read) == len(self.chunks) and (self.in_time or self.vouched)
+
+    def hear(self, told: p.Packed) -> None:
+        for chunk, slot in told.chunks:
+            if chunk not in self.since or chunk in self.packed:
+                raise Violation("packed what was not wanted", f"{told}")
+            self.packed[chunk] = slot
+        self.vouched = self.vouched or told.vouched
+
+    def step(self, arena: Arena, rng: random.Random, now: float) -> p.Want | None:
+        """What it does next, if it can do anything; and says by that."""
+        at_hand = [chunk for chunk in self.packed if chunk not in self.read]
+        if len(self.since) < min(len(self.chunks), len(self.read) + TOGETHER) and (not at_hand or rng.random() < 0.5):
+            chunk = len(self.since)
+            self.since[chunk] = now
+            return p.Want(self.at, want=(chunk,))
+        if at_hand:
+            chunk = rng.choice(at_hand)
+            missing = [place for place in self.chunks[chunk] if place not in self.bytes]
+            if missing:
+                self.bytes[missing[0]] = arena.bytes[self.packed[chunk]].get(missing[0], JUNK)
+                return None
+            self.read.add(chunk)
+            self.in_time = self.in_time and now - self.since[chunk] < KEPT_S
+            return p.Want(self.at, read=(chunk,))
+        if len(self.read) == len(self.chunks) and not (self.in_time or self.asks):
+            self.asks = True
+            return p.Want(self.at, vouch=True)
+        return None
+
+    def progress(self) -> tuple[int, ...]:
+        return len(self.since), len(self.packed), len(self.bytes), len(self.read), self.asks, self.vouched
