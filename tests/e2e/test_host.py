@@ -21,6 +21,7 @@ from launched import Launched, hosted, refused
 from kvferry import ManifestBuilder, ModelInfo, Shard, SharedRegion
 from kvferry.blocking import BlockingEngineClient
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, _kvferry
+from kvferryd.run.daemons import APART
 
 START_S = 240.0
 
@@ -52,28 +53,38 @@ def daemon_of(host: Launched, number: int, folder: Path) -> DaemonService:
 
 def test_ranks_of_an_engine_find_each_other_and_hand_over(fleet: Fleet) -> None:
     folder = fleet.directory / "f"
-    host = hosted(fleet, folder, 3)
+    host = hosted(fleet, folder, 4)
     host.says("all daemons serve")
     idle = status(folder)
-    assert (idle.returncode, idle.stdout.count("idle")) == (0, 3), idle
+    assert (idle.returncode, idle.stdout.count("idle")) == (0, 4), idle
     prefill = fleet.engine("p", tp=2, preset="tiny", daemons=[daemon_of(host, each, folder) for each in (1, 2)])
-    decode = fleet.engine("d", preset="tiny", daemons=[daemon_of(host, 0, folder)])
+    decode = fleet.engine("d", preset="tiny", daemons=[daemon_of(host, 3, folder)])
     asyncio.run(fleet.ready(prefill, decode, timeout_s=START_S))
     proxy = fleet.proxy(prefill, decode)
     asyncio.run(fleet.ready(proxy, timeout_s=START_S))
-    body = {"prompt": [*range(3, 60)], "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
-    moved, alone = (
-        httpx.post(f"{each.url}/v1/completions", json=body, trust_env=False, timeout=60).json()
-        for each in (proxy, prefill)
-    )
-    assert moved["choices"] == alone["choices"]
-    listed = httpx.get(f"{host.service.url}/v1/transfers", trust_env=False).json()["transfers"]
-    assert [each["state"] for each in listed] == ["done"]
+
+    def done() -> list[str]:
+        """What became of the transfers, now that one more request has been computed."""
+        body = {"prompt": [*range(3, 60)], "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
+        moved, alone = (
+            httpx.post(f"{each.url}/v1/completions", json=body, trust_env=False, timeout=60).json()
+            for each in (proxy, prefill)
+        )
+        assert moved["choices"] == alone["choices"]
+        url = f"http://{HOST}:{host.rest + 3 * APART}/v1/transfers"
+        return [each["state"] for each in httpx.get(url, trust_env=False).json()["transfers"]]
+
+    assert done() == ["done"]
     busy = status(folder, "--json")
     assert busy.returncode == 0, busy
     found = json.loads(busy.stdout)["daemons"]
     engines = [[(engine["engine_id"], engine["rank"]) for engine in each["engines"]] for each in found]
-    assert engines == [[("d", 0)], [("p", 0)], [("p", 1)]]
+    assert engines == [[], [("p", 0)], [("p", 1)], [("d", 0)]]
+    host.look()
+    host.serving(0).kill()  # which introduces the ranks to each other
+    host.eventually(lambda: len(host.served(0)) == 2, "another one introduces them")
+    host.eventually(lambda: status(folder).returncode == 0, "the ranks have joined again")
+    assert done() == ["done", "done"]
     host.look()
     for service in (proxy, decode, prefill):
         service.process.terminate()
