@@ -189,6 +189,14 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
             assert await kvferry("status", "--daemon", daemon.url) == 1
             assert "not ready\n  not ready: draining" in capsys.readouterr().out
 
+            cancelled = asyncio.create_task(kvferry("drain", "--daemon", daemon.url, "--wait", "30"))
+            while not cancelled.done():  # by another one; it is not begun again
+                assert await kvferry("drain", "--daemon", daemon.url, "--cancel") == 0
+                await asyncio.wait({cancelled}, timeout=0.2)
+            assert await cancelled == 1
+            assert "takes no new transfers" not in capsys.readouterr().err
+            assert (await rest.get("/v1/drain")).json()["draining"] is False
+
             draining = asyncio.create_task(kvferry("drain", "--daemon", daemon.url, "--wait", "30"))
             while "1 lease" not in (said := capsys.readouterr().out):
                 await asyncio.wait({draining}, timeout=0.02)

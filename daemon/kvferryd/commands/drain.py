@@ -16,7 +16,8 @@ PROGRESS_S = 5.0
 
 
 async def drain(config: Config, arguments: argparse.Namespace) -> int:
-    """The daemon holds each answer until nothing is left, at most PROGRESS_S; a line is printed at each change."""
+    """The daemon holds each answer until nothing is left or the drain is cancelled, at most PROGRESS_S; a line is
+    printed at each change."""
     deadline, said = time.monotonic() + arguments.wait, ""
     async with client(config, arguments) as daemon:
         if arguments.status or arguments.cancel:
@@ -32,12 +33,13 @@ async def drain(config: Config, arguments: argparse.Namespace) -> int:
             line = drain_line(left)
             if line != said and not arguments.json:
                 print(line, flush=True)
-            if left.drained or left_s == 0:
+            if left.drained or not left.draining or left_s == 0:
                 break
             said = line
     if arguments.json:
         as_json(left)
-    print("kvferry: it takes no new transfers; `kvferry drain --cancel` ends that", file=sys.stderr)
+    if left.draining:
+        print("kvferry: it takes no new transfers; `kvferry drain --cancel` ends that", file=sys.stderr)
     return DONE if left.drained else NOT_SO
 
 
